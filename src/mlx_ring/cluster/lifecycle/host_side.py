@@ -8,7 +8,7 @@ import json
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mlx_ring.cluster.lifecycle.installation import OWN_PROGRAM, Installation, own_versions
+from mlx_ring.cluster.lifecycle.mac_daemon import MacDaemon, may_start_daemons
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.core.folders import AUTHORITY_FILE, logs_folder, node_folder
@@ -64,7 +65,8 @@ def whole_path(name: str, folders: Sequence[Path]) -> str:
 def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int:
     """Start a detached `mlx-ring` and return its process ID once the process reports that it runs.
 
-    It leads its own session and shares no open file with this one, so it survives the end of ssh.
+    It leads its own session and shares no open file with this one, so it survives the end of ssh. On a Mac it is a daemon
+    of launchd where `sudo` needs no password: macOS lets a daemon reach the LAN.
 
     Raises:
         ConfigError: an early end of the process, with its last output.
@@ -72,6 +74,23 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
     leave_program()
     out = out_file(state, arguments[0])
     make_private_folder(out.parent)
+    # This file is not rotated; the log files beside it hold the log.
+    environment = inherited_environment({"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"})
+    start = _start_daemon if may_start_daemons() else _start_session
+    pid, has_ended = start(state, arguments, out, environment)
+    waiting = _Waiting(state, arguments[0], has_ended)
+    waiting.until(lambda: any(found.pid == pid() for found in running_here(state)), timeout_s)
+    return pid() or 0
+
+
+_Started = tuple[Callable[[], int | None], Callable[[], bool]]
+"""Functions of a process that was started: its ID, and whether it has ended."""
+
+
+def _start_session(
+    state: Path, arguments: Sequence[str], out: Path, environment: Mapping[str, str]
+) -> _Started:
+    """Start a process in a session of its own."""
     with out.open("wb") as stream:
         process = subprocess.Popen(
             [*OWN_PROGRAM, *arguments],
@@ -80,12 +99,20 @@ def run_detached(state: Path, arguments: Sequence[str], timeout_s: float) -> int
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # This file is not rotated; the log files beside it hold the log.
-            env=inherited_environment({"PYTHONUNBUFFERED": "1", "MLX_RING_LOG_STDERR": "off"}),
+            env=environment,
         )
-    waiting = _Waiting(state, arguments[0], lambda: process.poll() is not None)
-    waiting.until(lambda: any(found.pid == process.pid for found in running_here(state)), timeout_s)
-    return process.pid
+    return lambda: process.pid, lambda: process.poll() is not None
+
+
+def _start_daemon(
+    state: Path, arguments: Sequence[str], out: Path, environment: Mapping[str, str]
+) -> _Started:
+    """Start a daemon of launchd."""
+    out.write_bytes(b"")
+    place = hashlib.sha256(str(state).encode()).hexdigest()[:8]
+    daemon = MacDaemon(f"mlx-ring.cluster.{arguments[0]}.{place}")
+    daemon.start([*OWN_PROGRAM, *arguments], folder=state, out=out, environment=environment)
+    return daemon.pid, daemon.has_ended
 
 
 def leave_program() -> None:
