@@ -16,7 +16,7 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.agent import worker_processes as subject
-from mlx_ring.agent.worker_processes import Inherited, SpareWorker, own_gpu
+from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, own_gpu
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.process import UsableMemory
@@ -271,3 +271,60 @@ def test_the_spare_ends_with_its_node_and_some_time_after_the_last_worker(
             assert node.started[1].exit_reason
 
     asyncio.run(run())
+
+
+class Ending:
+    """Process that records how it was asked to end."""
+
+    name = "worker-0-1"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, bool, str]] = []
+
+    async def stop(self, grace_s: float, *, asks_where: bool, before_kill: str) -> str:
+        self.asked.append((grace_s, asks_where, before_kill))
+        return "killed"
+
+
+RDMA_RANK = StageAssignment(stages=1, tp_size=2, backend="jaccl")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "grace_s", "asks"),
+    [
+        (StageAssignment(stages=2, tp_size=1), 0.5, True),
+        (StageAssignment(stages=1, tp_size=2, backend="ring"), 0.5, False),
+    ],
+)
+def test_ranks_without_rdma_end_as_soon_as_before(
+    assignment: StageAssignment, grace_s: float, *, asks: bool
+) -> None:
+    child = Ending()
+    asyncio.run(end_worker(child, assignment, grace_s, 10**9))
+    assert child.asked == [(grace_s, asks, "")]
+
+
+def test_a_rank_with_rdma_gets_time_and_is_warned_of_before_it_is_killed() -> None:
+    child = Ending()
+    asyncio.run(end_worker(child, RDMA_RANK, 0.5, 0))
+    ((grace_s, asks, sentence),) = child.asked
+    assert grace_s >= 10
+    assert not asks
+    assert "until the machine restarts" in sentence
+
+
+@pytest.mark.parametrize(
+    ("after", "warned"), [([60 * 10**9] * 100, True), ([60 * 10**9, 41 * 10**9], False), ([None] * 9, False)]
+)
+def test_wired_memory_that_does_not_return_is_reported(
+    after: list[int | None],
+    *,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(subject, "_RETURNS_WITHIN_S", 0.02)
+    monkeypatch.setattr(subject, "_LOOK_S", 0.01)
+    looks = iter([None if after[0] is None else 60 * 10**9, *after])
+    asyncio.run(end_worker(Ending(), RDMA_RANK, 0.5, 20 * 10**9, lambda: next(looks)))
+    assert ("20.0 GB that worker-0-1 had wired have not returned" in caplog.text) is warned

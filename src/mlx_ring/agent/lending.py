@@ -84,7 +84,9 @@ async def _obey(reader: asyncio.StreamReader, child: ChildProcess) -> None:
     if order is None:
         await child.stop()
     else:
-        await child.stop(order["stop"], asks_where=order["asks_where"])
+        await child.stop(
+            order["stop"], asks_where=order["asks_where"], before_kill=order.get("before_kill", "")
+        )
 
 
 class LentChild:
@@ -130,11 +132,11 @@ class LentChild:
         """Wait for its end and return the reason. Any number of callers may wait."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
-        """End it, and return the reason. With `asks_where` a process that hangs is asked where."""
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True, before_kill: str = "") -> str:
+        """End it, and return the reason. See `ChildProcess.stop`."""
         if not self._end.done():
             with contextlib.suppress(ConnectionError):
-                await _send(self._writer, stop=grace_s, asks_where=asks_where)
+                await _send(self._writer, stop=grace_s, asks_where=asks_where, before_kill=before_kill)
         return await self.wait()
 
     async def _receive_end(self, reader: asyncio.StreamReader) -> str:

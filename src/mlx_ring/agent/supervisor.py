@@ -15,7 +15,7 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.places import give_places
-from mlx_ring.agent.worker_processes import Inherited, SpareWorker, own_gpu
+from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, own_gpu
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess
@@ -139,7 +139,8 @@ class Worker:
 
     async def stop(self) -> None:
         """End it. A rank of a group is not asked where it hangs: it waits for another that has ended."""
-        await self.child.stop(self.grace_s, asks_where=self.assignment.tp_size == 1)
+        held = self.status.device_memory_bytes if self.status else 0
+        await end_worker(self.child, self.assignment, self.grace_s, held)
 
     def record_joining(self, assignment: worker_pb2.StageAssignment | None) -> None:
         """Record that it has begun to join its group; None: that it does not, or has joined."""

@@ -1,4 +1,4 @@
-"""Processes of workers: the GPU of each one in a group, and a spare one.
+"""Processes of workers: the GPU of each one in a group, a spare one, and the end of each.
 
 A spare is started before it is needed, has imported its libraries, and waits for its arguments. A worker's imports take
 most of the time in which a small lost stage is loaded again. The spare makes them while the node is idle, after a load,
@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
 from mlx_ring.core.environment import has_cuda_build, library_variable
 from mlx_ring.host.child import READY_LINE, ChildProcess
 from mlx_ring.host.process import usable_memory
+from mlx_ring.rpc.backends import backend_of, joined_ranks
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.process_settings import SpareMode
 
@@ -223,3 +226,67 @@ def _memory_of(pid: int) -> int:
             return process.memory_info().rss
     except psutil.NoSuchProcess:
         return 0
+
+
+# ---- the end of a worker
+
+_RDMA_GRACE_S = 10.0
+"""Time for a rank that uses RDMA to end: its peers' ends must reach it first."""
+_RETURNS_WITHIN_S, _LOOK_S = 5.0, 0.25
+_NOT_BACK_SHARE = 0.5
+_MAY_STAY = (
+    "It uses RDMA: macOS may keep the memory that it has wired until the machine restarts (docs/macos.md)."
+)
+
+
+class Stoppable(Protocol):
+    """A worker's process."""
+
+    name: str
+
+    async def stop(self, grace_s: float, *, asks_where: bool, before_kill: str) -> str:
+        """End it, and return the reason."""
+        ...
+
+
+def wired_bytes() -> int | None:
+    """Return the memory that a Mac has wired; None on other systems."""
+    return getattr(psutil.virtual_memory(), "wired", None)
+
+
+async def end_worker(
+    child: Stoppable,
+    assignment: worker_pb2.StageAssignment,
+    grace_s: float,
+    held_bytes: int,
+    wired: Callable[[], int | None] = wired_bytes,
+) -> None:
+    """End a worker. A rank of a group is not asked where it hangs: it waits for another that has ended.
+
+    One that uses RDMA gets more time. What it leaves wired is reported: after SIGKILL, memory did not return before a
+    restart (ml-explore/mlx#3910).
+
+    Args:
+        child: its process.
+        assignment: of the worker.
+        grace_s: seconds that it may take.
+        held_bytes: memory of the GPU that it held.
+        wired: returns the memory that the machine has wired.
+    """
+    asks_where = assignment.tp_size == 1
+    if not joined_ranks(assignment) or backend_of(assignment) != "jaccl":
+        await child.stop(grace_s, asks_where=asks_where, before_kill="")
+        return
+    before = wired()
+    await child.stop(max(grace_s, _RDMA_GRACE_S), asks_where=asks_where, before_kill=_MAY_STAY)
+    if before is None or not held_bytes:
+        return
+    end = time.monotonic() + _RETURNS_WITHIN_S
+    while (left := held_bytes - (before - (wired() or 0))) > _NOT_BACK_SHARE * held_bytes:
+        if time.monotonic() > end:
+            log.warning(
+                "%.1f GB that %s had wired have not returned: restart the machine to get them back (docs/macos.md)",
+                *(left / 1e9, child.name),
+            )
+            return
+        await asyncio.sleep(_LOOK_S)

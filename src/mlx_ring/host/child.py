@@ -117,17 +117,19 @@ class ChildProcess:
         """Wait for its end and return the reason. Several callers may wait."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True) -> str:
+    async def stop(self, grace_s: float = GRACE_S, *, asks_where: bool = True, before_kill: str = "") -> str:
         """End it with SIGTERM, then SIGKILL; return the reason once the kernel has confirmed its end.
 
-        With `asks_where`, a child that ignores SIGTERM first writes its stacks.
+        With `asks_where`, a child that ignores SIGTERM first writes its stacks. `before_kill` is a sentence that is
+        logged before SIGKILL.
         """
         if not self._end.done():
             self._signal(signal.SIGTERM)
             if await self._ends_within(grace_s):
                 return self._end.result()
             log.warning(
-                "%s (pid %d) did not end within %g s of SIGTERM: killing it.", self.name, self.pid, grace_s
+                "%s (pid %d) did not end within %g s of SIGTERM: killing it.%s",
+                *(self.name, self.pid, grace_s, before_kill and f" {before_kill}"),
             )
             if asks_where:
                 self._signal(SIGNAL)
