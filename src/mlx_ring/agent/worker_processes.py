@@ -263,8 +263,8 @@ async def end_worker(
 ) -> None:
     """End a worker. A rank of a group is not asked where it hangs: it waits for another that has ended.
 
-    One that uses RDMA gets more time. What it leaves wired is reported: after SIGKILL, memory did not return before a
-    restart (ml-explore/mlx#3910).
+    One that uses RDMA gets more time, and memory that it leaves wired is reported. After SIGKILL, memory did not return
+    before a restart (ml-explore/mlx#3910).
 
     Args:
         child: its process.
