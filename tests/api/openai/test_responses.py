@@ -307,3 +307,11 @@ def test_what_codex_adds_to_a_request_is_accepted() -> None:
     answer = Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", body)
     assert answer.status_code == 200, answer.text
     assert "client_metadata" not in answer.json()
+
+
+def test_two_functions_with_the_same_offered_name_are_refused() -> None:
+    tools = [AGENTS, ADD | {"name": "agents__end"}]
+    param, said = refusal(
+        Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", {"input": "Hi.", "tools": tools})
+    )
+    assert (param, "'agents__end'" in said) == ("tools", True)

@@ -113,5 +113,7 @@ def test_a_head_starts_as_a_daemon_on_a_mac(
     pid = run_detached(tmp_path, ("serve", str(tiny_model), "--port", "0", *state), 120.0)
     assert wait_until_ready(tmp_path, pid, 120.0)
     assert "bootstrap" in (stand_ins / "commands").read_text()
-    assert "ready" not in out_file(tmp_path, "serve").read_text()
+    assert "Serving" in out_file(tmp_path, "serve").read_text(), (
+        "launchd writes the output of the start there"
+    )
     assert end_running(tmp_path) == [f"The head has ended (process {pid})."]

@@ -221,7 +221,7 @@ def _known_tool(value: object) -> object:
     if isinstance(kind, str) and kind not in _TOOLS:
         raise PydanticCustomError(
             "unsupported",
-            "is '{kind}', a tool that runs on the server; only 'function' is supported.",
+            "is '{kind}', which is not supported: give 'function', or a 'namespace' of functions.",
             {"kind": kind},
         )
     return cast("object", value)
@@ -421,7 +421,8 @@ def _tool_use(fields: ResponsesRequest) -> ToolUse:
         Tool(offered_name(tool.name, namespace), tool.description, tool.parameters, strict=bool(tool.strict))
         for tool, namespace in fields.functions
     ]
-    check_names([tool.name for tool in tools], "tools[{}].name")
+    # The number of a function in a namespace is not that of a tool.
+    check_names([tool.name for tool in tools], "tools" if fields.namespaces else "tools[{}].name")
     use = ToolUse(tools, parallel=fields.parallel_tool_calls is not False)
     choice = fields.tool_choice
     if isinstance(choice, NamedTool):
