@@ -16,6 +16,7 @@ from mlx_ring.cli.doctor.machine_checks import (
     check_memory,
     check_mlx,
     check_state_folder,
+    judge_installed,
     judge_memory,
     judge_products,
     judge_rdma,
@@ -182,3 +183,12 @@ def test_thunderbolt_4_gets_no_advice_to_enable_rdma() -> None:
     finding = judge_rdma("26.5", "enabled", "device          node GUID\n------          ----------------")
     assert "Thunderbolt 4 hardware never has RDMA" in finding.fix
     assert "rdma_ctl enable" not in finding.fix
+
+
+def test_python_that_rosetta_translates_is_named_with_what_to_install() -> None:
+    versions = {"mlx-ring": "0.1", "mlx": "absent", "mlx-lm": "0.32.2"}
+    finding = judge_installed(versions, is_translated=True)
+    assert (finding.level, "Rosetta" in finding.value) == ("broken", True)
+    assert "Apple silicon" in finding.fix
+    assert "Install mlx:" in judge_installed(versions, is_translated=False).fix
+    assert judge_installed({"mlx": "0.32.4"}, is_translated=False).level == "ok"

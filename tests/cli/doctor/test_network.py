@@ -23,6 +23,7 @@ from mlx_ring.cli.doctor.network import (
     check_round_trip,
     check_throughput,
     firewall_is_on,
+    firewall_remedy,
     judge_link,
 )
 from mlx_ring.cluster.control import open_control
@@ -132,6 +133,12 @@ def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[InterfaceK
 )
 def test_a_firewall_s_state_is_read_from_its_output(name: str, output: str, active: bool) -> None:  # noqa: FBT001 - a parameter
     assert firewall_is_on(name, output) is active
+
+
+def test_remedy_for_macos_s_firewall_names_the_program_and_for_others_the_ports() -> None:
+    allowed = firewall_remedy(["macOS's firewall"], "TCP port 50051")
+    assert f"--unblockapp {Path(sys.executable).resolve()}`" in allowed
+    assert firewall_remedy(["ufw"], "TCP port 50051") == "Let other machines reach TCP port 50051."
 
 
 def test_throughput_is_measured_with_a_head_and_refused_to_a_removed_machine(

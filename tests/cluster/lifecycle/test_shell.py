@@ -42,6 +42,8 @@ def test_a_machine_that_ssh_does_not_reach_is_named_with_the_reason() -> None:
         match=r"^mini cannot be reached by `ssh me@mini`: Permission denied \(publickey\)\. Make that",
     ):
         check_exit(MINI, 255, "me@mini: hello\nPermission denied (publickey).\n")
+    with pytest.raises(HostUnreached, match=r"port 22: Connection refused\. Turn on .* > Remote Login;"):
+        check_exit(MINI, 255, "ssh: connect to host mini port 22: Connection refused\n")
 
 
 def test_output_of_shell_start_up_files_is_removed() -> None:

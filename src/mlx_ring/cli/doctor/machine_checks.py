@@ -33,9 +33,23 @@ _MLX_SAYS = "512"
 
 def check_installed() -> Finding:
     """Check the packages whose versions must be equal in a cluster."""
-    names = ("mlx-ring", "mlx", "mlx-lm")
-    absent = [name for name in names if package_version(name) == "absent"]
-    value = ", ".join(f"{name} {package_version(name)}" for name in names)
+    versions = {name: package_version(name) for name in ("mlx-ring", "mlx", "mlx-lm")}
+    translated = sys.platform == "darwin" and ask(("sysctl", "-n", "sysctl.proc_translated")) == "1"
+    return judge_installed(versions, is_translated=translated)
+
+
+def judge_installed(versions: Mapping[str, str], *, is_translated: bool) -> Finding:
+    """Judge the versions of packages, by name. A translated Python is one for Intel on a Mac with Apple silicon."""
+    absent = [name for name, version in versions.items() if version == "absent"]
+    value = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if is_translated:
+        return Finding(
+            "broken",
+            "versions",
+            f"{value}; this Python is for Intel, and Rosetta translates it",
+            "MLX needs a Python for Apple silicon: install one (`uv python install 3.12` in a Terminal that Rosetta does "
+            "not run, or python.org's), delete .venv, and run `make setup` again.",
+        )
     if absent:
         return Finding(
             "broken", "versions", value, f"Install {' and '.join(absent)}: `make setup` in the checkout."

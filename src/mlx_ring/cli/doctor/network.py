@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -146,7 +147,18 @@ def check_firewall(ports: Sequence[int]) -> Finding:
     needed = f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353"
     if not active:
         return Finding("ok", "firewall", "none was found on this machine")
-    return Finding("note", "firewall", f"{', '.join(active)} is on", f"Let other machines reach {needed}.")
+    return Finding("note", "firewall", f"{', '.join(active)} is on", firewall_remedy(active, needed))
+
+
+def firewall_remedy(active: Sequence[str], needed: str) -> str:
+    """Return what to do about active firewalls, of which macOS's allows programs and not ports."""
+    if _OF_MACOS not in active:
+        return f"Let other machines reach {needed}."
+    python = shlex.quote(str(Path(sys.executable).resolve()))
+    return (
+        "macOS asks once for each Python, in a window that nobody sees over ssh. Allow this one by "
+        f"`sudo {_SOCKET_FILTER} --add {python} --unblockapp {python}`, and again after an update of Python."
+    )
 
 
 def _firewalls() -> list[tuple[str, str]]:
@@ -155,9 +167,9 @@ def _firewalls() -> list[tuple[str, str]]:
     return [(name, _ask(command)) for name, command in commands if shutil.which(command[0])]
 
 
-_MAC_FIREWALLS = (
-    ("macOS's firewall", ("/usr/libexec/ApplicationFirewall/socketfilterfw", "--getglobalstate")),
-)
+_OF_MACOS = "macOS's firewall"
+_SOCKET_FILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+_MAC_FIREWALLS = ((_OF_MACOS, (_SOCKET_FILTER, "--getglobalstate")),)
 _LINUX_FIREWALLS = (
     ("ufw", ("ufw", "status")),
     ("firewalld", ("firewall-cmd", "--state")),
@@ -165,7 +177,7 @@ _LINUX_FIREWALLS = (
     ("iptables", ("iptables", "-S", "INPUT")),
 )
 _ACTIVE = {
-    "macOS's firewall": r"State = [12]",
+    _OF_MACOS: r"State = [12]",
     "ufw": r"^Status: active",
     "firewalld": r"^running",
     "nftables": r"hook input .*policy (drop|reject)",

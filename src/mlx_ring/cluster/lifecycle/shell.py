@@ -104,10 +104,18 @@ def check_exit(machine: Machine, code: int, said: str) -> None:
     last = (lines[-1] if lines else f"it ended with code {code}").removeprefix("mlx-ring: ").rstrip(".")
     if code == _SSH_FAILED and not machine.is_here:
         raise HostUnreached(
-            f"{machine.name} cannot be reached by `ssh {machine.device.ssh}`: {last}. "
-            "Make that command work without a prompt."
+            f"{machine.name} cannot be reached by `ssh {machine.device.ssh}`: {last}. {_remedy(last)}"
         )
     raise HostFailed(f"{machine.name}: {last}.")
+
+
+def _remedy(last: str) -> str:
+    if "Connection refused" in last:
+        return (
+            "Turn on an ssh server there: on a Mac, System Settings > General > Sharing > Remote Login; "
+            "on Debian and Ubuntu, `sudo apt install openssh-server`."
+        )
+    return "Make that command work without a prompt."
 
 
 def on_all(machines: Sequence[Machine], work: Callable[[Machine], Result]) -> list[Result]:
