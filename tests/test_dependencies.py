@@ -207,6 +207,29 @@ def test_the_build_for_gpus_is_refused_without_a_driver_before_anything_changes(
         assert not done.stdout
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "taken"),
+    [("darwin", "x86_64", False), ("darwin", "arm64", True), ("linux", "x86_64", True)],
+)
+def test_setup_passes_over_a_python_that_rosetta_translates(
+    tmp_path: Path, system: str, machine: str, *, taken: bool
+) -> None:
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(
+        f"#!{sys.executable}\nimport platform, sys\n"
+        f"sys.platform, platform.machine = {system!r}, lambda: {machine!r}\nexec(sys.argv[2])\n"
+    )
+    stand_in.chmod(0o755)
+    found = re.search(
+        r"^interpreter\(\) \{\n.*?^\}$", (ROOT / "scripts/setup").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found is not None
+    done = subprocess.run(
+        ["bash", "-c", f'{found[0]}\ninterpreter "$0"', stand_in], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0, done.stdout.strip() != "") == (taken, taken), done.stderr
+
+
 def test_the_guide_to_installing_names_the_present_version() -> None:
     named = set(
         re.findall(r"mlx_ring-(\d[\w.]*?)(?:-py3|\.tar)", (ROOT / "docs/install.md").read_text("utf-8"))

@@ -47,8 +47,7 @@ def judge_installed(versions: Mapping[str, str], *, is_translated: bool) -> Find
             "broken",
             "versions",
             f"{value}; this Python is for Intel, and Rosetta translates it",
-            "MLX needs a Python for Apple silicon: install one (`uv python install 3.12` in a Terminal that Rosetta does "
-            "not run, or python.org's), delete .venv, and run `make setup` again.",
+            "MLX needs a Python for Apple silicon: delete .venv and run `make setup`, which finds or fetches one.",
         )
     if absent:
         return Finding(
