@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -225,6 +226,7 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
         stderr=subprocess.PIPE,
         text=True,
     ) as child:
+        request.addfinalizer(child.kill)
         with pids.open() as lines:
             pid = int(lines.readline())
         child.send_signal(number)
@@ -233,6 +235,35 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
     assert errors == "Compiling was interrupted.\n"
     assert not list(into.rglob("*"))
     assert _has_ended(pid)
+
+
+def test_a_signal_is_handled_where_no_lock_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Interrupt the build while it takes the pool's semaphore, which must not stay taken."""
+    previous = signal.signal(signal.SIGTERM, build._interrupt)
+    request.addfinalizer(partial(signal.signal, signal.SIGTERM, previous))
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nsleep 600\n")
+    compiler.chmod(0o700)
+    enter = threading.Condition.__enter__
+    taken: list[None] = []
+
+    def interrupted_enter(condition: threading.Condition) -> bool:
+        entered = enter(condition)
+        if sys._getframe(1).f_code is threading.Semaphore.acquire.__code__:
+            taken.append(None)
+            if len(taken) == 2:  # the first compiler runs
+                signal.raise_signal(signal.SIGTERM)
+        return entered
+
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(threading.Condition, "__enter__", interrupted_enter)
+    with pytest.raises(KeyboardInterrupt):
+        build.build(build.Target.installed(), tmp_path / "binaries")
+    assert len(taken) > 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    assert not list((tmp_path / "binaries").rglob("*"))
 
 
 def _has_ended(pid: int) -> bool:

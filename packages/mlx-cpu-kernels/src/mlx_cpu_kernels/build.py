@@ -21,12 +21,13 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from mlx_cpu_kernels.machine import free_memory, usable_cores
 from mlx_cpu_kernels.packages import Package, Unavailable, find_package
@@ -198,6 +199,7 @@ def _compile_all(target: Target, compiler: str, flags: list[str], work: Path) ->
     sources: dict[Path, tuple[str, ...]] = {target.nanobind.folder / "src/nb_combined.cpp": (), **_sources()}
     compilers, pool = _Compilers(), ThreadPoolExecutor(_parallel_compilers())
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(_DeferredSignals())
         stack.callback(pool.shutdown, cancel_futures=True)
         stack.callback(compilers.stop)  # first: the pool waits for them
         objects = [work / f"{source.stem}.o" for source in sources]
@@ -206,17 +208,54 @@ def _compile_all(target: Target, compiler: str, flags: list[str], work: Path) ->
             for (source, own), path in zip(sources.items(), objects, strict=True)
         ]
         for future in compiled:
-            _wait_for(future)
+            _wait_for(future, signals)
         link = ["-shared", "-s", *map(str, objects), f"-L{library}", "-lmlx", f"-Wl,-rpath,{library}"]
-        _wait_for(pool.submit(compilers.run, [compiler, *link, "-o", str(linked)]))
+        _wait_for(pool.submit(compilers.run, [compiler, *link, "-o", str(linked)]), signals)
     return linked
 
 
-def _wait_for(future: Future[None]) -> None:
-    """Wait for a compiler, and look for signals now and then: one that comes just before a wait does not end it."""
+def _wait_for(future: Future[None], signals: _DeferredSignals) -> None:
+    """Wait for a compiler, and handle the signals that come meanwhile."""
     while True:
+        signals.handle()
         with contextlib.suppress(TimeoutError):
             return future.result(timeout=_LOOK_S)
+
+
+class _DeferredSignals(contextlib.AbstractContextManager["_DeferredSignals", None]):
+    """Signals whose handlers are called where `handle` is.
+
+    An exception that a handler raises elsewhere may leave a lock of the thread pool locked, or a process unnoted.
+    """
+
+    def __init__(self) -> None:
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+        return self
+
+    def handle(self) -> None:
+        """Call the handlers of the signals that have come, which may raise what they want."""
+        while self._came:
+            number, frame = self._came.pop(0)
+            self._handlers[number](number, frame)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:  # no handler has set another
+                signal.signal(number, handler)
+        if kind is None:
+            self.handle()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append((number, frame))
 
 
 class _Compilers:
