@@ -348,6 +348,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((value("step_time_ratio", ""), "{{node}} {{kind}}"),),
             ),
             Panel(
+                "Power",
+                "watt",
+                ((value("node_power_watts", ""), "{{node}} {{part}}"),),
+                "Only of parts that count their energy.",
+                stacked=True,
+            ),
+            Panel(
+                "Energy per generated token",
+                "joule",
+                ((value("energy_per_token_joules", ""), ""),),
+                "All nodes that compute, during the last minute.",
+            ),
+            Panel(
                 "Links: round trip",
                 "s",
                 ((value("link_round_trip_seconds", ""), "{{source}} to {{target}}"),),

@@ -27,6 +27,7 @@ EXTRAS = {
 }
 """Files that may import the packages of an extra, by extra. `serve` and `join` load them only when a setting needs it."""
 UNIMPORTED = {
+    "zeus-apple-silicon": "imported by name on Macs alone",
     "nanobind": "native kernels are compiled with its headers",
     "scipy-openblas32": "its shared library is loaded, not its module",
 }

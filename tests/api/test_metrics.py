@@ -15,13 +15,16 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import TwinService
 from tests.default_settings import make_api_settings
 
-from mlx_ring.api.metrics.machines import LinkCounts
+from mlx_ring.api.metrics.machines import LinkCounts, energy_families
 from mlx_ring.api.metrics.requests import MeteredReplica, step_families
+from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.engine_stats import COUNTS, Meter, OpenRequest, StepTotals
 from mlx_ring.core.errors import WorkerLost
 from mlx_ring.core.worker_status import LinkUse
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.head.status import ClusterView, node_statuses
+from mlx_ring.host.energy import PartEnergy
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 MODEL = {"model_name": "org/twin", "instance": "0"}
@@ -178,6 +181,23 @@ def test_links_are_exported_and_a_broken_link_has_no_figures(api: Api) -> None:
     assert page("link_up", source="b", target="a") == 0
     assert page("link_round_trip_seconds", source="a") == 0.001
     assert not page.all("link_bytes_per_second", source="b")
+
+
+def test_energy_is_exported_as_far_as_it_is_counted() -> None:
+    (alone,) = node_statuses(
+        ClusterView("a", own_energy=(PartEnergy("cpu", 7.5, 2.5), PartEnergy("gpu", 1.0))), [], {}, {}
+    )
+    families = {family.name: family.samples for family in energy_families(ClusterParts(nodes=[alone]))}
+    found = {
+        name: {tuple(each.labels.values()): each.value for each in one} for name, one in families.items()
+    }
+    assert found == {
+        "mlx_ring_node_energy_joules": {("a", "cpu"): 7.5, ("a", "gpu"): 1.0},
+        "mlx_ring_node_power_watts": {("a", "cpu"): 2.5},
+        "mlx_ring_energy_per_token_joules": {},
+    }
+    (*_, each) = energy_families(ClusterParts(joules_per_token=0.25))
+    assert [sample.value for sample in each.samples] == [0.25]
 
 
 @pytest.mark.parametrize("pid", [1, 2])

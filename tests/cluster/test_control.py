@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,12 +20,13 @@ from mlx_ring.agent import member as attendance
 from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
-from mlx_ring.cluster.control import Control, open_control
+from mlx_ring.cluster.control import Control, energy_of, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.members import Members
-from mlx_ring.core.errors import PeerRefused
+from mlx_ring.core.errors import PeerRefused, ProtocolError
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
@@ -90,6 +92,49 @@ def test_connected_nodes_are_members_with_their_reported_state(tmp_path: Path) -
             assert set(former) == set(connected)
 
     asyncio.run(run())
+
+
+class Counting:
+    """A counter of energy that grows by 2 J at each reading."""
+
+    joules = 0.0
+
+    def read(self) -> dict[Part, float]:
+        self.joules += 2.0
+        return {"gpu": self.joules}
+
+
+def test_energy_of_a_node_grows_at_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            meter = EnergyMeter([Counting()])
+            async with attending(head, control, tmp_path / "a", energy=meter), asyncio.timeout(WAIT_S):
+                (member,) = (await control.wait_for(1)).members.values()
+                assert member.energy == (PartEnergy("gpu", 0.0),)
+                changed = asyncio.Event()
+                with control.watching(lambda _event: changed.set()):
+                    while member.energy[0].joules < 6.0:
+                        await changed.wait()
+                        changed.clear()
+                        (member,) = control.membership.members.values()
+                assert member.energy[0].joules % 2.0 == 0.0
+                assert (member.energy[0].watts or 0.0) > 0.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("joules", [-1.0, math.nan, math.inf])
+def test_energy_that_is_no_number_is_refused_and_an_unknown_part_is_left_out(joules: float) -> None:
+    said = first_message()
+    said.energy.add(part="fans", joules=joules)
+    said.energy.add(part="cpu", joules=3.0)
+    assert energy_of(said) == (PartEnergy("cpu", 3.0),)
+    said.energy.add(part="memory", joules=joules)
+    with pytest.raises(ProtocolError, match="invalid energy of its memory"):
+        energy_of(said)
 
 
 def test_a_node_reconnects_after_the_head_has_restarted(

@@ -20,9 +20,11 @@ from mlx_ring.head.status import (
     InstanceView,
     LoadingProgress,
     RankProgress,
+    computing_energy,
     instance_status,
     node_statuses,
 )
+from mlx_ring.host.energy import Part, PartEnergy
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
@@ -234,6 +236,43 @@ def test_a_single_machine_without_a_profile_is_a_node() -> None:
     (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS, {})
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)
     assert (node.stages, node.versions) == (["twin-1/0", "twin-1/1"], VERSIONS)
+
+
+def counting(node: str, *parts: Part) -> Member:
+    used = tuple(PartEnergy(part, 10.0 * place, 1.5) for place, part in enumerate(parts))
+    return replace(member(node), energy=used)
+
+
+def test_nodes_have_the_energy_of_their_parts_while_they_attend() -> None:
+    membership = (
+        Membership().apply(Joined(counting("a", "cpu", "memory"))).apply(Joined(counting("b", "gpu")))
+    )
+    membership = membership.apply(SessionEnded("b", 1, "it was cut off", 2000.0))
+    here, lost = node_statuses(ClusterView("a", membership), [view()], VERSIONS, {})
+    assert [(used.part, used.joules, used.watts) for used in here.energy] == [
+        ("cpu", 0, 1.5),
+        ("memory", 10, 1.5),
+    ]
+    assert lost.energy == []
+    alone = ClusterView("a", own_energy=(PartEnergy("cpu", 4.0),))
+    (node,) = node_statuses(alone, [], VERSIONS, {})
+    assert [(used.part, used.joules, used.watts) for used in node.energy] == [("cpu", 4.0, None)]
+
+
+def test_energy_that_counts_is_that_of_nodes_whose_computing_device_is_counted() -> None:
+    """Leave out nodes without layers, and count nothing of a node that counts another device's energy alone."""
+    members = (counting("a", "cpu"), counting("b", "gpu", "memory"), counting("c", "cpu"))
+    membership = Membership()
+    for each in members:
+        membership = membership.apply(Joined(each))
+    used = computing_energy(ClusterView("a", membership), [view()])
+    assert used == {"a": members[0].energy, "b": None}
+    on_gpu = view(workers=(worker(0, "a"), replace(worker(1, "b"), device="gpu")))
+    assert computing_energy(ClusterView("a", membership), [on_gpu])["b"] == members[1].energy
+    own = (PartEnergy("cpu", 1.0),)
+    alone = view(workers=(worker(0, "a"), worker(1, "a")))
+    assert computing_energy(ClusterView("a", own_energy=own), [alone]) == {"a": own}
+    assert computing_energy(ClusterView("a", own_energy=own), []) == {}
 
 
 def record(progress: LoadingProgress, stage: int, **report: object) -> None:

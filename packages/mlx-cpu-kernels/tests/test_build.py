@@ -227,8 +227,7 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
         text=True,
     ) as child:
         request.addfinalizer(child.kill)
-        with pids.open() as lines:
-            pid = int(lines.readline())
+        pid = _first_number(pids, child)
         child.send_signal(number)
         _, errors = child.communicate(timeout=60)
     assert child.returncode == 1
@@ -237,6 +236,15 @@ def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
     assert _has_ended(pid)
 
 
+def _first_number(pipe: Path, child: subprocess.Popen[str]) -> int:
+    """Read a line from a named pipe, unless the child ends before one is written."""
+    with open(os.open(pipe, os.O_RDWR)) as lines, open(os.pidfd_open(child.pid)) as ends:  # noqa: PTH123 - descriptors
+        ready, _, _ = select.select([lines, ends], [], [], 60)
+        assert lines in ready, child.communicate(timeout=60)[1] if ready else "no compiler was started"
+        return int(lines.readline())
+
+
+@pytest.mark.processes
 def test_a_signal_is_handled_where_no_lock_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -35,6 +35,7 @@ from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMis
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
@@ -84,6 +85,7 @@ class Registration:
     """Port on which it answers probes of links; 0 for none."""
     trust: Trust = field(default_factory=Trust)
     """Interfaces on which collectives may reach other machines."""
+    energy: EnergyMeter = field(default_factory=EnergyMeter)
 
 
 async def stay_registered(
@@ -194,6 +196,10 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
             for one in trusted
         ],
         trusted_problem=problem,
+        energy=[
+            cluster_pb2.PartEnergy(part=used.part, joules=used.joules, watts=used.watts)
+            for used in who.energy.read()
+        ],
     )
 
 

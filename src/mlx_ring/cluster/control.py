@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Generator
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from mlx_ring.cluster.security.tokens import TokenStore
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.energy import PARTS, PartEnergy
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
@@ -231,6 +233,7 @@ class Control:
                                 said.agent_bytes,
                                 _trusted(said),
                                 said.trusted_problem[:_LONGEST_PROBLEM],
+                                energy_of(said),
                             )
                         )
                     yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
@@ -282,6 +285,7 @@ class Control:
             versions=hello_versions(first.hello),
             trusted=_trusted(first),
             trusted_problem=first.trusted_problem[:_LONGEST_PROBLEM],
+            energy=energy_of(first),
         )
 
 
@@ -295,6 +299,21 @@ def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
     except ValueError as error:
         raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
     return trusted
+
+
+def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
+    """Return the energy of the parts that are known here; raise `ProtocolError` if it is no number from 0 on."""
+    parts = {used.part: used for used in said.energy}
+    known = tuple(
+        PartEnergy(part, parts[part].joules, parts[part].watts if parts[part].HasField("watts") else None)
+        for part in PARTS
+        if part in parts
+    )
+    for used in known:
+        for value in (used.joules, used.watts or 0.0):
+            if not 0.0 <= value < math.inf:
+                raise ProtocolError(f"A node reports an invalid energy of its {used.part}: {value:g}.")
+    return known
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:

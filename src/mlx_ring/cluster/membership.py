@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
+from mlx_ring.host.energy import PartEnergy
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
 
@@ -48,6 +49,8 @@ class Member:
     """Interfaces on which its owner allows collectives with other machines."""
     trusted_problem: str = ""
     """Reason why an interface that the owner named is not among them."""
+    energy: tuple[PartEnergy, ...] = ()
+    """Energy of its parts that count it, since its agent started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Reported:
     agent_bytes: int = 0
     trusted: tuple[TrustedInterface, ...] = ()
     trusted_problem: str = ""
+    energy: tuple[PartEnergy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Membership:
                     agent_bytes=event.agent_bytes,
                     trusted=event.trusted,
                     trusted_problem=event.trusted_problem,
+                    energy=event.energy,
                 )
                 return replace(self, members={**self.members, node: reported})
             case SessionEnded(node, session, reason, at_s):

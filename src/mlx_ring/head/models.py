@@ -26,11 +26,13 @@ from mlx_ring.head.served_model import ServedModel, policy_of, prepare_model
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
+    computing_energy,
     hung_backend_statuses,
     instance_status,
     node_statuses,
 )
 from mlx_ring.head.step_speeds import step_speeds
+from mlx_ring.host.energy import EnergyPerToken
 from mlx_ring.host.machine import node_name
 from mlx_ring.host.private_files import release
 from mlx_ring.models.fetching import Fetches
@@ -81,6 +83,7 @@ class Catalog:
         self._watcher, self._ready = watcher, ready
         self._speeds = step_speeds(settings)
         self._shares = KvShares(settings.kv_cache_memory)
+        self._energy = EnergyPerToken()
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
         self._one_at_a_time = asyncio.Lock()
@@ -159,10 +162,12 @@ class Catalog:
         cluster_view, views = self._views()
         ratios = self._speeds.by_node(cluster_view.membership.members.values())
         nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())), ratios)
+        tokens = sum(meter.generated_tokens for hosted in self._hosted for meter in hosted.meters)
         return ClusterParts(
             nodes=nodes,
             instances=[instance_status(view, ratios) for view in views],
             hung_backends=hung_backend_statuses(cluster_view),
+            joules_per_token=self._energy.update(computing_energy(cluster_view, views), tokens),
         )
 
     async def ready(self, model: ModelService) -> None:

@@ -23,6 +23,7 @@ from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks, wait_until_w
 from mlx_ring.head.placing import Order, place_single_node
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
+from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
@@ -58,6 +59,7 @@ class SingleNode:
         self._has_failed = False
         """True after the loss of an instance, until the agent has answered."""
         self._step_down = StepDown()
+        self._energy = EnergyMeter()
         self.links: Sequence[LinkInfo] = ()
         """Always empty, because there is one machine."""
         self.link_profiles: Mapping[frozenset[str], LinkProfile] = {}
@@ -204,8 +206,9 @@ class SingleNode:
 
     def cluster_view(self) -> ClusterView:
         hung = self._step_down.states()
+        energy = self._energy.read()
         if self._profile is None:
-            return ClusterView(node_name(), hung=hung)
+            return ClusterView(node_name(), hung=hung, own_energy=energy)
         itself = Member(
             node=node_name(),
             machine=node_name(),
@@ -218,6 +221,7 @@ class SingleNode:
             memory_free_bytes=usable_memory().available_bytes,
             since_s=self._since_s,
             versions=hello_versions(make_hello()),
+            energy=energy,
         )
         return ClusterView(node_name(), Membership().apply(Joined(itself)), hung=hung)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from mlx_ring.api.ops.status import (
+    EnergyStatus,
     GroupStatus,
     HungBackendStatus,
     InstanceState,
@@ -36,6 +37,7 @@ from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.step_times import StepTimes, StreamPace
 from mlx_ring.head.step_speeds import stage_times
+from mlx_ring.host.energy import PartEnergy
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.plan import Plan
@@ -52,6 +54,8 @@ class ClusterView:
     membership: Membership = field(default_factory=Membership)
     held: Mapping[str, Quarantine] = field(default_factory=dict[str, Quarantine])
     hung: Sequence[HungBackend] = ()
+    own_energy: Sequence[PartEnergy] = ()
+    """Energy of a single machine without a profile, which is no member."""
 
 
 _FETCH = "fetch"
@@ -276,7 +280,7 @@ def node_statuses(
     statuses = [_attending(cluster_view, member, instances) for member in membership.members.values()]
     statuses += [_former(cluster_view, node, was, instances) for node, was in membership.former.items()]
     if cluster_view.own not in {node.id for node in statuses}:
-        statuses.append(_alone(cluster_view.own, instances, versions))
+        statuses.append(_alone(cluster_view.own, instances, versions, cluster_view.own_energy))
     statuses = [
         node.model_copy(
             update={"step_time_ratios": StepTimeRatios(**asdict(ratios.get(node.id, StepRatios())))}
@@ -337,12 +341,18 @@ def _node(
         stages=_stages_on(member.node, instances),
         memory=_memory(member, instances),
         profile=_profile(member.profile),
+        energy=[] if state == "gone" else _energy(member.energy),
         trusted=[*map(str, member.trusted), *([member.trusted_problem] if member.trusted_problem else [])],
         versions=dict(member.versions),
     )
 
 
-def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, str]) -> NodeStatus:
+def _alone(
+    own: str,
+    instances: Sequence[InstanceView],
+    versions: Mapping[str, str],
+    own_energy: Sequence[PartEnergy],
+) -> NodeStatus:
     """Return the status of the head's own machine when it has no profile."""
     return NodeStatus(
         id=own,
@@ -356,9 +366,27 @@ def _alone(own: str, instances: Sequence[InstanceView], versions: Mapping[str, s
         stages=_stages_on(own, instances),
         memory=None,
         profile=None,
+        energy=_energy(own_energy),
         trusted=[],
         versions=dict(versions),
     )
+
+
+def computing_energy(
+    cluster_view: ClusterView, instances: Sequence[InstanceView]
+) -> dict[str, Sequence[PartEnergy] | None]:
+    """Return the energy of every node that computes; None if it does not count that of the device that it computes on."""
+    counted: dict[str, Sequence[PartEnergy]] = {cluster_view.own: cluster_view.own_energy}
+    counted |= {node: member.energy for node, member in cluster_view.membership.members.items()}
+    devices = {(worker.node, worker.device) for view in instances for worker in view.workers}
+    missing = {
+        node for node, device in devices if device not in {used.part for used in counted.get(node, ())}
+    }
+    return {node: None if node in missing else counted[node] for node, _ in devices}
+
+
+def _energy(parts: Sequence[PartEnergy]) -> list[EnergyStatus]:
+    return [EnergyStatus(part=used.part, joules=used.joules, watts=used.watts) for used in parts]
 
 
 def _stages_on(node: str, instances: Sequence[InstanceView]) -> list[str]:

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { describeRole } from "../../../src/mlx_ring/api/page/web/cluster/machines.js";
+import { describeEnergy, describePower, describeRole } from "../../../src/mlx_ring/api/page/web/cluster/machines.js";
 
 /** @param {object} [more] @returns {any} */
 const worker = (more = {}) => ({ model: "demo", rank: 0, layers: [0, 5], ...more });
@@ -22,3 +22,17 @@ const cases = /** @type {[string, boolean, any[]][]} */ ([
 for (const [text, isHead, workers] of cases) {
   test(`the role of a machine: ${text}`, () => assert.equal(describeRole(node(isHead), workers), text));
 }
+
+/** @param {number | null} watts @returns {any} */
+const part = (name = "cpu", watts = null) => ({ part: name, joules: 5, watts });
+
+test("power is that of the parts that have one", () => {
+  assert.equal(describePower([part("cpu", 23.46), part("gpu", 0), part("memory", null)]), "Power: CPU 23.5 W, GPU 0 W");
+  assert.equal(describePower([part("memory", null)]), "");
+  assert.equal(describePower([]), "");
+});
+
+test("energy per token is named where it is known", () => {
+  assert.equal(describeEnergy(/** @type {any} */ ({ joules_per_token: 0.1234 })), "0.123 J per generated token");
+  assert.equal(describeEnergy(/** @type {any} */ ({ joules_per_token: null })), "");
+});

@@ -12,6 +12,7 @@ from mlx_cpu_kernels.trial import Verdict
 from mlx_ring.cli.doctor.machine_checks import (
     GIB,
     check_disk,
+    check_energy,
     check_fast_links,
     check_memory,
     check_mlx,
@@ -32,6 +33,27 @@ RDMA_DEVICES = """
     rdma_en2            0000000000000001
     rdma_en3            0000000000000002
 """
+
+
+def test_energy_is_noted_where_a_counter_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pynvml", "zeus_apple_silicon"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert check_energy(tmp_path).value == "not counted: this system has no counters of it"
+    domain = tmp_path / "sys/class/powercap/intel-rapl:0"
+    domain.mkdir(parents=True)
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", "99"), ("energy_uj", "5")):
+        (domain / name).write_text(text)
+    assert (check_energy(tmp_path).level, check_energy(tmp_path).value) == ("ok", "counted by cpu")
+
+    def refuse(path: Path, *_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    found = check_energy(tmp_path)
+    assert (found.level, found.value) == ("note", f"not counted; {domain / 'name'} can be read by root alone")
+    assert "as root" in found.fix
 
 
 def test_a_container_s_memory_limit_is_found_and_its_file_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mlx_ring.api.metrics.requests import (
     gauge,
     one_of,
 )
-from mlx_ring.api.ops.status import HungBackendStatus, NodeState, NodeStatus
+from mlx_ring.api.ops.status import ClusterParts, HungBackendStatus, NodeState, NodeStatus
 from mlx_ring.api.service import LinkInfo, ModelService, State
 from mlx_ring.core.errors import GroupStuck, LinkLost, NodeLost, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
@@ -188,6 +188,30 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
             ("node",),
             [((node.id,), values[node.id]) for node in nodes if node.id in values],
         )
+
+
+def energy_families(cluster: ClusterParts) -> Iterator[Metric]:
+    """Yield the metrics of the nodes' energy, as far as they count it."""
+    uses = [((node.id, used.part), used) for node in cluster.nodes for used in node.energy]
+    yield counter(
+        "node_energy_joules",
+        "Energy of a part of a node, by its own counter.",
+        ("node", "part"),
+        [(labels, used.joules) for labels, used in uses],
+    )
+    yield gauge(
+        "node_power_watts",
+        "Mean power of a part of a node during the last seconds.",
+        ("node", "part"),
+        [(labels, used.watts) for labels, used in uses if used.watts is not None],
+    )
+    each = cluster.joules_per_token
+    yield gauge(
+        "energy_per_token_joules",
+        "Energy of the computing nodes per generated token, during the last minute.",
+        (),
+        [] if each is None else [((), each)],
+    )
 
 
 def backend_families(hung: Sequence[HungBackendStatus]) -> Iterator[Metric]:

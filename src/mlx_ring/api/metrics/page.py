@@ -20,6 +20,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.metrics.machines import (
     LinkCounts,
     backend_families,
+    energy_families,
     instance_families,
     link_families,
     node_families,
@@ -63,6 +64,7 @@ class MetricsCollector:
         yield from worker_families(replicas, workers, self._links)
         cluster = self._catalog.cluster()
         yield from node_families(cluster.nodes, workers)
+        yield from energy_families(cluster)
         yield from backend_families(cluster.hung_backends)
         yield from link_families(self._catalog.links)
         yield from http_families(self._http)

@@ -72,6 +72,17 @@ class StepTimeRatios(_Status):
     prefill: float = 1.0
 
 
+class EnergyStatus(_Status):
+    """Energy of a part of a node, as its own counter says."""
+
+    part: Literal["cpu", "gpu", "memory"]
+    """`gpu` is all GPUs of the node."""
+    joules: float
+    """Energy since its agent started; without a cluster, since the head started."""
+    watts: float | None
+    """Mean power of the last seconds; null at the first reading."""
+
+
 class NodeStatus(_Status):
     """A machine of the cluster."""
 
@@ -95,6 +106,8 @@ class NodeStatus(_Status):
     memory: NodeMemory | None
     """Null without a profile of the node."""
     profile: ProfileStatus | None
+    energy: list[EnergyStatus] = Field(default=[])
+    """Parts that count their energy; empty if none does, or if the agent may not read the counters."""
     step_time_ratios: StepTimeRatios = StepTimeRatios()
     trusted: list[str]
     """Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing."""
@@ -312,3 +325,6 @@ class ClusterParts(_Status):
     """Machines that are connected, excluded, or were lost since the head started."""
     instances: list[InstanceStatus] = Field(default=[])
     hung_backends: list[HungBackendStatus] = Field(default=[])
+    joules_per_token: float | None = None
+    """Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these
+    nodes does not count the energy of the device that it computes on."""

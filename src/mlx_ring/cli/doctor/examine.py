@@ -11,6 +11,7 @@ from mlx_ring.cli.doctor.machine_checks import (
     check_address_space,
     check_descriptors,
     check_disk,
+    check_energy,
     check_fast_links,
     check_installed,
     check_memory,
@@ -41,6 +42,7 @@ def examine(settings: Settings, head: HeadAddress | None, peers: Sequence[HeadAd
     yield check_memory()
     yield check_address_space()
     yield from check_wired_limit()
+    yield check_energy()
     yield check_descriptors(settings.file_descriptor_limit)
     yield check_state_folder(state)
     yield check_disk(state)

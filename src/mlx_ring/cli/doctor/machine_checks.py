@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx_cpu_kernels.build import advice
 from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.environment import package_version
+from mlx_ring.host.energy import find_counters
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.process import UsableMemory, usable_memory
 
@@ -117,6 +118,17 @@ def judge_memory(memory: UsableMemory) -> Finding:
         fix = "Raise that limit if a model does not fit (docker run --memory, or the unit's MemoryMax)."
         return Finding("note", "memory", value, fix)
     return Finding("ok", "memory", value)
+
+
+def check_energy(root: Path = ROOT) -> Finding:
+    """Check which parts of this machine count their energy, for `/metrics` and the page."""
+    counters, problems = find_counters(root)
+    parts = sorted({part for counter in counters for part in counter.read()})
+    value = f"counted by {', '.join(parts)}" if parts else "not counted"
+    if problems:
+        fix = "To count more, run as root, or let this user read the file. Nothing else needs it."
+        return Finding("note", "energy", f"{value}; {'; '.join(problems)}", fix)
+    return Finding("ok", "energy", value if parts else f"{value}: this system has no counters of it")
 
 
 def check_address_space() -> Finding:

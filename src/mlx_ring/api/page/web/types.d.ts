@@ -102,6 +102,8 @@ export interface ClusterStatus {
   nodes: NodeStatus[];
   instances: InstanceStatus[];
   hung_backends: HungBackendStatus[];
+  /** Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these nodes does not count the energy of the device that it computes on. */
+  joules_per_token: number | null;
   status: "ready" | "unavailable";
   reason: string | null;
   model: string;
@@ -194,6 +196,16 @@ export interface DiskModels {
   pulls: PullStatus[];
   /** Pulls that ended before they were complete. */
   interrupted: InterruptedPull[];
+}
+
+/** Energy of a part of a node, as its own counter says. */
+export interface EnergyStatus {
+  /** `gpu` is all GPUs of the node. */
+  part: "cpu" | "gpu" | "memory";
+  /** Energy since its agent started; without a cluster, since the head started. */
+  joules: number;
+  /** Mean power of the last seconds; null at the first reading. */
+  watts: number | null;
 }
 
 export interface FunctionDelta {
@@ -378,6 +390,8 @@ export interface NodeStatus {
   /** Null without a profile of the node. */
   memory: NodeMemory | null;
   profile: ProfileStatus | null;
+  /** Parts that count their energy; empty if none does, or if the agent may not read the counters. */
+  energy: EnergyStatus[];
   step_time_ratios: StepTimeRatios;
   /** Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing. */
   trusted: string[];

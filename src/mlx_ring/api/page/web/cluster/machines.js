@@ -1,6 +1,7 @@
 // The machines, what their memory is used for, and the links between them.
 
-/** @import { ClusterStatus, DeviceStatus, LinkStatus, NodeMemory, ProfileStatus, NodeStatus } from "../types.js" */
+/** @import { ClusterStatus, DeviceStatus, EnergyStatus, LinkStatus, NodeMemory, NodeStatus } from "../types.js" */
+/** @import { ProfileStatus } from "../types.js" */
 
 import { Bar, Facts, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
@@ -8,6 +9,9 @@ import { html } from "../vendor/preact.js";
 
 /** @type {Record<NodeStatus["state"], string>} */
 const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined" };
+
+/** @type {Record<EnergyStatus["part"], string>} */
+const PARTS = { cpu: "CPU", gpu: "GPU", memory: "memory" };
 
 /** @typedef {Map<string, string>} Names of nodes, by id */
 
@@ -17,7 +21,10 @@ const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined"
  */
 export function Machines({ cluster, names }) {
   return html`<section class="panel" aria-label="Machines">
-    <header><h2>Machines</h2><span class="muted">${countActive(cluster)}</span></header>
+    <header>
+      <h2>Machines</h2>
+      <span class="muted">${[countActive(cluster), describeEnergy(cluster)].filter(Boolean).join(", ")}</span>
+    </header>
     <div class="machines">
       ${cluster.nodes.map(
         (node) => html`<${Machine} key=${node.id} node=${node} cluster=${cluster} name=${names.get(node.id)} />`,
@@ -42,9 +49,18 @@ function countActive({ devices, nodes }) {
   return `${active}${total} ${devices.length === 1 ? "device" : "devices"} active on ${counted(machines, "machine")}`;
 }
 
+/**
+ * Return the energy of the last minute per token. It is null while nothing is generated or a machine does not count.
+ * @param {ClusterStatus} cluster
+ */
+export function describeEnergy({ joules_per_token: joules }) {
+  return joules === null ? "" : `${figures(joules)} J per generated token`;
+}
+
 /** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string }} props */
 function Machine({ node, cluster, name }) {
   const { memory, reason, state } = node;
+  const power = describePower(node.energy);
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
   return html`<article class=${`machine ${state}`}>
     <h3>
@@ -54,6 +70,7 @@ function Machine({ node, cluster, name }) {
     <p>${describeRole(node, workers)}</p>
     ${reason && html`<p>${reason}</p>`}
     <${Memory} memory=${memory} workers=${workers} name=${name} />
+    ${power && html`<p class="muted">${power}</p>`}
     ${
       workers.length > 0 &&
       html`<p class="figures">
@@ -171,6 +188,16 @@ function Memory({ memory, workers, name }) {
   const freeText = `${bytes(free)} free of ${bytes(total)}`;
   return html`<${Bar} parts=${parts} total=${total} label=${`Memory of ${name}: ${freeText}`} />
     <p class="muted">${freeText}</p>`;
+}
+
+/**
+ * Return the power of a machine's parts that count it.
+ * @param {EnergyStatus[]} energy
+ */
+export function describePower(energy) {
+  const counted = energy.filter(({ watts }) => watts !== null);
+  const parts = counted.map(({ part, watts }) => `${PARTS[part]} ${figures(watts)} W`);
+  return parts.length ? `Power: ${parts.join(", ")}` : "";
 }
 
 /**
