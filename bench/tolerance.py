@@ -130,6 +130,9 @@ class LocalExecutor:
     def prepare(self, wanted: worker_pb2.PrepareGrammar) -> None:
         raise ValueError(f"No request of this benchmark has a grammar, but one wants {wanted}.")
 
+    def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        raise ValueError(f"No disk has KV for this benchmark, which wants {wanted}.")
+
     def drop_grammar(self, id_: int) -> None:
         raise ValueError(f"No request of this benchmark has a grammar, but {id_} ends.")
 

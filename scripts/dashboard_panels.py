@@ -230,6 +230,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Per second.",
             ),
             Panel(
+                "KV on disk",
+                "short",
+                (
+                    (per_second("kv_disk_restored_tokens", "model_name"), f"{MODEL} restored tokens"),
+                    (per_second("kv_disk_saved_tokens", "model_name"), f"{MODEL} saved tokens"),
+                ),
+                "Per second.",
+            ),
+            Panel(
                 "Draft acceptance rate",
                 "percentunit",
                 ((ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), MODEL),),
@@ -352,6 +361,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "watt",
                 ((value("node_power_watts", ""), "{{node}} {{part}}"),),
                 "Only of parts that count their energy.",
+                stacked=True,
+            ),
+            Panel(
+                "Energy in each minute",
+                "joule",
+                (("increase(mlx_ring_node_energy_joules_total{}[1m])", "{{node}} {{part}}"),),
                 stacked=True,
             ),
             Panel(

@@ -162,6 +162,10 @@ class Pipeline:
         """Fail, because no request here has a grammar."""
         raise AssertionError(f"Grammar {prepared.id} of {rank} was never requested.")
 
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        """Fail, because nothing here is saved on a disk."""
+        raise AssertionError(f"Fetch {fetched.id} of {rank} was never requested.")
+
     def failed(self, error: RingError) -> None:
         raise error
 

@@ -56,7 +56,8 @@ class Recorder:
         self.complete = asyncio.Event()
         self.sending = False
         self.has_grammar: list[tuple[RankId, int]] = []
-        self.sampling = len(sampling_ranks(executor.ranks))
+        self.has_fetched: list[tuple[RankId, int, int]] = []
+        self.sampling, self.ranks = len(sampling_ranks(executor.ranks)), len(executor.ranks)
         self._expected = STEPS * len(executor.ranks)
 
     def answered(self, done: step_pb2.StepDone) -> None:
@@ -69,6 +70,12 @@ class Recorder:
         assert not self.sending
         self.has_grammar.append((rank, prepared.id))
         if len(self.has_grammar) == self.sampling:
+            self.complete.set()
+
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        assert not self.sending
+        self.has_fetched.append((rank, fetched.id, fetched.blocks))
+        if len(self.has_fetched) == self.ranks:
             self.complete.set()
 
     def failed(self, error: RingError) -> None:
@@ -109,6 +116,22 @@ def test_each_rank_answers_in_stream_order(make_executor: MakeExecutor) -> None:
 def test_an_answer_names_its_instance_and_epoch(make_executor: MakeExecutor) -> None:
     _, received = record_answers(make_executor)
     assert {(done.instance, done.epoch) for done in received} == {("demo", 1)}
+
+
+def test_every_rank_answers_a_fetch_of_what_no_disk_has(make_executor: MakeExecutor) -> None:
+    async def run() -> tuple[Executor, Recorder]:
+        executor = make_executor()
+        recorder = Recorder(executor)
+        executor.set_listener(recorder)
+        recorder.sending = True
+        blocks = step_pb2.KvBlocks(block_tokens=4, digests=[b"one", b"two"])
+        executor.fetch_kv(worker_pb2.FetchKv(id=7, blocks=blocks))
+        recorder.sending = False
+        await recorder.complete.wait()
+        return executor, recorder
+
+    executor, recorder = asyncio.run(run())
+    assert sorted(recorder.has_fetched) == [(rank, 7, 0) for rank in executor.ranks]
 
 
 def test_ranks_are_in_order_of_stage_and_rank(make_executor: MakeExecutor) -> None:

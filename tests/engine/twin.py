@@ -17,6 +17,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -79,6 +80,9 @@ class _Rank:
     answers: deque[step_pb2.StepDone] = field(default_factory=deque[step_pb2.StepDone])
     held: dict[int, _Held] = field(default_factory=dict[int, _Held])
     executed: int = 0
+    disk: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
+    """Saved tokens by a block's digest."""
+    fetched: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
 
     def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
         for operation in operations:
@@ -101,8 +105,38 @@ class _Rank:
                     del self.held[operation.free.sequence]
                 case "reset":
                     self.held.clear()
-                case other:
-                    raise ProtocolError(f"The twin knows no operation {other}.")
+                case _:
+                    self._use_disk(operation)
+
+    def _use_disk(self, operation: step_pb2.CacheOperation) -> None:
+        match operation.WhichOneof("operation"):
+            case "save":
+                self._save(operation.save)
+            case "adopt":
+                self._adopt(operation.adopt)
+            case other:
+                raise ProtocolError(f"The twin knows no operation {other}.")
+
+    def _save(self, save: step_pb2.Save) -> None:
+        size, tokens = save.blocks.block_tokens, self.find(save.sequence).tokens
+        for number, digest in enumerate(save.blocks.digests):
+            if number >= save.first:
+                self.disk.setdefault(digest, tokens[number * size : (number + 1) * size])
+
+    def _adopt(self, adopt: step_pb2.Adopt) -> None:
+        fetched = self.fetched.pop(adopt.fetch, [])
+        if adopt.length:
+            held = self.find(adopt.sequence)
+            if held.tokens != fetched[: adopt.length]:
+                raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
+            held.reached = adopt.length
+
+    def fetch(self, wanted: worker_pb2.FetchKv) -> int:
+        """Read blocks from the disk; return their number."""
+        found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
+        if found:
+            self.fetched[wanted.id] = [token for digest in found for token in self.disk[digest]]
+        return len(found)
 
     def rows(self, step: step_pb2.Step) -> Sequence[step_pb2.Row]:
         """Return the rows that this rank runs."""
@@ -212,6 +246,8 @@ class TwinExecutor:
         """Latest earlier step, by step, with a row of a sequence whose `previous` token the step needs."""
         self._last_row: dict[int, int] = {}
         """Latest step with a row of a sequence, by sequence."""
+        self.held_fetches: list[tuple[RankId, worker_pb2.KvFetched]] | None = None
+        """Answers about KV on disks that are not sent, if they are held."""
         self.kv_limits: dict[RankId, int] = {}
         """KV limits set by `limit_kv`."""
         self.sent: list[step_pb2.Step] = []
@@ -238,6 +274,27 @@ class TwinExecutor:
 
     def drop_grammar(self, id_: int) -> None:
         del self.grammars[id_]
+
+    def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        for rank in self._ranks.values():
+            asyncio.get_running_loop().call_soon(self._report_fetched, rank, wanted)
+
+    def _report_fetched(self, rank: _Rank, wanted: worker_pb2.FetchKv) -> None:
+        fetched = worker_pb2.KvFetched(id=wanted.id, blocks=rank.fetch(wanted))
+        if self.held_fetches is not None:
+            self.held_fetches.append((rank.id, fetched))
+        elif self._listener is not None:
+            self._listener.fetched(rank.id, fetched)
+
+    @property
+    def disks(self) -> dict[RankId, dict[bytes, list[int]]]:
+        """Saved tokens by a block's digest, of each rank."""
+        return {rank.id: rank.disk for rank in self._ranks.values()}
+
+    @property
+    def has_fetched(self) -> bool:
+        """True if a rank keeps what it has read."""
+        return any(rank.fetched for rank in self._ranks.values())
 
     def report_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
         """Report that a rank has compiled a grammar, or that it failed."""

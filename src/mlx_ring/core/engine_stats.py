@@ -29,6 +29,8 @@ class Policy:
     """Decode steps of one micro-batch that are in flight at once; 1 waits for every result."""
     prefix_cache: bool
     """True if KV is kept after a sequence's end and reused."""
+    kv_disk: int | None = None
+    """Bytes of KV that each machine keeps on its disk; None: none is saved or restored."""
     num_speculative_tokens: int
     """Most tokens that prompt lookup proposes in one step; 0: no speculative decoding."""
     step_deadline_s: float
@@ -142,6 +144,10 @@ class CacheStats:
     """Number of ended sequences and snapshots whose KV is kept."""
     entry_tokens: int
     evictions: int
+    restored_tokens: int
+    """Tokens whose KV came from the ranks' disks."""
+    saved_tokens: int
+    """Tokens whose KV the ranks were asked to save."""
     ranks: Mapping[RankId, RankKvUse]
     """Empty if KV memory has no limits."""
 
@@ -229,6 +235,8 @@ class StepTotals:
     cache_query_tokens: int
     cache_hit_tokens: int
     cache_evictions: int
+    cache_restored_tokens: int
+    cache_saved_tokens: int
     resume_redrawn: int
     """Tokens that were delivered before a loss, and drawn again after it."""
     resume_disagreements: int

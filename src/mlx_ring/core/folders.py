@@ -62,6 +62,11 @@ def weights_folder(state: Path) -> Path:
     return state / "weights"
 
 
+def kv_folder(state: Path) -> Path:
+    """Return the folder of saved KV, unless `--kv-disk-dir` names another. What is lost is computed again."""
+    return state / "kv"
+
+
 def manifests_folder(state: Path) -> Path:
     """Return the folder of digests of local models. Lost ones are computed again."""
     return state / "manifests"

@@ -178,7 +178,7 @@ class Suspects:
     @property
     def may_be_alone(self) -> bool:
         """True if those before the next one have made progress and await no grammar."""
-        return not any(each.awaits_grammar for each in self.before()) and all(
+        return all(each.is_ready for each in self.before()) and all(
             each.has_progress for each in self._running.values()
         )
 

@@ -1,8 +1,7 @@
 """Engine of one instance: requests in, steps out, answers in, text out.
 
-`submit` and `answered` are the only inputs, both in the event loop, and both end with
-schedule → send. The path of an answer is
-`answered` → `Scheduler.answer` → `_postprocess` → the request's stream.
+Its inputs, all in the event loop, end with schedule → send. The path of an answer is `answered` →
+`Scheduler.on_answer` → `_postprocess` → the request's stream.
 """
 
 from __future__ import annotations
@@ -179,6 +178,10 @@ class Engine:
         if self._ended is None:
             self._settle(self._grammars.answered(rank, prepared))
 
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        if self._ended is None and self._scheduler.fetched(rank, fetched):
+            self._send_steps(self._clock())
+
     def _settle(self, settled: Settled) -> None:
         """Release the sequences that waited for a grammar."""
         for sequence in settled.sequences:
@@ -248,6 +251,8 @@ class Engine:
             steps += self._scheduler.schedule(now)
         for step in steps:
             self._executor.send(step)
+        for wanted in self._scheduler.disk.take_unsent():
+            self._executor.fetch_kv(wanted)
 
     def answered(self, done: step_pb2.StepDone) -> None:
         """Record that one rank executed a step."""
@@ -314,8 +319,7 @@ class Engine:
             self._scheduler.finish(live.sequence)
         else:
             self._scheduler.abort(live.sequence)
-        unwanted = self._grammars.leave(live.sequence, is_spoiled=reason == "error")
-        if unwanted is not None:
+        if (unwanted := self._grammars.leave(live.sequence, is_spoiled=reason == "error")) is not None:
             self._executor.drop_grammar(unwanted)
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
@@ -340,8 +344,7 @@ class Engine:
         left, now = self._scheduler.left_kv(), self._clock()
         unanswered = self._grammars.unanswered | self._scheduler.unanswered
         for live in lives:
-            number = live.sequence.id
-            live.interrupt(now, unanswered.get(number, {}), left.get(number))
+            live.interrupt(now, unanswered.get(live.sequence.id, {}), left.get(live.sequence.id))
         if self._on_lost is not None:
             self._on_lost(error)
         self._hold(lives, error)
@@ -385,10 +388,7 @@ class Engine:
         self._scheduler.in_flight.record_started(rank, begun, self._clock())
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
-        """Set the bytes of KV that each rank may hold from now on.
-
-        Cached KV is evicted, running requests continue, and the context shrinks if needed.
-        """
+        """Set the bytes of KV that each rank may hold from now on. Running requests continue."""
         self._wanted_kv = dict(limits)
         self._apply_kv_limits()
         self._send_steps(self._clock())

@@ -42,6 +42,10 @@ class Listener(Protocol):
         """Receive a sampling rank's answer about a grammar, in any order."""
         ...
 
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        """Receive a rank's answer about KV on its disk, in any order."""
+        ...
+
     def failed(self, error: RingError) -> None:
         """Receive the loss of the instance (a worker died, a channel broke, a deadline passed), once and last."""
         ...
@@ -69,6 +73,10 @@ class Executor(Protocol):
 
     def drop_grammar(self, id_: int) -> None:
         """Drop a grammar on the ranks after the steps that were sent."""
+        ...
+
+    def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        """Make every rank read KV from its machine's disk while steps continue."""
         ...
 
     def send(self, step: step_pb2.Step) -> None:
@@ -181,8 +189,14 @@ class GrpcExecutor:
             if stream.place in drawing:
                 stream.outgoing.put_nowait(message)
 
+    def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        self._send_to_all(worker_pb2.StepsRequest(fetch=wanted))
+
     def send(self, step: step_pb2.Step) -> None:
-        message = worker_pb2.StepsRequest(step=step).SerializeToString()
+        self._send_to_all(worker_pb2.StepsRequest(step=step))
+
+    def _send_to_all(self, request: worker_pb2.StepsRequest) -> None:
+        message = request.SerializeToString()
         for stream in self._streams:
             stream.outgoing.put_nowait(message)
 
@@ -220,6 +234,8 @@ class GrpcExecutor:
             return
         if reply.HasField("prepared"):
             self._listener.prepared(place, reply.prepared)
+        elif reply.HasField("fetched"):
+            self._listener.fetched(place, reply.fetched)
         else:
             self._listener.answered(reply.done)
 

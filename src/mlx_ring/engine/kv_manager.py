@@ -6,23 +6,18 @@ the operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import count
 
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
+from mlx_ring.engine import rows as messages
+from mlx_ring.engine.disk_kv import DiskKv, Fetched
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Found, Match, PrefixCache
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
-from mlx_ring.engine.rows import (
-    fork_operation,
-    free_operation,
-    open_operation,
-    retain_operation,
-    snapshot_operations,
-    trim_operation,
-)
-from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
 
 _FIRST_SNAPSHOT = 1 << 48
@@ -36,9 +31,13 @@ _NOTHING = Found(None, 0)
 class KvManager:
     """KV of one instance as the ranks have it after executing all sent steps."""
 
-    def __init__(self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool) -> None:
+    def __init__(
+        self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool, disk: DiskKv | None = None
+    ) -> None:
         self.budget = KvBudget(ranks)
         self._cache = PrefixCache(ranks)
+        self._disk = disk or DiskKv((), enabled=False)
+        self._disk.enabled &= not self._cache.forgets
         self._enabled = prefix_cache
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
@@ -59,13 +58,13 @@ class KvManager:
 
     @property
     def has_operations(self) -> bool:
-        return bool(self._operations)
+        return bool(self._operations) or self._disk.has_saves
 
-    def take_operations(self, step: int) -> list[step_pb2.CacheOperation]:
-        """Return the operations that go out with `step`, and forget them."""
+    def take_operations(self, step: int, busy_s: float | None = None) -> list[step_pb2.CacheOperation]:
+        """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
         operations, self._operations = self._operations, []
         self._next_step = step + 1
-        return operations
+        return operations + self._disk.take_saves(busy_s)
 
     def settle(self, completed: int) -> None:
         """Record that every rank has executed the steps up to `completed`."""
@@ -75,6 +74,7 @@ class KvManager:
         """Free everything at once."""
         self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
         self._cache.clear()
+        self._disk.clear()
         self._kept.clear()
         self._taken.clear()
         for sequence in self.held:
@@ -205,7 +205,7 @@ class KvManager:
         """Return the number of a prompt's tokens that the cache could supply now."""
         if not self._enabled:
             return 0
-        match = self._cache.find(tokens, _Extents(running)).match
+        match = self._cache.find(tokens, Extents(running)).match
         return 0 if match is None else match.length
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
@@ -214,18 +214,18 @@ class KvManager:
         # Where caches forget positions, what others computed meanwhile counts too, and not only recorded entries.
         now = (self._cache.version, sequence.length)
         if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
-            extents = _Extents(running, besides=sequence.id)
+            extents = Extents(running, besides=sequence.id)
             # A resumed sequence has one more known token, which is drawn again after those to prefill.
             sequence.found = (*now, self._cache.find(tuple(sequence.tokens[: sequence.fill_to]), extents))
         return sequence.found[2]
 
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
-        self._operations.append(open_operation(sequence))
+        self._operations.append(messages.open_operation(sequence))
         self.held.add(sequence.id)
         self._cache.count(sequence.length, match)
         if match is None:
             return
-        self._operations.append(fork_operation(match.source, sequence.id, match.length, take=take))
+        self._operations.append(messages.fork_operation(match.source, sequence.id, match.length, take=take))
         sequence.scheduled = sequence.reused = match.length
         sequence.reached = match.extent.reached
         if not sequence.generation and not sequence.is_resumed:
@@ -233,6 +233,7 @@ class KvManager:
         if take:
             sequence.taken = match.length
             self._cache.forget(match.source)
+            self._disk.forget(match.source)
             self.budget.drop(match.source)
             self.held.discard(match.source)
         else:
@@ -270,7 +271,7 @@ class KvManager:
 
     def _free_on_ranks(self, kept: KeptKv) -> None:
         self.held.discard(kept.id)
-        self._operations.append(free_operation(kept.id, first_stage=kept.first_stage))
+        self._operations.append(messages.free_operation(kept.id, first_stage=kept.first_stage))
 
     def _begin_kept(self, sequence: Sequence, kept: KeptKv, match: Match | None) -> None:
         """Open a sequence with its kept KV. The other stages reuse KV of their cache."""
@@ -278,14 +279,16 @@ class KvManager:
         self.held.add(sequence.id)
         self._cache.count(sequence.length, match)
         self._operations += [
-            open_operation(sequence),
-            fork_operation(kept.id, sequence.id, kept.length, take=True, first_stage=kept.first_stage),
+            messages.open_operation(sequence),
+            messages.fork_operation(
+                kept.id, sequence.id, kept.length, take=True, first_stage=kept.first_stage
+            ),
         ]
         sequence.reached, sequence.kept, sequence.kept_from = kept.reached, kept.length, kept.first_stage
         if not kept.first_stage:
             sequence.scheduled = sequence.reused = kept.length
         elif match is not None:
-            fork = fork_operation(
+            fork = messages.fork_operation(
                 match.source, sequence.id, match.length, take=False, end_stage=kept.first_stage
             )
             self._operations.append(fork)
@@ -320,7 +323,7 @@ class KvManager:
 
     def trim(self, sequence: Sequence, length: int) -> None:
         """Cut a running sequence to `length` tokens."""
-        self._operations.append(trim_operation(sequence.id, length))
+        self._operations.append(messages.trim_operation(sequence.id, length))
         self.budget.charge(sequence.id, length + 1)
 
     def note_filled(self, sequence: Sequence) -> None:
@@ -341,27 +344,37 @@ class KvManager:
 
     def _keep_snapshot(self, source: Sequence) -> None:
         tokens = tuple(source.tokens[: source.scheduled])
-        if self._cache.covers(tokens):
-            return
-        snapshot = next(self._snapshots)
-        if self._make_room(len(tokens), snapshot) and self.budget.fits(len(tokens), snapshot):
-            self.budget.charge(snapshot, len(tokens))
-            self.held.add(snapshot)
-            self._operations += snapshot_operations(source.id, snapshot, len(tokens))
-            self._cache.keep(snapshot, tokens, source.reached)
+        self._keep_new(tokens, source.reached, partial(messages.snapshot_operations, source.id, len(tokens)))
+
+    def _keep_new(
+        self, tokens: tuple[int, ...], reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]]
+    ) -> bool:
+        """Keep KV under an id of its own, as of an ended sequence; return False if there is no room or no need."""
+        entry = next(self._snapshots)
+        if not tokens or self._cache.covers(tokens):
+            return False
+        if not self._make_room(len(tokens), entry) or not self.budget.fits(len(tokens), entry):
+            return False
+        self.budget.charge(entry, len(tokens))
+        self.held.add(entry)
+        self._operations += fill(entry)
+        for needless in self._cache.keep(entry, tokens, reached):
+            self.free(needless)
+        return True
 
     # ---- end
 
     def free(self, sequence: int) -> None:
         """Free a sequence's memory, or only its reservation if it was never opened."""
         self._cache.forget(sequence)
+        self._disk.forget(sequence)
         taken = self._taken.pop(sequence, None)
         if taken is not None:
             self._free_on_ranks(taken)
             self.budget.release(sequence, self._next_step)
         elif sequence in self.held:
             self.held.discard(sequence)
-            self._operations.append(free_operation(sequence))
+            self._operations.append(messages.free_operation(sequence))
             self.budget.release(sequence, self._next_step)
         else:
             self.budget.drop(sequence)
@@ -374,11 +387,26 @@ class KvManager:
             self.free(sequence.id)
             return
         if len(tokens) < max(sequence.scheduled, sequence.kept):
-            self._operations.append(trim_operation(sequence.id, len(tokens)))
-        self._operations.append(retain_operation(sequence.id))
+            self._operations.append(messages.trim_operation(sequence.id, len(tokens)))
+        self._operations.append(messages.retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
+        self._disk.keep(sequence.id, tokens)
         for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)
+
+    # ---- KV from the ranks' disks
+
+    def restore(self, fetched: Fetched) -> None:
+        """Keep fetched KV as that of an ended sequence, if there is room for it and the cache has less."""
+        tokens = tuple(fetched.sequence.tokens[: fetched.length])
+        if self._keep_new(tokens, len(tokens), partial(messages.restore_operations, fetched.id, tokens)):
+            self._disk.note_restored(tokens)
+        elif tokens:
+            self._operations.append(messages.drop_operation(fetched.id))
+
+    def drop_fetch(self, sequence: Sequence) -> None:
+        """Forget what the ranks read for a sequence that does not run."""
+        self._operations += map(messages.drop_operation, self._disk.leave(sequence))
 
     def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
@@ -414,32 +442,8 @@ class KvManager:
         cache = self._cache
         return CacheStats(
             enabled=self._enabled,
-            queries=cache.queries,
-            hits=cache.hits,
-            query_tokens=cache.query_tokens,
-            hit_tokens=cache.hit_tokens,
-            entries=cache.entries,
-            entry_tokens=cache.entry_tokens,
-            evictions=cache.evictions,
+            **cache.counts(),
+            restored_tokens=self._disk.restored_tokens,
+            saved_tokens=self._disk.saved_tokens,
             ranks=self.budget.use(cache.kept()),
         )
-
-
-class _Extents(Mapping[int, Extent]):
-    """KV extents of running sequences, except `besides`. A look-up needs few of them, so none is kept."""
-
-    def __init__(self, running: Mapping[int, Sequence], *, besides: int | None = None) -> None:
-        self._running = running
-        self._besides = besides
-
-    def __getitem__(self, sequence: int) -> Extent:
-        if sequence == self._besides:
-            raise KeyError(sequence)
-        found = self._running[sequence]
-        return Extent(found.scheduled, found.reached)
-
-    def __iter__(self) -> Iterator[int]:
-        return (sequence for sequence in self._running if sequence != self._besides)
-
-    def __len__(self) -> int:
-        return len(self._running) - (self._besides in self._running)

@@ -245,6 +245,11 @@ class PrefixCache:
     def _extent(self, sequence: int) -> Extent:
         return Extent(len(self._index.tokens(sequence)), self._kept[sequence])
 
+    def counts(self) -> dict[str, int]:
+        """Return the statistics, by their names in `CacheStats`."""
+        names = ("queries", "hits", "query_tokens", "hit_tokens", "entries", "entry_tokens", "evictions")
+        return {name: getattr(self, name) for name in names}
+
     def count(self, prompt_tokens: int, match: Match | None) -> None:
         """Count a lookup whose result was used."""
         self.queries += 1

@@ -61,7 +61,7 @@ def fork_operation(
     )
 
 
-def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb2.CacheOperation]:
+def snapshot_operations(source: int, length: int, snapshot: int) -> list[step_pb2.CacheOperation]:
     """Make the operations that keep a running sequence's KV under an id of its own."""
     opened = step_pb2.Open(sequence=snapshot, prompt_length=length, max_length=length)
     return [
@@ -69,6 +69,21 @@ def snapshot_operations(source: int, snapshot: int, length: int) -> list[step_pb
         fork_operation(source, snapshot, length, take=False),
         retain_operation(snapshot),
     ]
+
+
+def restore_operations(fetch: int, tokens: tuple[int, ...], entry: int) -> list[step_pb2.CacheOperation]:
+    """Make the operations that keep fetched KV under an id of its own."""
+    opened = step_pb2.Open(sequence=entry, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens))
+    return [
+        step_pb2.CacheOperation(open=opened),
+        step_pb2.CacheOperation(adopt=step_pb2.Adopt(sequence=entry, fetch=fetch, length=len(tokens))),
+        retain_operation(entry),
+    ]
+
+
+def drop_operation(fetch: int) -> step_pb2.CacheOperation:
+    """Make the operation that forgets fetched KV."""
+    return step_pb2.CacheOperation(adopt=step_pb2.Adopt(fetch=fetch))
 
 
 def prefill_row(sequence: Sequence, end: int) -> step_pb2.Row:

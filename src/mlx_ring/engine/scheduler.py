@@ -18,6 +18,7 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
@@ -27,7 +28,7 @@ from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_to
 from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.failures import failure_to_error
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 
 class Scheduler:
@@ -51,7 +52,8 @@ class Scheduler:
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self.suspects = Suspects(self._waiting, self._running)
-        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache)
+        self.disk = DiskKv(ranks, kv, enabled=policy.kv_disk is not None and policy.prefix_cache)
+        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=self.disk)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
         self.in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
@@ -81,7 +83,7 @@ class Scheduler:
     @property
     def places(self) -> int:
         """Number of sequences that may be added now, to run or to wait."""
-        in_line = any(not sequence.awaits_grammar for sequence in self._waiting.values())
+        in_line = any(sequence.is_ready for sequence in self._waiting.values())
         free = 0 if in_line else self._policy.max_num_seqs - len(self._running)
         return max(0, self._policy.max_queued_requests - len(self._waiting) + free)
 
@@ -116,11 +118,21 @@ class Scheduler:
         return len(self._running) + len(self._waiting)
 
     def add(self, sequence: Sequence, kept: KeptKv | None = None) -> None:
-        """Append a sequence to the queue, and KV that was kept of it. Others pass it while its grammar is not ready."""
+        """Append a sequence to the queue, and KV that was kept of it. Others pass it until it is ready."""
+        if kept is None and not sequence.runs_alone:
+            self.disk.want(
+                sequence, self._kv.shared(tuple(sequence.tokens[: sequence.fill_to]), self._running)
+            )
         self._waiting[sequence.id] = sequence
         self.suspects.add(sequence)
         if kept is not None:
             self._kv.keep_for(sequence, kept)
+
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> bool:
+        """Record that a rank has read KV from its disk; return True if a sequence no longer waits for that."""
+        if (result := self.disk.answered(rank, fetched)) is not None:
+            self._kv.restore(result)
+        return result is not None
 
     def free_kept(self, kept: Iterable[KeptKv]) -> None:
         """Free KV that was kept for sequences that do not come."""
@@ -154,6 +166,7 @@ class Scheduler:
         self.suspects.remove(sequence)
         if self._waiting.pop(sequence.id, None) is not None:
             self._kv.drop_kept(sequence.id)
+            self._kv.drop_fetch(sequence)
             return False
         if self._running.pop(sequence.id, None) is None:
             return False
@@ -258,7 +271,7 @@ class Scheduler:
     def _admit_in_order(self, now: float) -> None:
         """Admit sequences up to the first suspect."""
         while len(self._running) < self._most_running:
-            sequence = next((each for each in self.suspects.before() if not each.awaits_grammar), None)
+            sequence = next((each for each in self.suspects.before() if each.is_ready), None)
             if sequence is None or not self._kv.admit(sequence, self._running):
                 return
             self._join(sequence, now)
@@ -307,7 +320,7 @@ class Scheduler:
             instance=self._instance,
             epoch=self._epoch,
             step=number,
-            operations=self._kv.take_operations(number),
+            operations=self._kv.take_operations(number, now if rows else None),
             rows=rows,
             feed_back_tokens=self._stages > 1 and any(map(samples_token, rows)),
             end_stage=end_stage(sequences[0], rows[0]) if rows else 0,
@@ -414,6 +427,8 @@ class Scheduler:
             cache_query_tokens=cache.query_tokens,
             cache_hit_tokens=cache.hit_tokens,
             cache_evictions=cache.evictions,
+            cache_restored_tokens=cache.restored_tokens,
+            cache_saved_tokens=cache.saved_tokens,
             **self._resumptions.totals(),
         )
 

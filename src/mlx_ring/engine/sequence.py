@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import ContextExceeded, RequestError, RingError
 from mlx_ring.core.generation import GenerateRequest, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.prefix_cache import Found
+from mlx_ring.engine.prefix_cache import Extent, Found
 from mlx_ring.engine.prompt_lookup import PromptLookup
 
 _MOST_REPLAYS = 2
@@ -53,6 +53,8 @@ class Sequence:
     """Id of its grammar on the ranks; 0 if it has none."""
     awaits_grammar: bool = False
     """True until all sampling ranks have compiled its grammar."""
+    awaits_kv: int = 0
+    """Id of the fetch of its KV from the ranks' disks, until all of them have answered."""
     traceparent: str = ""
     """Trace context of its span; empty if it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
@@ -113,6 +115,11 @@ class Sequence:
     def length(self) -> int:
         """Number of known tokens."""
         return len(self.tokens)
+
+    @property
+    def is_ready(self) -> bool:
+        """True once it may be admitted."""
+        return not self.awaits_grammar and not self.awaits_kv
 
     @property
     def lacks_grammar(self) -> bool:
@@ -231,6 +238,26 @@ class Sequence:
         self.hidden_sum = None
         if self.length == self.prompt_length and self.request.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+
+class Extents(Mapping[int, Extent]):
+    """KV extents of running sequences, except `besides`. A look-up needs few of them, so none is kept."""
+
+    def __init__(self, running: Mapping[int, Sequence], *, besides: int | None = None) -> None:
+        self._running = running
+        self._besides = besides
+
+    def __getitem__(self, sequence: int) -> Extent:
+        if sequence == self._besides:
+            raise KeyError(sequence)
+        found = self._running[sequence]
+        return Extent(found.scheduled, found.reached)
+
+    def __iter__(self) -> Iterator[int]:
+        return (sequence for sequence in self._running if sequence != self._besides)
+
+    def __len__(self) -> int:
+        return len(self._running) - (self._besides in self._running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,16 @@ class Settings(PlacementSettings):
         switch_on=("--enable-prefix-caching",),
         switch_off=("--no-enable-prefix-caching", "--no-prefix-cache"),
     )
+    kv_disk: Size = setting(
+        None,
+        "Keep KV of prompts on the disk for restarts, on each machine up to this size, such as 20GiB. It reveals prompts.",
+        _KV_CACHE,
+        metavar="SIZE",
+        takes=SIZE_TAKES,
+    )
+    kv_disk_dir: Path | None = setting(
+        None, "Folder of --kv-disk; `kv` in the state folder by default.", _KV_CACHE, metavar="DIR"
+    )
     link: Link = setting(
         "grpc",
         "Transport for activations between stages: gRPC, or an MLX collective (allreduce is a sum over its ring).",

@@ -30,6 +30,10 @@ class WorkerSettings:
     blas: BlasMode
     blas_threads: int
     """Number of threads; unlike in `Settings`, never 0."""
+    kv_disk: int | None
+    """In bytes."""
+    kv_disk_dir: Path | None
+    """None only without `kv_disk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.folders import logs_folder, state_folder
+from mlx_ring.core.folders import kv_folder, logs_folder, state_folder
 from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
     OLD_NAMES,
@@ -268,6 +268,9 @@ def _check(given: Mapping[str, _SourcedValue]) -> Settings:
     return settings.model_copy(
         update={
             "log_dir": _log_dir(settings),
+            "kv_disk_dir": (settings.kv_disk_dir or kv_folder(state_folder(settings.state_dir)))
+            .expanduser()
+            .absolute(),
             "run_dir": settings.run_dir and settings.run_dir.expanduser().absolute(),
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
             **{

@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mlx_ring.worker.group import GroupPort, group_capabilities
     from mlx_ring.worker.neighbours import PeerAccess
     from mlx_ring.worker.server import WorkerIdentity, WorkerServer  # MLX must load after the BLAS
+    from mlx_ring.worker.stage import DiskSettings
 
     access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
     if options.in_group:
@@ -75,8 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             GroupPort(options.group_host),
             group_capabilities(options.in_group),
         )
+    disk = (
+        DiskSettings(settings.kv_disk_dir, settings.kv_disk)
+        if settings.kv_disk and settings.kv_disk_dir
+        else None
+    )
     worker = WorkerServer(
-        WorkerIdentity(options.node, options.stage, options.rank, str(products), products.kernels), access
+        WorkerIdentity(options.node, options.stage, options.rank, str(products), products.kernels, disk),
+        access,
     )
 
     def stop(_number: int, _frame: FrameType | None) -> None:

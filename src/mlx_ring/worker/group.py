@@ -263,3 +263,10 @@ def rdma_devices() -> list[str]:
         if listed
         else []
     )
+
+
+def group_use(assignment: worker_pb2.StageAssignment) -> worker_pb2.GroupUse | None:
+    """Return how MLX joins a rank with others; None if it joins none."""
+    if not joined_ranks(assignment):
+        return None
+    return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)

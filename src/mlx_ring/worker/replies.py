@@ -6,6 +6,7 @@ them because a worker's machine may not reach the collector. A step without trac
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import mlx.core as mx
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.links import Inbox, LinkSender, WireTensor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.grammars import grammar_error
 from mlx_ring.worker.inputs import ends_at, sampled_key, step_key
 from mlx_ring.worker.results import add_lookups
 from mlx_ring.worker.shard import StageModel
-from mlx_ring.worker.step import StepWork, monotonic_us
+from mlx_ring.worker.step import Halt, StepWork, monotonic_us
 from mlx_ring.worker.tensors import to_wire
 
 
@@ -250,3 +252,21 @@ def _add(work: _Work, row: step_pb2.Row, finished_us: int, spent: tuple[int, int
     work.link_wait_us += link_wait
     work.compute_us += compute
     work.link_send_us += link_send
+
+
+class StepStream:
+    """The head's stream of steps, and the answers to it."""
+
+    def __init__(self) -> None:
+        self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
+        self.halt = Halt()
+
+    def put_prepared(self, id_: int, error: BaseException | None) -> None:
+        """Answer that a grammar was compiled, or could not be."""
+        failure = None if error is None else error_to_failure(grammar_error(error))
+        prepared = worker_pb2.GrammarPrepared(id=id_, failure=failure)
+        self.answers.put(worker_pb2.StepsReply(prepared=prepared))
+
+    def put_fetched(self, id_: int, blocks: int) -> None:
+        """Answer with the number of blocks that were read."""
+        self.answers.put(worker_pb2.StepsReply(fetched=worker_pb2.KvFetched(id=id_, blocks=blocks)))

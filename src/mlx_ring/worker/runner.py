@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -35,6 +36,9 @@ from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.step import Patience, StepClock, StepWork, monotonic_us
 from mlx_ring.worker.tensor import Group
 
+if TYPE_CHECKING:
+    from mlx_ring.worker.kv.disk import KvDisk  # it imports NumPy
+
 
 class StageRunner:
     """Runner that executes steps strictly in stream order and answers each."""
@@ -47,6 +51,7 @@ class StageRunner:
         links: StageLinks,
         group: Group | None = None,
         grammars: GrammarCompiler | None = None,
+        disk: KvDisk | None = None,
         *,
         submits_ahead: bool | None = None,
     ) -> None:
@@ -57,6 +62,7 @@ class StageRunner:
 
         Args:
             grammars: for the last stage, which draws.
+            disk: where KV is saved; None: nowhere.
             submits_ahead: whether the device gets a step before the last one is done.
         """
         self._assignment = assignment
@@ -64,7 +70,7 @@ class StageRunner:
         self._kv = kv
         self._forward = StageForward(model, kv)
         self._grammars = grammars if model.is_last else None
-        self._sequences = SequenceTable(kv, model.vocab_size, self._grammars)
+        self._sequences = SequenceTable(kv, model.vocab_size, self._grammars, disk)
         self._token_feedback = TokenFeedback(links.inbox, self._sequences)
         self._inputs = StepInputs(model, links.inbox, self._sequences, self._token_feedback)
         self._answers = StepAnswers(assignment, model, links)

@@ -6,8 +6,10 @@ which sequences that step sampled for. It waits only when a row with `previous` 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -18,6 +20,11 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars import Allowed, AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.sampler import Parameters, SamplerRow
+
+if TYPE_CHECKING:
+    from mlx_ring.worker.kv.disk import KvDisk  # it imports NumPy
+
+log = logging.getLogger(__name__)
 
 UNKNOWN_TOKEN = -1
 """Placeholder in a sequence's tokens for one that is being drawn."""
@@ -80,9 +87,16 @@ class OpenSequence:
 class SequenceTable:
     """Open sequences and their KV. Cache operations run on both."""
 
-    def __init__(self, kv: KVStore, vocabulary: int, grammars: GrammarCompiler | None = None) -> None:
-        """Start without sequences; `grammars` is only for the stage that draws."""
+    def __init__(
+        self,
+        kv: KVStore,
+        vocabulary: int,
+        grammars: GrammarCompiler | None = None,
+        disk: KvDisk | None = None,
+    ) -> None:
+        """Start without sequences; `grammars` is only for the stage that draws, and `disk` only where KV is saved."""
         self._kv = kv
+        self._disk = disk
         self._vocabulary = vocabulary
         self._grammars = grammars
         self._open: dict[int, OpenSequence] = {}
@@ -138,6 +152,10 @@ class SequenceTable:
                 self._retain(operation.retain.sequence)
             case "reset":
                 self.reset()
+            case "save":
+                self._save(operation.save)
+            case "adopt":
+                self._adopt(operation.adopt)
             case _:
                 raise ProtocolError("A cache operation is empty.")
 
@@ -158,8 +176,8 @@ class SequenceTable:
                 return (operation.trim.sequence,)
             case "free":
                 return (operation.free.sequence,)
-            case "retain":
-                return (operation.retain.sequence,)
+            case "retain" | "adopt" as name:
+                return (getattr(operation, name).sequence,)
             case _:
                 return ()
 
@@ -202,6 +220,20 @@ class SequenceTable:
         # It draws no more, and its matcher's state may take many megabytes.
         state.grammar = None
 
+    def _save(self, save: step_pb2.Save) -> None:
+        """Save blocks, if this rank has a disk for them. No failure concerns anything else."""
+        if self._disk is not None:
+            try:
+                self._disk.save(self._kv, save)
+            except RingError as error:
+                log.warning("The KV of sequence %d is not saved: %s", save.sequence, error)
+
+    def _adopt(self, adopt: step_pb2.Adopt) -> None:
+        if self._disk is not None:
+            self._disk.adopt(self._kv, adopt)
+        elif adopt.length:
+            raise StepFailed("This rank reads no KV from a disk.")
+
     def _free(self, sequence: int) -> None:
         if self._refused.pop(sequence, None) is None:
             self._open.pop(sequence, None)
@@ -216,6 +248,8 @@ class SequenceTable:
         """
         before, self._open = self._open, {}
         self._refused.clear()
+        if self._disk is not None:
+            self._disk.reset()
         if not kept:
             self._kv.reset()
             return

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import own_memory
-from mlx_ring.rpc.backends import backend_of, has_collective_link, joined_ranks
+from mlx_ring.rpc.backends import has_collective_link
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
@@ -29,34 +29,31 @@ from mlx_ring.rpc.links import OPENING_LIMIT_S, Inbox, Opening
 from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
-from mlx_ring.worker.grammars import GrammarCompiler, grammar_error
+from mlx_ring.worker.grammars import GrammarCompiler
+from mlx_ring.worker.group import group_use
 from mlx_ring.worker.neighbours import Neighbours, PeerAccess, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
+from mlx_ring.worker.replies import StepStream
 from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.stage import BuiltStage, OpenedLinks, build_stage
+from mlx_ring.worker.stage import BuiltStage, DiskSettings, OpenedLinks, build_stage
 from mlx_ring.worker.step import Halt, monotonic_us
 
 log = logging.getLogger(__name__)
+_SAVE_AT_END_S = 2.0
+"""Longest time for which a worker that ends still writes KV to its disk."""
 _ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Identity of this worker, for greetings and status."""
+    """Identity of this worker, for greetings and status, and where it saves KV."""
 
     node: str
     stage: int
     rank: int
     blas: str
     kernels: str = ""
-
-
-class _StepStream:
-    """The head's stream of steps, and the answers to it."""
-
-    def __init__(self) -> None:
-        self.answers: queue.SimpleQueue[worker_pb2.StepsReply | None] = queue.SimpleQueue()
-        self.halt = Halt()
+    disk: DiskSettings | None = None
 
 
 class WorkerServer:
@@ -74,11 +71,11 @@ class WorkerServer:
         self._opening = Opening()
         """Links that were opened last after the load."""
         self._stopping = False
-        self._stream: _StepStream | None = None
+        self._stream: StepStream | None = None
         self._head = 0
         """Number of the newest head, which loaded or linked this worker or has its stream; older ones are refused."""
         self._halt = Halt()
-        self._taken_from: _StepStream | None = None
+        self._taken_from: StepStream | None = None
         """Stream whose steps the runner took in."""
         self._lock = threading.Lock()
         self._phase, self._dtype = "empty", ""
@@ -96,6 +93,8 @@ class WorkerServer:
         """Run jobs in the calling thread until `stop`."""
         while not self._stopping:
             self._next_job()()
+        if self._built is not None and self._built.disk is not None:
+            self._built.disk.settle(_SAVE_AT_END_S)
 
     def _next_job(self) -> Callable[[], None]:
         """Return the next job. If none comes soon while a step is under way, answer that step first."""
@@ -181,6 +180,7 @@ class WorkerServer:
                 trust=self._access.trust,
                 group_port=self._access.group,
                 loss_recorder=self._neighbours.loss_recorder,
+                disk_settings=self._identity.disk,
             )
             self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
@@ -209,11 +209,11 @@ class WorkerServer:
         threading.Thread(target=self._read_steps, args=(requests, stream), name="steps", daemon=True).start()
         yield from iter(stream.answers.get, None)
 
-    def _open_stream(self, hello: hello_pb2.Hello) -> _StepStream:
+    def _open_stream(self, hello: hello_pb2.Hello) -> StepStream:
         """Take over from an earlier head, which has no effect if this head is not newer."""
         if self._runner is None:
             raise NotReady("This worker has not loaded a stage yet.")
-        stream = _StepStream()
+        stream = StepStream()
         with self._lock:
             check_hello(hello, self.hello(self._head), "the head")
             before = self._stream
@@ -246,12 +246,14 @@ class WorkerServer:
             self._neighbours.advance(epoch)
             set_log_epoch(epoch)
 
-    def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: _StepStream) -> None:
+    def _read_steps(self, requests: Iterator[worker_pb2.StepsRequest], stream: StepStream) -> None:
         try:
             for request in requests:
                 match request.WhichOneof("message"):
                     case "kv_limit":
                         self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
+                    case "fetch":
+                        self._fetch(stream, request.fetch)
                     case "prepare":
                         self._prepare(stream, request.prepare)
                     case "drop_grammar":
@@ -263,29 +265,29 @@ class WorkerServer:
         finally:
             stream.answers.put(None)
 
-    def _limit_kv(self, stream: _StepStream, limit_bytes: int) -> None:
+    def _limit_kv(self, stream: StepStream, limit_bytes: int) -> None:
         if stream is self._stream and self._runner is not None:
             self._runner.limit_kv(limit_bytes)
 
-    def _prepare(self, stream: _StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
+    def _fetch(self, stream: StepStream, wanted: worker_pb2.FetchKv) -> None:
+        """Read saved KV while steps run."""
+        if self._built is None or self._built.disk is None or stream is not self._stream:
+            stream.put_fetched(wanted.id, 0)
+        else:
+            self._built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
+
+    def _prepare(self, stream: StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
         """Compile a grammar while steps run."""
-
-        def on_compiled(error: BaseException | None) -> None:
-            prepared = worker_pb2.GrammarPrepared(
-                id=wanted.id, failure=None if error is None else error_to_failure(grammar_error(error))
-            )
-            stream.answers.put(worker_pb2.StepsReply(prepared=prepared))
-
         with self._lock:
             if stream is self._stream and self._grammars is not None:
-                self._grammars.prepare(wanted, on_compiled)
+                self._grammars.prepare(wanted, partial(stream.put_prepared, wanted.id))
 
-    def _drop_grammar(self, stream: _StepStream, id_: int) -> None:
+    def _drop_grammar(self, stream: StepStream, id_: int) -> None:
         """Drop a grammar. Runs on the compute thread, after the earlier steps."""
         if stream is self._stream and self._grammars is not None:
             self._grammars.drop(id_)
 
-    def execute(self, stream: _StepStream, step: step_pb2.Step, arrived_us: int) -> None:
+    def execute(self, stream: StepStream, step: step_pb2.Step, arrived_us: int) -> None:
         """Take in one step, unless another head has taken over since its arrival. Runs on the compute thread."""
         if stream.halt.holds(step, arrived_us):
             return
@@ -434,12 +436,6 @@ class WorkerServer:
             group_port=self._access.group.number if self._access.group else 0,
             group_host=self._access.group.host if self._access.group else "",
             means=self._access.capabilities,
-            group=self._group(),
+            group=group_use(self._request.assignment) if self._request else None,
             waits=runner.waits.status() if runner else None,
         )
-
-    def _group(self) -> worker_pb2.GroupUse | None:
-        assignment = self._request.assignment if self._request else None
-        if assignment is None or not joined_ranks(assignment):
-            return None
-        return worker_pb2.GroupUse(backend=backend_of(assignment), why=assignment.backend_why)

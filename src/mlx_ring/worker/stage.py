@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import mlx.core as mx
 
@@ -35,6 +35,9 @@ from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, split
 from mlx_ring.worker.weights import load_stage
+
+if TYPE_CHECKING:
+    from mlx_ring.worker.kv.disk import KvDisk
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ class BuiltStage:
     """Compiler that any thread may ask for grammars; the runner uses them by id."""
     open_links: Callable[[worker_pb2.StageAssignment, hello_pb2.Hello, Opening], OpenedLinks]
     """Function that opens links to other neighbours, in any thread, for an assignment with this worker's greeting."""
+    disk: KvDisk | None = None
+    """Saved KV, which any thread may fetch; None if none is saved here."""
 
 
 def resolve_dtype(asked: str, folder: ModelFolder) -> DType:
@@ -134,6 +139,7 @@ def build_stage(
     trust: Credentials | None = None,
     group_port: GroupPort | None = None,
     loss_recorder: Callable[[], LinkLoss] | None = None,
+    disk_settings: DiskSettings | None = None,
 ) -> BuiltStage:
     """Load the assigned layers and join the links.
 
@@ -145,6 +151,7 @@ def build_stage(
         trust: for links to other machines.
         group_port: where the other ranks of the stage connect, if there are any.
         loss_recorder: returns a function that records the loss of a link that is opened now.
+        disk_settings: where KV is saved; None: nowhere.
 
     Raises:
         RingError: the stage cannot be built as requested.
@@ -181,14 +188,48 @@ def build_stage(
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
-    runner = StageRunner(assignment, model, kv, links, group, grammars)
+    disk = open_disk(disk_settings, request, kv, layers, dtype)
+    runner = StageRunner(assignment, model, kv, links, group, grammars, disk)
     if compiles_kernels():
         report(worker_pb2.LoadProgress(phase="kernels"))
         compile_kernels(model, kv)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _run_passes(model, kv, _WARM_UP_ROWS)
 
-    return BuiltStage(runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links)
+    return BuiltStage(
+        runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links, disk
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """Where a worker saves KV."""
+
+    folder: Path
+    limit_bytes: int
+
+
+def open_disk(
+    settings: DiskSettings | None,
+    request: worker_pb2.LoadRequest,
+    kv: KVStore,
+    layers: LayerRange,
+    dtype: DType,
+) -> KvDisk | None:
+    """Return the disk for a stage's KV, or None if none is wanted, or if the model's layers cannot be restored."""
+    if settings is None:
+        return None
+    if kv.unsaved_layers:
+        log.warning("The KV of this model is not saved on the disk, because it has %s", kv.unsaved_layers)
+        return None
+    from mlx_ring.worker.kv.disk import KvDisk, fingerprint  # with NumPy, which takes 0.1 s
+
+    # The heads of a rank depend on the shares of its group.
+    assignment, hello = request.assignment, request.hello
+    place = (assignment.rank, list(assignment.shares)) if assignment.tp_size > 1 else ()
+    versions = hello.mlx, hello.mlx_lm, hello.mlx_ring
+    name = fingerprint(hello.model_digest, *versions, dtype, assignment.kv_bits, *place)
+    return KvDisk(settings.folder, settings.limit_bytes, name, layers)
 
 
 def _read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:

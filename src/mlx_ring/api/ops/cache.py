@@ -27,6 +27,9 @@ class PrefixCache(JsonObject):
     entries: NotRequired[int]
     entry_tokens: NotRequired[int]
     evictions: NotRequired[int]
+    restored_tokens: NotRequired[int]
+    """Tokens whose KV came from the machines' disks, with `--kv-disk`."""
+    saved_tokens: NotRequired[int]
 
 
 class Speculation(JsonObject):
@@ -121,6 +124,8 @@ def _prefix_cache(caches: Sequence[CacheStats]) -> PrefixCache:
         "entries": sum(cache.entries for cache in caches),
         "entry_tokens": sum(cache.entry_tokens for cache in caches),
         "evictions": sum(cache.evictions for cache in caches),
+        "restored_tokens": sum(cache.restored_tokens for cache in caches),
+        "saved_tokens": sum(cache.saved_tokens for cache in caches),
     }
 
 

@@ -29,13 +29,15 @@ class Step(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[CacheOperation, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., feed_back_tokens: _Optional[bool] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class CacheOperation(_message.Message):
-    __slots__ = ("open", "fork", "trim", "free", "reset", "retain", "first_stage", "end_stage")
+    __slots__ = ("open", "fork", "trim", "free", "reset", "retain", "save", "adopt", "first_stage", "end_stage")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     TRIM_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_STAGE_FIELD_NUMBER: _ClassVar[int]
     END_STAGE_FIELD_NUMBER: _ClassVar[int]
     open: Open
@@ -44,9 +46,11 @@ class CacheOperation(_message.Message):
     free: Free
     reset: Reset
     retain: Retain
+    save: Save
+    adopt: Adopt
     first_stage: int
     end_stage: int
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent")
@@ -101,6 +105,34 @@ class Retain(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Save(_message.Message):
+    __slots__ = ("sequence", "blocks", "first")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    blocks: KvBlocks
+    first: int
+    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("sequence", "fetch", "length")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    fetch: int
+    length: int
+    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class KvBlocks(_message.Message):
+    __slots__ = ("block_tokens", "digests")
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    block_tokens: int
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, block_tokens: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Reset(_message.Message):
     __slots__ = ()

@@ -177,30 +177,50 @@ class RelinkReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., begun_step: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar")
+    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar", "fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KV_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     DROP_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     step: _step_pb2.Step
     kv_limit: int
     prepare: PrepareGrammar
     drop_grammar: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ...) -> None: ...
+    fetch: FetchKv
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ..., fetch: _Optional[_Union[FetchKv, _Mapping]] = ...) -> None: ...
 
 class StepsReply(_message.Message):
-    __slots__ = ("hello", "done", "failure", "prepared")
+    __slots__ = ("hello", "done", "failure", "prepared", "fetched")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     done: _step_pb2.StepDone
     failure: _step_pb2.Failure
     prepared: GrammarPrepared
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ...) -> None: ...
+    fetched: KvFetched
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ..., fetched: _Optional[_Union[KvFetched, _Mapping]] = ...) -> None: ...
+
+class FetchKv(_message.Message):
+    __slots__ = ("id", "blocks")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    blocks: _step_pb2.KvBlocks
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ...) -> None: ...
+
+class KvFetched(_message.Message):
+    __slots__ = ("id", "blocks")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    blocks: int
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammar(_message.Message):
     __slots__ = ("id", "grammar")

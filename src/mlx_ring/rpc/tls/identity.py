@@ -49,6 +49,6 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
 
 
 def _new_id(machine: str) -> str:
-    """Make an id from the machine's name and four digits, because two machines may have the same name."""
+    """Make an id from the machine's name and six digits, because machines may have the same name."""
     readable = re.sub(r"[^a-z0-9]+", "-", machine.split(".", 1)[0].lower())[:_LONGEST_NAME].strip("-")
-    return f"{readable or 'node'}-{secrets.token_hex(2)}"
+    return f"{readable or 'node'}-{secrets.token_hex(3)}"

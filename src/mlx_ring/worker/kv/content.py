@@ -27,6 +27,21 @@ def row_parts(layer: Layer) -> list[RowPart]:
     return parts
 
 
+def row_planes(layer: Layer) -> list[Plane]:
+    """Return the arrays that a layer stores, in the order of its content. They are known after a first pass."""
+    return [plane for part in row_parts(layer) for plane in part.planes]
+
+
+def row_heads(layer: Layer) -> int:
+    """Return the number of a layer's KV heads. Raises `StepFailed` if its caches differ in it, or before a first pass."""
+    heads = {plane.heads for plane in row_planes(layer)}
+    if len(heads) != 1:
+        raise StepFailed(
+            f"The layer's caches have {sorted(heads)} KV heads, so its content is not one range of them."
+        )
+    return heads.pop()
+
+
 def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
     """Return an evaluated copy of a row's content."""
     arrays: list[mx.array] = []

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Row
-from mlx_ring.worker.kv.content import Range, check_written, read_row, write_row
+from mlx_ring.worker.kv.content import Range, check_written, read_row, row_heads, row_planes, write_row
 from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
-from mlx_ring.worker.kv.layers import JoinedStates, Layout, RowStates, read_layout
+from mlx_ring.worker.kv.layers import JoinedStates, Layout, Plane, RowStates, read_layout
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.row_placement import Banks
 
@@ -230,6 +230,27 @@ class KVStore:
         row = self._sound(sequence)
         return read_row(row, self._layout.layers[layer], heads, tokens)
 
+    @property
+    def unsaved_layers(self) -> str:
+        """Description of the layers whose content has no token ranges for any split; empty if all have."""
+        if self._layout.object_parts:
+            return f"states of type {type(self._layout.object_parts[0].prototype).__name__}"
+        return "sliding windows" if any(part.window is not None for part in self._layout.row_parts) else ""
+
+    def content(self, sequence: int, tokens: Range) -> list[tuple[mx.array, ...]]:
+        """Return copies of all heads' content of every layer."""
+        return [
+            self.read(sequence, number, (0, row_heads(layer)), tokens) if layer.parts else ()
+            for number, layer in enumerate(self._layout.layers)
+        ]
+
+    def fill(self, sequence: int, layer: int, length: int, arrays: Sequence[Any]) -> None:
+        """Write the first tokens of all heads of a layer, as host arrays of what `content` returns."""
+        heads = self._layout.layers[layer]
+        if heads.parts:
+            given = [_as_stored(array, plane) for array, plane in zip(arrays, row_planes(heads), strict=True)]
+            self.write(sequence, layer, (0, row_heads(heads)), (0, length), given)
+
     def write(
         self, sequence: int, layer: int, heads: Range, tokens: Range, arrays: Sequence[mx.array]
     ) -> None:
@@ -339,3 +360,9 @@ class KVStore:
             self._state_bytes = max(self._state_bytes, row.states.nbytes)
         self._banks.leave(row)
         row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""
+
+
+def _as_stored(array: Any, plane: Plane) -> mx.array:
+    """Return a host array in the type of a plane: it may hold the bits of another type of the same width."""
+    given = mx.array(array)
+    return given if given.dtype == plane.dtype else given.view(plane.dtype)

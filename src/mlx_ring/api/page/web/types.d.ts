@@ -474,6 +474,9 @@ export interface PrefixCache {
   entries?: number;
   entry_tokens?: number;
   evictions?: number;
+  /** Tokens whose KV came from the machines' disks, with `--kv-disk`. */
+  restored_tokens?: number;
+  saved_tokens?: number;
 }
 
 /** Measurements of a node when it joined. */

@@ -25,6 +25,7 @@ export function Cache({ cache }) {
       <dt>Prefix cache</dt>
       <dd>${prefix.enabled ? prefixHits(prefix) : muted("queries" in prefix ? "off" : "no data yet")}</dd>
       ${prefix.enabled && html`<dt>Cached prefixes</dt><dd>${prefixEntries(prefix)}</dd>`}
+      ${isOnDisk(prefix) && html`<dt>KV on disk</dt><dd>${onDisk(prefix)}</dd>`}
       <dt>Speculative decoding</dt>
       <dd>${acceptance(cache)}</dd>
       <dt>Preemptions</dt>
@@ -54,6 +55,16 @@ function prefixHits(prefix) {
 function prefixEntries({ entries = 0, entry_tokens: tokens = 0, evictions = 0 }) {
   return html`${counted(entries, "prefix", "prefixes")}<span class="muted">
     , ${counted(tokens, "token")}, ${figures(evictions, 5)} evicted</span>`;
+}
+
+/** @param {PrefixCache} prefix */
+function isOnDisk({ restored_tokens: restored = 0, saved_tokens: saved = 0 }) {
+  return restored + saved > 0;
+}
+
+/** @param {PrefixCache} prefix */
+function onDisk({ restored_tokens: restored = 0, saved_tokens: saved = 0 }) {
+  return html`${counted(restored, "token")} restored<span class="muted">, ${figures(saved, 6)} saved</span>`;
 }
 
 /** @param {CacheStatistics} cache */

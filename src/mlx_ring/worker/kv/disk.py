@@ -1,0 +1,331 @@
+"""Keys and values on this machine's disk, for restarts and for other splits of the layers.
+
+A block is the content of some tokens in some layers. Its folder is named by a digest of all tokens up to its end, inside a
+folder for the model, the type of its keys and values, and the versions of what computes them. In it is a file for each
+range of layers that some rank has saved. A rank reads its own layers from the files of any other ranks.
+
+Nothing here fails a step: a block that is missing, damaged or for other layers counts as not saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.kv.kv_store import KVStore
+
+log = logging.getLogger(__name__)
+
+_MAGIC = b"mlx-ring KV 1\n"
+_LENGTH = struct.Struct("<I")
+_LONGEST_HEADER = 1 << 24
+_MOST_PENDING = 1 << 29
+"""Bytes that may wait to be written."""
+_SLOW_S = 2.0
+"""Time for which a save waits for the disk. What still has no room then is not saved."""
+_FETCH_LIMIT_S = 10.0
+"""Time after which a fetch counts as failed, because a disk may hang."""
+_LEAVE = 0.9
+"""Share of the limit that eviction leaves."""
+
+Content = tuple[NDArray[Any], ...]
+"""Arrays of one layer, `(heads, tokens, width)` each. Those of bfloat16 are here as uint16."""
+
+
+def fingerprint(*parts: object) -> str:
+    """Return the name of the folder for blocks that are only equal if all these parts are."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Blocks that were requested, and what has come of them."""
+
+    answer: Callable[[int], None]
+    blocks: list[list[Content]] = field(default_factory=list["list[Content]"])
+    """Content by block and layer."""
+    is_answered: bool = False
+    timer: threading.Timer | None = None
+
+
+class KvDisk:
+    """Blocks of one rank's layers. Its own threads read and write files."""
+
+    def __init__(self, folder: Path, limit_bytes: int, name: str, layers: LayerRange) -> None:
+        """Use `folder`, which several workers may share.
+
+        Args:
+            folder: folder of all models' blocks.
+            limit_bytes: size to which the folder is kept; the blocks that were used least recently are removed.
+            name: the fingerprint of this rank's content.
+            layers: the layers of this rank.
+        """
+        self._folder, self._blocks = folder, folder / name
+        self._limit = limit_bytes
+        self._layers = range(layers.start, layers.end)
+        self._file = f"{layers.start}-{layers.end}"
+        self._writer = ThreadPoolExecutor(1, "kv-disk-writer")
+        self._reader = ThreadPoolExecutor(1, "kv-disk-reader")
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._pending_bytes = 0
+        self._fetches: dict[int, _Fetch] = {}
+        self._size: int | None = None
+        """Bytes in the folder as far as this worker knows; None before it has looked."""
+        self._complaint = ""
+        """Last problem, which is not repeated."""
+
+    # ---- save
+
+    def save(self, kv: KVStore, save: step_pb2.Save) -> None:
+        """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
+        size, digests = save.blocks.block_tokens, list(save.blocks.digests)
+        missing = [
+            number
+            for number, digest in enumerate(digests)
+            if number >= save.first and not (self._path(digest) / self._file).exists()
+        ]
+        for number in missing:
+            with self._lock:
+                has_room = self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, _SLOW_S)
+            if not has_room:
+                self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
+                break
+            content = kv.content(save.sequence, (number * size, (number + 1) * size))
+            block = [tuple(map(_to_host, arrays)) for arrays in content]
+            nbytes = sum(array.nbytes for arrays in block for array in arrays)
+            with self._lock:
+                self._pending_bytes += nbytes
+            self._writer.submit(self._write, digests[number], block, nbytes)
+        self._writer.submit(self._touch, digests)
+
+    def _write(self, digest: bytes, block: Sequence[Content], nbytes: int) -> None:
+        try:
+            folder = self._path(digest)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            for each in (self._folder, self._blocks, folder):
+                each.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
+                try:
+                    _write_layers(cast("BinaryIO", file), block)
+                    file.close()
+                    Path(file.name).replace(folder / self._file)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
+            self._make_room(nbytes)
+        except OSError as error:
+            self._complain(f"KV cannot be saved in {self._folder}: {error.strerror or error}")
+        finally:
+            with self._lock:
+                self._pending_bytes -= nbytes
+                self._written.notify_all()
+
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        """Record a use of blocks. Earlier ones count as newer: without them, later ones are of no use."""
+        now = time.time()
+        for number, digest in enumerate(digests):
+            with contextlib.suppress(OSError):
+                os.utime(self._path(digest), (now, now - number / 1e3))
+
+    def _make_room(self, written: int) -> None:
+        """Remove the blocks that were used least recently, if the folder is larger than its limit."""
+        self._size = None if self._size is None else self._size + written
+        if self._size is not None and self._size <= self._limit:
+            return
+        blocks = sorted(_sizes(self._folder))
+        size = sum(nbytes for _, nbytes, _ in blocks)
+        for _, nbytes, path in blocks if size > self._limit else ():
+            if size <= self._limit * _LEAVE:
+                break
+            shutil.rmtree(path, ignore_errors=True)
+            size -= nbytes
+        self._size = size
+
+    # ---- fetch
+
+    def fetch(self, wanted: worker_pb2.FetchKv, answer: Callable[[int], None]) -> None:
+        """Read blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
+        fetch = _Fetch(answer)
+        with self._lock:
+            self._fetches[wanted.id] = fetch
+        fetch.timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
+        fetch.timer.daemon = True
+        fetch.timer.start()
+        self._reader.submit(self._read, wanted, fetch)
+
+    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch) -> None:
+        digests, found = list(wanted.blocks.digests), list[list[Content]]()
+        for digest in digests:
+            block = self._read_block(digest)
+            if block is None or fetch.is_answered:
+                break
+            found.append(block)
+        if self._answer(wanted.id, fetch, found):
+            self._writer.submit(self._touch, digests[: len(found)])
+
+    def _give_up(self, id_: int, fetch: _Fetch) -> None:
+        if self._answer(id_, fetch, []):
+            self._complain(f"Reading KV from {self._folder} took longer than {_FETCH_LIMIT_S:g} s")
+
+    def _answer(self, id_: int, fetch: _Fetch, found: list[list[Content]]) -> bool:
+        """Answer with what was found, and keep it; return False if there is another answer already."""
+        with self._lock:
+            late, fetch.is_answered = fetch.is_answered, True
+            if not late:
+                fetch.blocks = found
+            if not found:
+                self._fetches.pop(id_, None)
+        if not late:
+            if fetch.timer is not None:
+                fetch.timer.cancel()
+            fetch.answer(len(found))
+        return not late
+
+    def _read_block(self, digest: bytes) -> list[Content] | None:
+        """Return a block's content by layer, or None if a layer is missing or damaged."""
+        found: dict[int, Content] = {}
+        try:
+            files = sorted(self._path(digest).iterdir(), key=lambda file: file.name != self._file)
+        except OSError:
+            return None
+        for path in files:
+            layers = _parse_range(path.name)
+            wanted = [] if layers is None else [layer for layer in self._layers if layer not in found]
+            if layers is None or not any(layer in layers for layer in wanted):
+                continue
+            try:
+                with path.open("rb") as file:
+                    found |= _read_layers(file, layers, wanted)
+            except (OSError, ValueError) as error:
+                self._complain(f"A block of KV is ignored, {path}: {error}")
+        return [found[layer] for layer in self._layers] if len(found) == len(self._layers) else None
+
+    def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
+        """Fill a sequence with the first tokens of a fetch, and forget it. Runs on the compute thread.
+
+        Raises:
+            StepFailed: it is not there any more.
+        """
+        with self._lock:
+            fetch = self._fetches.pop(adopt.fetch, None)
+        if fetch is None or not adopt.length:
+            if fetch is not None:
+                fetch.is_answered = True
+            if adopt.length:
+                raise StepFailed(f"What fetch {adopt.fetch} has read from the disk is not there.")
+            return
+        for layer in range(len(self._layers)):
+            blocks = [block[layer] for block in fetch.blocks]
+            arrays = [np.concatenate(parts, axis=1)[:, : adopt.length] for parts in zip(*blocks, strict=True)]
+            kv.fill(adopt.sequence, layer, adopt.length, arrays)
+        kv.adopt(adopt.sequence, adopt.length)
+
+    def reset(self) -> None:
+        """Forget every fetch."""
+        with self._lock:
+            fetches, self._fetches = self._fetches, {}
+        for fetch in fetches.values():
+            fetch.is_answered = True
+
+    def settle(self, limit_s: float | None = None) -> None:
+        """Wait until everything is written, but no longer than a limit."""
+        with contextlib.suppress(TimeoutError):
+            self._writer.submit(lambda: None).result(limit_s)
+
+    def _path(self, digest: bytes) -> Path:
+        return self._blocks / digest.hex()
+
+    def _complain(self, problem: str) -> None:
+        if problem != self._complaint:
+            self._complaint = problem
+            log.warning("%s", problem)
+
+
+def _to_host(array: mx.array) -> NDArray[Any]:
+    """Return an evaluated array's memory, without a copy."""
+    return cast("NDArray[Any]", np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array))
+
+
+def _parse_range(name: str) -> range | None:
+    start, dash, end = name.partition("-")
+    return range(int(start), int(end)) if dash and start.isdecimal() and end.isdecimal() else None
+
+
+def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """Yield the time of the last use, the size and the folder of every block."""
+    for path in folder.glob("*/*"):
+        with contextlib.suppress(OSError):
+            sizes = [each.stat().st_size for each in path.iterdir()]
+            yield path.stat().st_mtime, sum(sizes), path
+
+
+def _write_layers(file: BinaryIO, block: Sequence[Content]) -> None:
+    """Write a header, with each layer's place, checksum, types and shapes, and the content."""
+    header: list[tuple[int, int, list[tuple[str, list[int]]]]] = []
+    place, payload = 0, [b"".join(array.tobytes() for array in arrays) for arrays in block]
+    for arrays, content in zip(block, payload, strict=True):
+        kinds = [(array.dtype.str, list(array.shape)) for array in arrays]
+        header.append((place, zlib.crc32(content), kinds))
+        place += len(content)
+    text = json.dumps(header).encode()
+    file.write(_MAGIC + _LENGTH.pack(len(text)) + _LENGTH.pack(zlib.crc32(text)) + text)
+    file.writelines(payload)
+
+
+def _read_layers(file: BinaryIO, layers: range, wanted: Sequence[int]) -> dict[int, Content]:
+    """Read the wanted layers of a file. Raises ValueError if it is damaged."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it has another format")
+    lengths = file.read(2 * _LENGTH.size)
+    if len(lengths) < 2 * _LENGTH.size:
+        raise ValueError("it is cut off")
+    length, checksum = (number for (number,) in _LENGTH.iter_unpack(lengths))
+    text = file.read(min(length, _LONGEST_HEADER))
+    if len(text) != length or zlib.crc32(text) != checksum:
+        raise ValueError("its header is damaged")
+    begin, header = file.tell(), cast("list[tuple[int, int, list[tuple[str, list[int]]]]]", json.loads(text))
+    if len(header) != len(layers):
+        raise ValueError("it has other layers than its name says")
+    found: dict[int, Content] = {}
+    for layer in wanted:
+        if layer in layers:
+            place, checksum, kinds = header[layer - layers.start]
+            file.seek(begin + place)
+            sizes = [math.prod(shape) * np.dtype(kind).itemsize for kind, shape in kinds]
+            content = file.read(sum(sizes))
+            if len(content) != sum(sizes) or zlib.crc32(content) != checksum:
+                raise ValueError(f"layer {layer} is damaged")
+            found[layer] = tuple(_cut(content, kinds, sizes))
+    return found
+
+
+def _cut(
+    content: bytes, kinds: Sequence[tuple[str, list[int]]], sizes: Sequence[int]
+) -> Iterator[NDArray[Any]]:
+    place = 0
+    for (kind, shape), size in zip(kinds, sizes, strict=True):
+        yield np.frombuffer(content, kind, math.prod(shape), place).reshape(shape)
+        place += size

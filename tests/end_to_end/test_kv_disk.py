@@ -1,0 +1,78 @@
+"""KV on disk, by real servers: saved under one split of the layers, restored under others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.eventually import eventually
+from tests.processes import Server, serving
+
+PROMPT = " ".join(f"word{number}" for number in range(240))
+FLAGS = ("--kv-disk", "1GiB", "--kv-disk-dir")
+
+
+def ask(server: Server) -> tuple[str, int, int]:
+    """Return the answer's text, and the tokens of its prompt and those of them that were cached."""
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    usage = answer["usage"]
+    return (
+        answer["choices"][0]["text"],
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def prefix_stats(server: Server) -> dict[str, int]:
+    return server.http.get("/cache/stats").raise_for_status().json()["prefix_cache"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """Return a folder in which two stages have saved a prompt, the answer, and the tokens of the prompt's blocks."""
+    folder = tmp_path_factory.mktemp("kv")
+    with serving(
+        "demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path_factory.mktemp("first")
+    ) as server:
+        text, prompt_tokens, cached = ask(server)
+        assert cached == 0
+        eventually(
+            lambda: prefix_stats(server)["saved_tokens"], lambda tokens: tokens >= prompt_tokens // 256 * 256
+        )
+        assert server.stop() == 0
+    blocks = [path for path in folder.glob("*/*") if {file.name for file in path.iterdir()} == {"0-5", "5-8"}]
+    assert len(blocks) == (prompt_tokens + 23) // 256
+    return folder, text, (prompt_tokens - 1) // 256 * 256
+
+
+@pytest.mark.parametrize("flags", [("--stages", "3"), ("--stages", "1")])
+def test_prompt_is_restored_by_another_split_of_the_layers(
+    saved: tuple[Path, str, int], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    folder, text, tokens = saved
+    with serving("demo", *flags, *FLAGS, str(folder), folder=tmp_path) as server:
+        assert ask(server)[::2] == (text, tokens)
+        assert prefix_stats(server)["restored_tokens"] == tokens
+        metrics = server.http.get("/metrics").text
+    assert f'mlx_ring_kv_disk_restored_tokens_total{{instance="0",model_name="demo"}} {tokens}.0' in metrics
+
+
+def test_answer_is_the_same_without_what_another_group_of_ranks_saved(
+    saved: tuple[Path, str, int], tmp_path: Path
+) -> None:
+    folder, text, _ = saved
+    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path) as server:
+        assert ask(server)[::2] == (text, 0)
+
+
+def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path: Path) -> None:
+    folder, text, tokens = saved
+    blocks = sorted((path for path in folder.glob("*/*/5-8")), key=lambda path: -path.parent.stat().st_mtime)
+    kept = blocks[1].read_bytes()
+    blocks[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with serving("demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
+        answer, _, cached = ask(server)
+    assert answer == text
+    assert cached == 256 < tokens

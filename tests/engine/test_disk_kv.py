@@ -1,0 +1,244 @@
+"""KV on the ranks' disks: what is saved, what is restored, and when a sequence waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.default_settings import make_policy
+from tests.engine.engines import BYTES, Answer, collect, kv_of, make_request
+from tests.engine.twin import TwinExecutor
+
+from mlx_ring.core.engine_stats import CacheStats, Policy
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv, block_digests
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.sequence import Limits, make_sequence
+from mlx_ring.engine.sequence import Sequence as Text
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+
+LIMITS = Limits(context_length=4096, vocab_size=256, eos=frozenset({0}))
+SAVES = make_policy(kv_disk=1 << 30, num_speculative_tokens=0)
+PROMPT = tuple(1 + place * 7 % 250 for place in range(3 * BLOCK_TOKENS + 40))
+
+
+def make_engine(twin: TwinExecutor, policy: Policy = SAVES, kv: dict[RankId, RankKv] | None = None) -> Engine:
+    return Engine(twin, BYTES, LIMITS, instance="demo", epoch=1, policy=policy, kv=kv)
+
+
+def with_disks_of(twin: TwinExecutor, stages: int) -> TwinExecutor:
+    """Return ranks of another split, all with what every rank of `twin` has saved."""
+    after = TwinExecutor((1,) * stages)
+    saved = [
+        digest for digest in twin.disks[RankId(0, 0)] if all(digest in disk for disk in twin.disks.values())
+    ]
+    for disk in after.disks.values():
+        disk.update({digest: twin.disks[RankId(0, 0)][digest] for digest in saved})
+    return after
+
+
+async def ask(engine: Engine, prompt: Sequence[int] = PROMPT, tokens: int = 8) -> Answer:
+    request = make_request(max_tokens=tokens, ignore_eos=True)
+    return await collect(engine.submit(replace_prompt(request, prompt)))
+
+
+def replace_prompt(request: Any, prompt: Sequence[int]) -> Any:
+    return replace(request, prompt_tokens=tuple(prompt))
+
+
+async def settled(is_done: Callable[[], bool]) -> None:
+    """Let the ranks work until something is true."""
+    for _ in range(1000):
+        if is_done():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("It does not happen.")
+
+
+def saved_blocks(twin: TwinExecutor) -> list[int]:
+    return [len(disk) for disk in twin.disks.values()]
+
+
+def stats_of(engine: Engine) -> CacheStats:
+    return engine.stats().cache
+
+
+def test_digest_names_all_tokens_up_to_the_end_of_its_block() -> None:
+    tokens = list(range(1000))
+    digests = block_digests(tokens)
+    assert len(digests) == len(set(digests)) == 3
+    assert block_digests(tokens[:512]) == digests[:2]
+    assert block_digests([5, *tokens[1:]])[2] != digests[2]
+    assert block_digests(tokens[:255]) == []
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_prompt_is_restored_by_ranks_of_another_split_and_the_answer_is_the_same(stages: int) -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        engine = make_engine(twin)
+        first = await ask(engine)
+        await settled(lambda: saved_blocks(twin) == [3, 3])
+        assert stats_of(engine).saved_tokens == 3 * BLOCK_TOKENS
+        after = with_disks_of(twin, stages)
+        second_engine = make_engine(after)
+        second = await ask(second_engine)
+        assert second.token_ids == first.token_ids
+        assert (first.last.cached_tokens, second.last.cached_tokens) == (0, 3 * BLOCK_TOKENS)
+        assert stats_of(second_engine).restored_tokens == 3 * BLOCK_TOKENS
+        assert sum(len(row.tokens.ids) for step in after.sent for row in step.rows) == 40
+        assert not after.has_fetched
+
+    asyncio.run(run())
+
+
+def test_as_much_is_restored_as_every_rank_has() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [3, 3])
+        after = with_disks_of(twin, 2)
+        after.disks[RankId(1, 0)].pop(block_digests(PROMPT)[1])
+        second = await ask(make_engine(after))
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, BLOCK_TOKENS)
+
+    asyncio.run(run())
+
+
+def test_blocks_that_memory_has_are_neither_fetched_nor_saved_again() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        engine = make_engine(twin)
+        await ask(engine)
+        await settled(lambda: saved_blocks(twin) == [3])
+        sent = len(twin.sent)
+        await ask(engine, (*PROMPT, 3))
+        operations = [each.WhichOneof("operation") for step in twin.sent[sent:] for each in step.operations]
+        assert {"save", "adopt"}.isdisjoint(operations)
+
+    asyncio.run(run())
+
+
+def test_conversation_that_goes_on_saves_its_new_blocks_alone() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        engine = make_engine(twin)
+        await ask(engine)
+        await settled(lambda: saved_blocks(twin) == [3])
+        await ask(engine, (*PROMPT, *range(1, 251)))
+        await settled(lambda: saved_blocks(twin) == [4])
+        last = [each.save for step in twin.sent for each in step.operations if each.HasField("save")][-1]
+        assert (last.first, len(last.blocks.digests)) == (3, 4)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("policy", "traits"),
+    [
+        (make_policy(num_speculative_tokens=0), {}),
+        (make_policy(kv_disk=1 << 30, prefix_cache=False, num_speculative_tokens=0), {}),
+        (SAVES, {"recurrent": True}),
+        (SAVES, {"slack": 64, "exact_length": 100}),
+    ],
+    ids=["off", "without_prefix_cache", "recurrent", "sliding"],
+)
+def test_nothing_is_saved_or_fetched(policy: Policy, traits: dict[str, Any]) -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        await ask(make_engine(twin, policy, {RankId(0, 0): kv_of(30, **traits)}))
+        operations = {each.WhichOneof("operation") for step in twin.sent for each in step.operations}
+        assert {"save", "adopt"}.isdisjoint(operations)
+        assert saved_blocks(twin) == [0]
+
+    asyncio.run(run())
+
+
+def test_prompt_that_finds_no_room_for_what_was_fetched_is_computed() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [3])
+        after = with_disks_of(twin, 1)
+        engine = make_engine(after, kv={RankId(0, 0): kv_of(6)})
+        other = asyncio.create_task(ask(engine, (9,) * 600, 300))
+        await settled(lambda: engine.stats().scheduler.running == 1)
+        second = await ask(engine)
+        await other
+        assert second.token_ids == first.token_ids
+        assert not after.has_fetched
+
+    asyncio.run(run())
+
+
+def test_other_requests_run_while_one_waits_for_a_disk() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        held = twin.held_fetches = []
+        engine = make_engine(twin)
+        slow = asyncio.create_task(ask(engine))
+        await settled(lambda: len(held) == 1)
+        assert len((await ask(engine, (1, 2, 3))).token_ids) == 8
+        assert not slow.done()
+        engine.fetched(*held[0])
+        assert len((await slow).token_ids) == 8
+
+    asyncio.run(run())
+
+
+def test_request_that_ends_while_it_waits_leaves_nothing_on_the_ranks() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [3])
+        after = with_disks_of(twin, 1)
+        held = after.held_fetches = []
+        engine = make_engine(after)
+        slow = asyncio.create_task(ask(engine))
+        await settled(lambda: len(held) == 1)
+        slow.cancel()
+        await settled(lambda: not after.has_fetched)
+        engine.fetched(*held[0])
+        assert engine.stats().scheduler.waiting == engine.stats().scheduler.running == 0
+
+    asyncio.run(run())
+
+
+def make_text(prompt: Sequence[int] = PROMPT) -> Text:
+    return make_sequence(1, replace_prompt(make_request(), prompt), LIMITS, 0.0)
+
+
+def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
+    disk = DiskKv([RankId(0, 0)], enabled=True)
+    text = make_text()
+    disk.want(text, 0)
+    assert disk.leave(text) == []
+    assert (disk.take_unsent(), text.awaits_kv) == ([], 0)
+    disk.want(text, 0)
+    assert [len(each.blocks.digests) for each in disk.take_unsent()] == [3]
+    assert disk.leave(text) == [2]
+    assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=2, blocks=3)) is None
+
+
+def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:
+    disk = DiskKv([RankId(0, 0)], {RankId(0, 0): RankKv(1 << 40, 200_000)}, enabled=True)
+    disk.keep(5, tuple(range(6 * BLOCK_TOKENS)))
+
+    def saved(operations: list[step_pb2.CacheOperation]) -> list[tuple[int, int]]:
+        return [(each.save.first, len(each.save.blocks.digests)) for each in operations]
+
+    assert saved(disk.take_saves(10.0)) == [(0, 1)]
+    assert saved(disk.take_saves(10.25)) == []  # 256 tokens of 200 kB take 0.256 s at 200 MB/s
+    assert saved(disk.take_saves(10.26)) == [(1, 2)]
+    assert saved(disk.take_saves(None)) == [(2, 4)]
+    assert disk.has_saves
+    assert saved(disk.take_saves(None)) == [(4, 6)]
+    assert (disk.has_saves, disk.take_saves(None)) == (False, [])
+    assert disk.saved_tokens == 6 * BLOCK_TOKENS
+    disk.keep(6, tuple(range(7 * BLOCK_TOKENS)))
+    disk.forget(6)
+    assert disk.take_saves(None) == []

@@ -1,0 +1,320 @@
+"""Saved KV: written by ranks of one split, read by ranks of another; damaged, missing and unwritable files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from tests.worker.kv.passes import ModelRun, difference
+from tests.worker.kv.small_models import small_model, tokens
+
+from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.types import LayerRange
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.kv import disk as subject
+from mlx_ring.worker.kv.disk import KvDisk, fingerprint
+
+SIZE = 16
+DIGESTS = [bytes([number]) * 16 for number in range(4)]
+LAYERS = 4
+
+
+def blocks(count: int = len(DIGESTS)) -> step_pb2.KvBlocks:
+    return step_pb2.KvBlocks(block_tokens=SIZE, digests=DIGESTS[:count])
+
+
+def open_disk(folder: Path, layers: tuple[int, int] = (0, LAYERS), limit: int = 1 << 30) -> Any:
+    return KvDisk(folder, limit, "name", LayerRange(*layers))
+
+
+def store_of(run: ModelRun, layers: tuple[int, int] = (0, LAYERS), **options: Any) -> KVStore:
+    """Return an empty store of some layers that has seen a first pass, as those of workers."""
+    store = KVStore(run.own_caches()[slice(*layers)], mx.float32, **options)
+    for mine, theirs in zip(row_parts_of(store), row_parts_of(run.store)[slice(*layers)], strict=True):
+        mine.planes, mine.group_size = theirs.planes, theirs.group_size
+    return store
+
+
+def row_parts_of(store: Any) -> Any:
+    return store._layout.row_parts
+
+
+def fetch(disk: Any, count: int = len(DIGESTS), number: int = 1) -> int:
+    """Return how many blocks a fetch has found."""
+    answers: list[int] = []
+    answered = threading.Event()
+
+    def answer(found: int) -> None:
+        answers.append(found)
+        answered.set()
+
+    disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks(count)), answer)
+    assert answered.wait(60)
+    return answers[0]
+
+
+def filled(family: str = "qwen3", **options: Any) -> ModelRun:
+    """Return a model with 70 tokens of KV in sequence 1."""
+    run = ModelRun(small_model(family), **options)
+    run.open(1)
+    run.step({1: tokens(70)})
+    return run
+
+
+def save_by(run: ModelRun, folder: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Save four blocks as ranks with these layers would, each with a store of its own."""
+    for layers in ranges:
+        store = store_of(run, layers)
+        store.open(1, 70)
+        for number, layer in enumerate(range(*layers)):
+            heads = (0, heads_of(run, layer))
+            store.write(1, number, heads, (0, 70), run.store.read(1, layer, heads, (0, 70)))
+        store.adopt(1, 70)
+        disk = open_disk(folder, layers)
+        disk.save(store, step_pb2.Save(sequence=1, blocks=blocks()))
+        disk.settle()
+
+
+def heads_of(run: ModelRun, layer: int) -> int:
+    return row_parts_of(run.store)[layer].planes[0].heads
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("ranges", [[(0, 4)], [(0, 1), (1, 3), (3, 4)], [(2, 4), (0, 2)]])
+def test_kv_of_any_split_continues_with_the_same_logits(
+    tmp_path: Path, family: str, ranges: list[tuple[int, int]]
+) -> None:
+    run = filled(family)
+    save_by(run, tmp_path, ranges)
+    disk = open_disk(tmp_path)
+    assert fetch(disk) == len(DIGESTS)
+    target = ModelRun(run.model)
+    target.store = store_of(run)
+    target.open(7)
+    disk.adopt(target.store, step_pb2.Adopt(sequence=7, fetch=1, length=48))
+    assert target.store.length(7) == 48
+    run.store.trim(1, 48)
+    for place in range(3):
+        assert difference(run.step({1: [place]})[1], target.step({7: [place]})[7]) == 0.0
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", None), ("float16", None), ("float32", 8)])
+def test_types_and_quantized_kv_are_restored_bit_for_bit(
+    tmp_path: Path, dtype: str, bits: int | None
+) -> None:
+    kind = getattr(mx, dtype)
+    store, other = (KVStore([KVCache()], kind, kv_bits=bits) for _ in range(2))
+    for each, sequence in ((store, 1), (other, 2)):
+        each.open(sequence, 100)
+        (batch,) = each.batches([(sequence, 70)])
+        keys = mx.random.normal((1, 2, 70, 64)).astype(kind)
+        mx.eval(batch.caches[0].update_and_fetch(keys, -keys), *batch.arrays)
+        each.commit(batch)
+    disk = open_disk(tmp_path, (0, 1))
+    disk.save(store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    assert fetch(disk) == len(DIGESTS)
+    other.open(3, 100)
+    disk.adopt(other, step_pb2.Adopt(sequence=3, fetch=1, length=64))
+    for one, two in zip(store.read(1, 0, (0, 2), (0, 64)), other.read(3, 0, (0, 2), (0, 64)), strict=True):
+        assert one.dtype == two.dtype
+        assert mx.array_equal(one, two)
+
+
+def test_layers_that_nobody_saved_count_as_missing(tmp_path: Path) -> None:
+    save_by(filled(), tmp_path, [(0, 2)])
+    assert fetch(open_disk(tmp_path, (0, 2))) == len(DIGESTS)
+    assert fetch(open_disk(tmp_path, (1, 3))) == 0
+    assert fetch(KvDisk(tmp_path, 1 << 30, "another model", LayerRange(0, 2))) == 0
+
+
+def damage_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def damage_header(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("damage", [damage_byte, damage_header, cut_off, empty, make_folder, Path.unlink])
+def test_damaged_or_missing_file_ends_what_is_restored_before_it(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_by(filled(), tmp_path, [(0, 4)])
+    file = tmp_path / "name" / DIGESTS[2].hex() / "0-4"
+    damage(file)
+    assert fetch(open_disk(tmp_path)) == 2
+    assert damage is Path.unlink or str(file) in caplog.text
+
+
+def fail_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_full_disk_is_a_warning_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = filled()
+    disk = open_disk(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(subject, "_write_layers", fail_to_write)
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+        disk.settle()
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"KV cannot be saved in {tmp_path}: No space left on device"
+    ]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert disk._pending_bytes == 0
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    assert fetch(disk) == len(DIGESTS)
+
+
+def test_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    run, folder = filled(), tmp_path / "kv"
+    disk = open_disk(folder)
+    for _ in range(2):
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+        disk.settle()
+        assert fetch(disk) == len(DIGESTS)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.rename(tmp_path / f"gone-{len([*tmp_path.iterdir()])}")
+        assert fetch(disk) == 0
+
+
+def test_path_that_is_no_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kv").write_text("a file")
+    disk = open_disk(tmp_path / "kv")
+    disk.save(filled().store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    assert "cannot be saved" in caplog.text
+    assert fetch(disk) == 0
+
+
+def test_blocks_used_least_recently_are_removed_and_later_ones_of_a_text_first(tmp_path: Path) -> None:
+    run = filled()
+    save_by(run, tmp_path, [(0, 4)])
+    one = sum(path.stat().st_size for path in (tmp_path / "name" / DIGESTS[0].hex()).iterdir())
+    old = tmp_path / "other model" / "old"
+    old.mkdir(parents=True)
+    (old / "0-9").write_bytes(b"." * one)
+    os.utime(old, (0, 0))
+    disk = open_disk(tmp_path, limit=4 * one)
+    extra = step_pb2.KvBlocks(block_tokens=SIZE, digests=[b"x" * 16])
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=extra))
+    disk.settle()
+    left = sorted(path.name for path in tmp_path.glob("*/*"))
+    assert left == sorted([DIGESTS[0].hex(), DIGESTS[1].hex(), (b"x" * 16).hex()])
+
+
+def test_saved_block_is_not_copied_again_and_one_that_was_not_asked_for_is_not_saved(tmp_path: Path) -> None:
+    run = filled()
+    disk = open_disk(tmp_path)
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2))
+    disk.settle()
+    assert sorted(path.name for path in (tmp_path / "name").iterdir()) == [each.hex() for each in DIGESTS[2:]]
+    run.store.free(1)
+    disk.save(
+        run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2)
+    )  # would fail if it read anything
+
+
+def test_save_waits_for_a_slow_disk_and_then_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subject, "_MOST_PENDING", 0)
+    monkeypatch.setattr(subject, "_SLOW_S", 0.01)
+    kind: Any = KvDisk
+    goes_on, write = threading.Event(), kind._write
+
+    def wait(disk: Any, *given: Any) -> None:
+        goes_on.wait(60)
+        write(disk, *given)
+
+    monkeypatch.setattr(KvDisk, "_write", wait)
+    disk = open_disk(tmp_path)
+    disk.save(filled().store, step_pb2.Save(sequence=1, blocks=blocks()))
+    assert "slow disk" in caplog.text
+    goes_on.set()
+    disk.settle()
+    assert fetch(disk) == 1
+
+
+def test_fetch_from_a_disk_that_hangs_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, goes_on = filled(), threading.Event()
+    save_by(run, tmp_path, [(0, 4)])
+    monkeypatch.setattr(subject, "_FETCH_LIMIT_S", 0.01)
+    kind: Any = KvDisk
+    read = kind._read_block
+
+    def hang(disk: Any, digest: bytes) -> Any:
+        goes_on.wait(60)
+        return read(disk, digest)
+
+    monkeypatch.setattr(KvDisk, "_read_block", hang)
+    disk = open_disk(tmp_path)
+    assert fetch(disk) == 0
+    assert "took longer than 0.01 s" in caplog.text
+    goes_on.set()
+    disk._reader.submit(bool).result()
+    disk.adopt(run.store, step_pb2.Adopt(fetch=1))
+    assert disk._fetches == {}
+
+
+def test_fetch_that_was_forgotten_cannot_be_adopted(tmp_path: Path) -> None:
+    run = filled()
+    save_by(run, tmp_path, [(0, 4)])
+    disk = open_disk(tmp_path)
+    fetch(disk)
+    fetch(disk, number=2)
+    disk.adopt(run.store, step_pb2.Adopt(fetch=1))
+    disk.reset()
+    run.open(9)
+    for number in (1, 2):
+        with pytest.raises(StepFailed, match=f"fetch {number} has read"):
+            disk.adopt(run.store, step_pb2.Adopt(sequence=9, fetch=number, length=16))
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (KVCache(), ""),
+        (RotatingKVCache(64), "sliding windows"),
+        (ArraysCache(2), "states of type ArraysCache"),
+    ],
+)
+def test_layers_that_cannot_be_restored_are_named(cache: Any, says: str) -> None:
+    assert KVStore([KVCache(), cache], mx.float32).unsaved_layers == says
+
+
+def test_fingerprint_differs_with_every_part() -> None:
+    names = {fingerprint("m", 1, "x"), fingerprint("m", 2, "x"), fingerprint("m", 1), fingerprint("m1", "x")}
+    assert len(names) == 4
+    assert fingerprint("m", 1) == fingerprint("m", 1)
