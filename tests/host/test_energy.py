@@ -161,13 +161,38 @@ def test_power_is_the_mean_of_the_last_seconds_and_energy_begins_with_the_first_
     for _ in range(20):
         clock.now_s += 0.5
         assert {used.part: used.watts for used in meter.read()} == {"cpu": 30.0, "gpu": 100.0}
-    cpu.watts, before = 0.0, 1000.0 + 30.0 * clock.now_s
+    cpu.watts = 33.0  # as if the last half second had taken more
+    joules = 3.0 * (clock.now_s + 0.5) + 30.0 * 0.5
     clock.now_s += 0.5
-    assert meter.read()[0].watts == pytest.approx((1000.0 - (before - 30.0 * 1.5)) / 2.0)
+    assert meter.read()[0].watts == pytest.approx((joules + 30.0 * 1.5) / 2.0)
     gpu.fails = True
     assert [used.part for used in meter.read()] == ["cpu"]
     gpu.fails = False
     assert [used.part for used in meter.read()] == ["cpu"]
+
+
+def test_counter_that_goes_back_starts_anew() -> None:
+    clock = Steps()
+    cpu, gpu = Ramp(clock, "cpu", 30.0), Ramp(clock, "gpu", 100.0)
+    meter = EnergyMeter([cpu, gpu], clock)
+    meter.read()
+    clock.now_s = 10.0
+    assert [used.joules for used in meter.read()] == [300.0, 1000.0]
+    gpu.watts = 1.0
+    clock.now_s = 11.0
+    assert meter.read() == (PartEnergy("cpu", 0.0), PartEnergy("gpu", 0.0))
+    clock.now_s = 12.0
+    assert meter.read() == (PartEnergy("cpu", 30.0, 30.0), PartEnergy("gpu", 1.0, 1.0))
+
+
+def test_own_counters_are_read_once_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Steps()
+    monkeypatch.setattr("mlx_ring.host.energy.find_counters", lambda: ([Ramp(clock, "cpu", 5.0)], ["no GPU"]))
+    meter = EnergyMeter(clock=clock)
+    assert meter.read() == ()
+    meter.open()
+    meter.open()
+    assert meter.read() == (PartEnergy("cpu", 0.0),)
 
 
 def parts(joules: float, memory: float = 0.0) -> tuple[PartEnergy, ...]:

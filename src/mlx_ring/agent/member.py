@@ -174,6 +174,7 @@ async def _messages(
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
     )
+    await asyncio.to_thread(who.energy.open)
     message.MergeFrom(_now(who))
     yield message
     while not message.leaves:

@@ -302,18 +302,16 @@ def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
 
 
 def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
-    """Return the energy of the parts that are known here; raise `ProtocolError` if it is no number from 0 on."""
+    """Return the energy of the parts that are known here, without values that are no energy."""
     parts = {used.part: used for used in said.energy}
-    known = tuple(
+    known = (
         PartEnergy(part, parts[part].joules, parts[part].watts if parts[part].HasField("watts") else None)
         for part in PARTS
         if part in parts
     )
-    for used in known:
-        for value in (used.joules, used.watts or 0.0):
-            if not 0.0 <= value < math.inf:
-                raise ProtocolError(f"A node reports an invalid energy of its {used.part}: {value:g}.")
-    return known
+    return tuple(
+        used for used in known if 0.0 <= used.joules < math.inf and 0.0 <= (used.watts or 0.0) < math.inf
+    )
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:

@@ -63,7 +63,7 @@ def weights_folder(state: Path) -> Path:
 
 
 def kv_folder(state: Path) -> Path:
-    """Return the folder of saved KV, unless `--kv-disk-dir` names another. What is lost is computed again."""
+    """Return the folder of saved KV, unless `--kv-disk-dir` names another. Lost KV is computed again."""
     return state / "kv"
 
 

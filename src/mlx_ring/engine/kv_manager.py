@@ -13,7 +13,7 @@ from itertools import count
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
-from mlx_ring.engine.disk_kv import DiskKv, Fetched
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
@@ -36,8 +36,7 @@ class KvManager:
     ) -> None:
         self.budget = KvBudget(ranks)
         self._cache = PrefixCache(ranks)
-        self._disk = disk or DiskKv((), enabled=False)
-        self._disk.enabled &= not self._cache.forgets
+        self.disk = None if self._cache.forgets else disk
         self._enabled = prefix_cache
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
@@ -58,13 +57,17 @@ class KvManager:
 
     @property
     def has_operations(self) -> bool:
-        return bool(self._operations) or self._disk.has_saves
+        return bool(self._operations) or (self.disk is not None and self.disk.has_saves)
+
+    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
+        """Add operations that change no sequence of this manager."""
+        self._operations += operations
 
     def take_operations(self, step: int, busy_s: float | None = None) -> list[step_pb2.CacheOperation]:
         """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
         operations, self._operations = self._operations, []
         self._next_step = step + 1
-        return operations + self._disk.take_saves(busy_s)
+        return operations + (self.disk.take_saves(busy_s) if self.disk is not None else [])
 
     def settle(self, completed: int) -> None:
         """Record that every rank has executed the steps up to `completed`."""
@@ -74,7 +77,8 @@ class KvManager:
         """Free everything at once."""
         self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
         self._cache.clear()
-        self._disk.clear()
+        if self.disk is not None:
+            self.disk.clear()
         self._kept.clear()
         self._taken.clear()
         for sequence in self.held:
@@ -232,8 +236,7 @@ class KvManager:
             sequence.cached_tokens = min(match.length, sequence.prompt_length)
         if take:
             sequence.taken = match.length
-            self._cache.forget(match.source)
-            self._disk.forget(match.source)
+            self._forget(match.source)
             self.budget.drop(match.source)
             self.held.discard(match.source)
         else:
@@ -344,9 +347,9 @@ class KvManager:
 
     def _keep_snapshot(self, source: Sequence) -> None:
         tokens = tuple(source.tokens[: source.scheduled])
-        self._keep_new(tokens, source.reached, partial(messages.snapshot_operations, source.id, len(tokens)))
+        self.keep_new(tokens, source.reached, partial(messages.snapshot_operations, source.id, len(tokens)))
 
-    def _keep_new(
+    def keep_new(
         self, tokens: tuple[int, ...], reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]]
     ) -> bool:
         """Keep KV under an id of its own, as of an ended sequence; return False if there is no room or no need."""
@@ -366,8 +369,7 @@ class KvManager:
 
     def free(self, sequence: int) -> None:
         """Free a sequence's memory, or only its reservation if it was never opened."""
-        self._cache.forget(sequence)
-        self._disk.forget(sequence)
+        self._forget(sequence)
         taken = self._taken.pop(sequence, None)
         if taken is not None:
             self._free_on_ranks(taken)
@@ -378,6 +380,11 @@ class KvManager:
             self.budget.release(sequence, self._next_step)
         else:
             self.budget.drop(sequence)
+
+    def _forget(self, sequence: int) -> None:
+        self._cache.forget(sequence)
+        if self.disk is not None:
+            self.disk.forget(sequence)
 
     def keep(self, sequence: Sequence, most: int | None = None) -> None:
         """Keep an ended sequence's KV in the prefix cache, up to its known tokens and at most `most` of them."""
@@ -390,23 +397,10 @@ class KvManager:
             self._operations.append(messages.trim_operation(sequence.id, len(tokens)))
         self._operations.append(messages.retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
-        self._disk.keep(sequence.id, tokens)
+        if self.disk is not None:
+            self.disk.keep(sequence.id, tokens)
         for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)
-
-    # ---- KV from the ranks' disks
-
-    def restore(self, fetched: Fetched) -> None:
-        """Keep fetched KV as that of an ended sequence, if there is room for it and the cache has less."""
-        tokens = tuple(fetched.sequence.tokens[: fetched.length])
-        if self._keep_new(tokens, len(tokens), partial(messages.restore_operations, fetched.id, tokens)):
-            self._disk.note_restored(tokens)
-        elif tokens:
-            self._operations.append(messages.drop_operation(fetched.id))
-
-    def drop_fetch(self, sequence: Sequence) -> None:
-        """Forget what the ranks read for a sequence that does not run."""
-        self._operations += map(messages.drop_operation, self._disk.leave(sequence))
 
     def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
@@ -443,7 +437,7 @@ class KvManager:
         return CacheStats(
             enabled=self._enabled,
             **cache.counts(),
-            restored_tokens=self._disk.restored_tokens,
-            saved_tokens=self._disk.saved_tokens,
+            restored_tokens=0 if self.disk is None else self.disk.restored_tokens,
+            saved_tokens=0 if self.disk is None else self.disk.saved_tokens,
             ranks=self.budget.use(cache.kept()),
         )

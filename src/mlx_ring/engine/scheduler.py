@@ -52,8 +52,9 @@ class Scheduler:
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self.suspects = Suspects(self._waiting, self._running)
-        self.disk = DiskKv(ranks, kv, enabled=policy.kv_disk is not None and policy.prefix_cache)
-        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=self.disk)
+        disk = DiskKv(ranks, kv) if policy.kv_disk is not None and policy.prefix_cache else None
+        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
+        self.disk = self._kv.disk
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
         self.in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
@@ -119,7 +120,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, kept: KeptKv | None = None) -> None:
         """Append a sequence to the queue, and KV that was kept of it. Others pass it until it is ready."""
-        if kept is None and not sequence.runs_alone:
+        if self.disk is not None and kept is None and not sequence.runs_alone:
             self.disk.want(
                 sequence, self._kv.shared(tuple(sequence.tokens[: sequence.fill_to]), self._running)
             )
@@ -130,9 +131,10 @@ class Scheduler:
 
     def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> bool:
         """Record that a rank has read KV from its disk; return True if a sequence no longer waits for that."""
-        if (result := self.disk.answered(rank, fetched)) is not None:
-            self._kv.restore(result)
-        return result is not None
+        if self.disk is None or (result := self.disk.answered(rank, fetched)) is None:
+            return False
+        self._kv.add_operations(self.disk.restore(result, self._kv.keep_new))
+        return True
 
     def free_kept(self, kept: Iterable[KeptKv]) -> None:
         """Free KV that was kept for sequences that do not come."""
@@ -166,7 +168,7 @@ class Scheduler:
         self.suspects.remove(sequence)
         if self._waiting.pop(sequence.id, None) is not None:
             self._kv.drop_kept(sequence.id)
-            self._kv.drop_fetch(sequence)
+            self._kv.add_operations(self.disk.leave(sequence) if self.disk is not None else ())
             return False
         if self._running.pop(sequence.id, None) is None:
             return False

@@ -84,6 +84,7 @@ class SingleNode:
             memory_limit_bytes=self._settings.memory_limit,
         )
         self._profile = await asyncio.to_thread(self._kept_profile)
+        await asyncio.to_thread(self._energy.open)
         profile = self._profile
         placement = await self._step_down.place(
             order,

@@ -142,19 +142,30 @@ class EnergyMeter:
     def __init__(
         self, counters: Iterable[Counter] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read the given counters, by default all of this machine. They are opened at the first reading."""
+        """Read the given counters, by default all of this machine after `open`."""
         self._counters = None if counters is None else [*counters]
         self._clock = clock
         self._samples: deque[tuple[float, dict[Part, float]]] = deque()
         self._first: dict[Part, float] = {}
 
-    def read(self) -> tuple[PartEnergy, ...]:
-        """Return the energy of every part that is counted. A counter that fails is not asked again."""
+    def open(self) -> None:
+        """Find this machine's counters, which may load a driver's library."""
         if self._counters is None:
             self._counters, problems = find_counters()
             for problem in problems:
                 log.info("A part of this machine's energy is not counted: %s", problem)
-        now, joules = self._clock(), self._read_counters(self._counters)
+
+    def read(self) -> tuple[PartEnergy, ...]:
+        """Return the energy of every part that is counted. A counter that fails is not asked again.
+
+        If one goes back, as after a reset of its device, all start anew.
+        """
+        now, joules = self._clock(), self._read_counters(self._counters or [])
+        if self._samples and any(
+            value < self._samples[-1][1].get(part, 0.0) for part, value in joules.items()
+        ):
+            self._samples.clear()
+            self._first.clear()
         for part, value in joules.items():
             self._first.setdefault(part, value)
         while len(self._samples) > 1 and self._samples[1][0] <= now - _POWER_S:

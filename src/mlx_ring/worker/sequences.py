@@ -225,7 +225,7 @@ class SequenceTable:
         if self._disk is not None:
             try:
                 self._disk.save(self._kv, save)
-            except RingError as error:
+            except Exception as error:  # noqa: BLE001 - it must not fail the step of other requests
                 log.warning("The KV of sequence %d is not saved: %s", save.sequence, error)
 
     def _adopt(self, adopt: step_pb2.Adopt) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -21,10 +23,12 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv import disk as subject
 from mlx_ring.worker.kv.disk import KvDisk, fingerprint
+from mlx_ring.worker.sequences import SequenceTable
 
 SIZE = 16
 DIGESTS = [bytes([number]) * 16 for number in range(4)]
 LAYERS = 4
+NAME = fingerprint("this model")
 
 
 def blocks(count: int = len(DIGESTS)) -> step_pb2.KvBlocks:
@@ -32,7 +36,7 @@ def blocks(count: int = len(DIGESTS)) -> step_pb2.KvBlocks:
 
 
 def open_disk(folder: Path, layers: tuple[int, int] = (0, LAYERS), limit: int = 1 << 30) -> Any:
-    return KvDisk(folder, limit, "name", LayerRange(*layers))
+    return KvDisk(folder, limit, NAME, LayerRange(*layers))
 
 
 def store_of(run: ModelRun, layers: tuple[int, int] = (0, LAYERS), **options: Any) -> KVStore:
@@ -133,7 +137,7 @@ def test_layers_that_nobody_saved_count_as_missing(tmp_path: Path) -> None:
     save_by(filled(), tmp_path, [(0, 2)])
     assert fetch(open_disk(tmp_path, (0, 2))) == len(DIGESTS)
     assert fetch(open_disk(tmp_path, (1, 3))) == 0
-    assert fetch(KvDisk(tmp_path, 1 << 30, "another model", LayerRange(0, 2))) == 0
+    assert fetch(KvDisk(tmp_path, 1 << 30, fingerprint("another"), LayerRange(0, 2))) == 0
 
 
 def damage_byte(file: Path) -> None:
@@ -166,7 +170,7 @@ def test_damaged_or_missing_file_ends_what_is_restored_before_it(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_by(filled(), tmp_path, [(0, 4)])
-    file = tmp_path / "name" / DIGESTS[2].hex() / "0-4"
+    file = tmp_path / NAME / DIGESTS[2].hex() / "0-4"
     damage(file)
     assert fetch(open_disk(tmp_path)) == 2
     assert damage is Path.unlink or str(file) in caplog.text
@@ -219,8 +223,11 @@ def test_path_that_is_no_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogC
 def test_blocks_used_least_recently_are_removed_and_later_ones_of_a_text_first(tmp_path: Path) -> None:
     run = filled()
     save_by(run, tmp_path, [(0, 4)])
-    one = sum(path.stat().st_size for path in (tmp_path / "name" / DIGESTS[0].hex()).iterdir())
-    old = tmp_path / "other model" / "old"
+    one = sum(path.stat().st_size for path in (tmp_path / NAME / DIGESTS[0].hex()).iterdir())
+    old, others = tmp_path / fingerprint("old") / (b"o" * 16).hex(), tmp_path / "photos" / "2019"
+    others.mkdir(parents=True)
+    (others / "beach.jpg").write_bytes(b"." * 10 * one)
+    os.utime(others, (0, 0))
     old.mkdir(parents=True)
     (old / "0-9").write_bytes(b"." * one)
     os.utime(old, (0, 0))
@@ -229,7 +236,8 @@ def test_blocks_used_least_recently_are_removed_and_later_ones_of_a_text_first(t
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=extra))
     disk.settle()
     left = sorted(path.name for path in tmp_path.glob("*/*"))
-    assert left == sorted([DIGESTS[0].hex(), DIGESTS[1].hex(), (b"x" * 16).hex()])
+    assert left == sorted(["2019", DIGESTS[0].hex(), DIGESTS[1].hex(), (b"x" * 16).hex()])
+    assert (others / "beach.jpg").exists()
 
 
 def test_saved_block_is_not_copied_again_and_one_that_was_not_asked_for_is_not_saved(tmp_path: Path) -> None:
@@ -237,20 +245,21 @@ def test_saved_block_is_not_copied_again_and_one_that_was_not_asked_for_is_not_s
     disk = open_disk(tmp_path)
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2))
     disk.settle()
-    assert sorted(path.name for path in (tmp_path / "name").iterdir()) == [each.hex() for each in DIGESTS[2:]]
+    assert sorted(path.name for path in (tmp_path / NAME).iterdir()) == [each.hex() for each in DIGESTS[2:]]
     run.store.free(1)
     disk.save(
         run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2)
     )  # would fail if it read anything
 
 
-def test_save_waits_for_a_slow_disk_and_then_gives_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_save_gives_up_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, may_wait: bool
 ) -> None:
     monkeypatch.setattr(subject, "_MOST_PENDING", 0)
-    monkeypatch.setattr(subject, "_SLOW_S", 0.01)
-    kind: Any = KvDisk
-    goes_on, write = threading.Event(), kind._write
+    monkeypatch.setattr(subject, "_SLOW_S", 0.01 if may_wait else 3600.0)
+    goes_on, kind = threading.Event(), cast("Any", KvDisk)
+    write = kind._write
 
     def wait(disk: Any, *given: Any) -> None:
         goes_on.wait(60)
@@ -258,34 +267,111 @@ def test_save_waits_for_a_slow_disk_and_then_gives_up(
 
     monkeypatch.setattr(KvDisk, "_write", wait)
     disk = open_disk(tmp_path)
-    disk.save(filled().store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.save(filled().store, step_pb2.Save(sequence=1, blocks=blocks(), may_wait=may_wait))
     assert "slow disk" in caplog.text
     goes_on.set()
     disk.settle()
     assert fetch(disk) == 1
 
 
-def test_fetch_from_a_disk_that_hangs_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, goes_on = filled(), threading.Event()
+def test_save_copies_as_many_blocks_as_it_may_and_the_first_missing_ones(tmp_path: Path) -> None:
+    run, disk = filled(), open_disk(tmp_path)
+    for saved in (2, 4, 4):
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), most=2))
+        disk.settle()
+        assert fetch(disk) == saved
+    shutil.rmtree(tmp_path / NAME / DIGESTS[1].hex())
+    assert fetch(disk) == 1
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), most=2))
+    disk.settle()
+    assert fetch(disk) == 4
+
+
+def test_damaged_block_is_saved_again(tmp_path: Path) -> None:
+    run = filled()
     save_by(run, tmp_path, [(0, 4)])
-    monkeypatch.setattr(subject, "_FETCH_LIMIT_S", 0.01)
-    kind: Any = KvDisk
-    read = kind._read_block
-
-    def hang(disk: Any, digest: bytes) -> Any:
-        goes_on.wait(60)
-        return read(disk, digest)
-
-    monkeypatch.setattr(KvDisk, "_read_block", hang)
+    damage_byte(tmp_path / NAME / DIGESTS[0].hex() / "0-4")
     disk = open_disk(tmp_path)
     assert fetch(disk) == 0
-    assert "took longer than 0.01 s" in caplog.text
-    goes_on.set()
-    disk._reader.submit(bool).result()
-    disk.adopt(run.store, step_pb2.Adopt(fetch=1))
-    assert disk._fetches == {}
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    assert fetch(disk) == len(DIGESTS)
+
+
+def test_failed_save_fails_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    table = SequenceTable(filled().store, 101, None, cast("Any", SimpleNamespace(save=fail)))
+    assert table.apply([step_pb2.CacheOperation(save=step_pb2.Save(sequence=1, blocks=blocks()))]) == {}
+    assert "sequence 1 is not saved: [Errno 5]" in caplog.text
+
+
+class HangingDisk:
+    """Disk that reads one block and no other before it is released."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save_by(filled(), folder, [(0, 4)])
+        kind: Any = KvDisk
+        read = kind._read_block
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+        def hang(disk: Any, digest: bytes) -> Any:
+            if digest != DIGESTS[0]:
+                self.hangs.set()
+                self.goes_on.wait(60)
+            return read(disk, digest)
+
+        monkeypatch.setattr(KvDisk, "_read_block", hang)
+        self.disk = open_disk(folder)
+        self.answers: list[tuple[int, int]] = []
+
+    def fetch(self, number: int) -> None:
+        def answer(found: int) -> None:
+            self.answers.append((number, found))
+
+        self.disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks()), answer)
+
+    def release(self) -> None:
+        self.goes_on.set()
+        self.disk._reader.submit(bool).result()
+
+
+def test_blocks_that_were_read_before_a_disk_hangs_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    monkeypatch.setattr(subject, "_FETCH_LIMIT_S", 0.01)
+    assert fetch(hanging.disk) == 1
+    assert "takes longer than 0.01 s" in caplog.text
+    hanging.release()
+    run = filled()
+    run.open(9)
+    hanging.disk.adopt(run.store, step_pb2.Adopt(sequence=9, fetch=1, length=SIZE))
+    assert (run.store.length(9), hanging.disk._fetches) == (SIZE, {})
+
+
+def test_reset_answers_fetches_that_are_read_and_leaves_later_ones_of_the_same_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    hanging.fetch(1)
+    assert hanging.hangs.wait(60)
+    hanging.disk.reset()
+    assert hanging.answers == [(1, 0)]
+    hanging.fetch(1)
+    hanging.release()
+    assert hanging.answers == [(1, 0), (1, len(DIGESTS))]
+    assert len(hanging.disk._fetches[1].blocks) == len(DIGESTS)
+
+
+def test_fetches_beyond_some_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    for number in range(1, 7):
+        hanging.fetch(number)
+    assert hanging.answers == [(5, 0), (6, 0)]
+    hanging.release()
+    assert sorted(hanging.answers) == [*((number, len(DIGESTS)) for number in range(1, 5)), (5, 0), (6, 0)]
 
 
 def test_fetch_that_was_forgotten_cannot_be_adopted(tmp_path: Path) -> None:
@@ -298,7 +384,7 @@ def test_fetch_that_was_forgotten_cannot_be_adopted(tmp_path: Path) -> None:
     disk.reset()
     run.open(9)
     for number in (1, 2):
-        with pytest.raises(StepFailed, match=f"fetch {number} has read"):
+        with pytest.raises(StepFailed, match=f"No KV of fetch {number}"):
             disk.adopt(run.store, step_pb2.Adopt(sequence=9, fetch=number, length=16))
 
 

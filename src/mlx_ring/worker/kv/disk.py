@@ -1,8 +1,8 @@
 """Keys and values on this machine's disk, for restarts and for other splits of the layers.
 
-A block is the content of some tokens in some layers. Its folder is named by a digest of all tokens up to its end, inside a
-folder for the model, the type of its keys and values, and the versions of what computes them. In it is a file for each
-range of layers that some rank has saved. A rank reads its own layers from the files of any other ranks.
+A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder. There is a file
+for each range of layers that a rank has saved. The folder lies in a folder for blocks of one model, of one type of keys and values,
+and of the same versions of MLX. A rank reads its own layers from the files of any ranks.
 
 Nothing here fails a step: a block that is missing, damaged or for other layers counts as not saved.
 """
@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -43,10 +44,15 @@ _LENGTH = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 24
 _MOST_PENDING = 1 << 29
 """Bytes that may wait to be written."""
-_SLOW_S = 2.0
-"""Time for which a save waits for the disk. What still has no room then is not saved."""
+_SLOW_S = 1.0
+"""Time for which a save that may wait does so. Afterwards, blocks without room are not saved."""
 _FETCH_LIMIT_S = 10.0
-"""Time after which a fetch counts as failed, because a disk may hang."""
+"""Time after which a fetch is answered with the blocks that were read, because a disk may hang."""
+_MOST_FETCHES = 4
+"""Fetches that may be read or wait for that. Others find nothing."""
+_SCAN_SHARE = 0.02
+"""Share of the limit after whose writing the folder is measured again: other workers write there too."""
+_NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVE = 0.9
 """Share of the limit that eviction leaves."""
 
@@ -67,7 +73,6 @@ class _Fetch:
     blocks: list[list[Content]] = field(default_factory=list["list[Content]"])
     """Content by block and layer."""
     is_answered: bool = False
-    timer: threading.Timer | None = None
 
 
 class KvDisk:
@@ -92,8 +97,8 @@ class KvDisk:
         self._written = threading.Condition(self._lock)
         self._pending_bytes = 0
         self._fetches: dict[int, _Fetch] = {}
-        self._size: int | None = None
-        """Bytes in the folder as far as this worker knows; None before it has looked."""
+        self._unmeasured = math.inf
+        """Bytes that this worker has written since it measured the folder."""
         self._complaint = ""
         """Last problem, which is not repeated."""
 
@@ -105,11 +110,12 @@ class KvDisk:
         missing = [
             number
             for number, digest in enumerate(digests)
-            if number >= save.first and not (self._path(digest) / self._file).exists()
+            if number >= save.first and not os.path.exists(self._path(digest) / self._file)  # noqa: PTH110 - it does not raise
         ]
-        for number in missing:
+        for number in missing[: save.most or None]:
             with self._lock:
-                has_room = self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, _SLOW_S)
+                limit_s = _SLOW_S if save.may_wait else 0.0
+                has_room = self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, limit_s)
             if not has_room:
                 self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
                 break
@@ -152,17 +158,17 @@ class KvDisk:
 
     def _make_room(self, written: int) -> None:
         """Remove the blocks that were used least recently, if the folder is larger than its limit."""
-        self._size = None if self._size is None else self._size + written
-        if self._size is not None and self._size <= self._limit:
+        self._unmeasured += written
+        if self._unmeasured < self._limit * _SCAN_SHARE:
             return
+        self._unmeasured = 0
         blocks = sorted(_sizes(self._folder))
         size = sum(nbytes for _, nbytes, _ in blocks)
         for _, nbytes, path in blocks if size > self._limit else ():
             if size <= self._limit * _LEAVE:
                 break
             shutil.rmtree(path, ignore_errors=True)
-            size -= nbytes
-        self._size = size
+            size -= 0 if path.exists() else nbytes
 
     # ---- fetch
 
@@ -170,38 +176,43 @@ class KvDisk:
         """Read blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
         fetch = _Fetch(answer)
         with self._lock:
+            is_busy = sum(not each.is_answered for each in self._fetches.values()) >= _MOST_FETCHES
             self._fetches[wanted.id] = fetch
-        fetch.timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
-        fetch.timer.daemon = True
-        fetch.timer.start()
-        self._reader.submit(self._read, wanted, fetch)
+        if is_busy:
+            self._answer(wanted.id, fetch)
+        else:
+            self._reader.submit(self._read, wanted, fetch)
 
     def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch) -> None:
-        digests, found = list(wanted.blocks.digests), list[list[Content]]()
-        for digest in digests:
-            block = self._read_block(digest)
-            if block is None or fetch.is_answered:
-                break
-            found.append(block)
-        if self._answer(wanted.id, fetch, found):
-            self._writer.submit(self._touch, digests[: len(found)])
+        timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
+        timer.daemon = True
+        timer.start()
+        digests, found = list(wanted.blocks.digests), 0
+        try:
+            while found < len(digests) and (block := self._read_block(digests[found])) is not None:
+                with self._lock:
+                    if fetch.is_answered:
+                        break
+                    fetch.blocks.append(block)
+                found += 1
+        except Exception:
+            log.exception("KV cannot be read from %s", self._folder)
+        timer.cancel()
+        self._answer(wanted.id, fetch)
+        self._writer.submit(self._touch, digests[:found])
 
     def _give_up(self, id_: int, fetch: _Fetch) -> None:
-        if self._answer(id_, fetch, []):
-            self._complain(f"Reading KV from {self._folder} took longer than {_FETCH_LIMIT_S:g} s")
+        if self._answer(id_, fetch):
+            self._complain(f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
 
-    def _answer(self, id_: int, fetch: _Fetch, found: list[list[Content]]) -> bool:
-        """Answer with what was found, and keep it; return False if there is another answer already."""
+    def _answer(self, id_: int, fetch: _Fetch) -> bool:
+        """Answer with the blocks that were read, once; return False if that was done before."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
-            if not late:
-                fetch.blocks = found
-            if not found:
-                self._fetches.pop(id_, None)
+            if not fetch.blocks and self._fetches.get(id_) is fetch:
+                del self._fetches[id_]
         if not late:
-            if fetch.timer is not None:
-                fetch.timer.cancel()
-            fetch.answer(len(found))
+            fetch.answer(len(fetch.blocks))
         return not late
 
     def _read_block(self, digest: bytes) -> list[Content] | None:
@@ -219,8 +230,11 @@ class KvDisk:
             try:
                 with path.open("rb") as file:
                     found |= _read_layers(file, layers, wanted)
-            except (OSError, ValueError) as error:
-                self._complain(f"A block of KV is ignored, {path}: {error}")
+            except OSError as error:
+                self._complain(f"KV cannot be read from {path}: {error.strerror or error}")
+            except ValueError as error:
+                self._complain(f"A block of KV is removed, {path}: {error}")
+                path.unlink(missing_ok=True)
         return [found[layer] for layer in self._layers] if len(found) == len(self._layers) else None
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
@@ -231,24 +245,29 @@ class KvDisk:
         """
         with self._lock:
             fetch = self._fetches.pop(adopt.fetch, None)
-        if fetch is None or not adopt.length:
             if fetch is not None:
                 fetch.is_answered = True
-            if adopt.length:
-                raise StepFailed(f"What fetch {adopt.fetch} has read from the disk is not there.")
+        if not adopt.length:
             return
+        if fetch is None:
+            raise StepFailed(f"No KV of fetch {adopt.fetch} is there.")
         for layer in range(len(self._layers)):
             blocks = [block[layer] for block in fetch.blocks]
             arrays = [np.concatenate(parts, axis=1)[:, : adopt.length] for parts in zip(*blocks, strict=True)]
+            for block in fetch.blocks:
+                block[layer] = ()
             kv.fill(adopt.sequence, layer, adopt.length, arrays)
         kv.adopt(adopt.sequence, adopt.length)
 
     def reset(self) -> None:
-        """Forget every fetch."""
+        """Forget every fetch, and answer those that are not answered."""
         with self._lock:
             fetches, self._fetches = self._fetches, {}
-        for fetch in fetches.values():
-            fetch.is_answered = True
+            unanswered = [fetch for fetch in fetches.values() if not fetch.is_answered]
+            for fetch in unanswered:
+                fetch.is_answered = True
+        for fetch in unanswered:
+            fetch.answer(0)
 
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""
@@ -275,8 +294,10 @@ def _parse_range(name: str) -> range | None:
 
 
 def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield the time of the last use, the size and the folder of every block."""
+    """Yield the time of the last use, the size and the folder of every block. Others' files are not looked at."""
     for path in folder.glob("*/*"):
+        if not _NAME.fullmatch(path.name) or not _NAME.fullmatch(path.parent.name):
+            continue
         with contextlib.suppress(OSError):
             sizes = [each.stat().st_size for each in path.iterdir()]
             yield path.stat().st_mtime, sum(sizes), path

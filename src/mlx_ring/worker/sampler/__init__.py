@@ -8,8 +8,8 @@ frequency and presence penalties, grammar, temperature, min-p, top-k, top-p, dra
 likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 
+from mlx_ring.worker.sampler.draw import Parameters, SamplerRow
 from mlx_ring.worker.sampler.logprobs import LazyLogprobs, prompt_logprobs, token_logprobs
-from mlx_ring.worker.sampler.parameters import Parameters, SamplerRow
 from mlx_ring.worker.sampler.sample import LazySample, sample
 
 __all__ = [

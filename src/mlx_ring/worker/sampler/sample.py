@@ -17,7 +17,7 @@ from mlx_ring.worker.sampler import draw
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mlx_ring.worker.sampler.parameters import SamplerRow
+    from mlx_ring.worker.sampler.draw import SamplerRow
     from mlx_ring.worker.tensor import SplitHead
 
     _Draw = Callable[[mx.array, Sequence[SamplerRow]], mx.array]
