@@ -61,7 +61,15 @@ def server(cluster: LanCluster) -> Server:
 
 def workers_of(machine: Machine) -> list[psutil.Process]:
     """Return the workers on a machine."""
-    return [process for process in machine.processes if "mlx_ring.worker" in process.cmdline()]
+    return [process for process in machine.processes if "mlx_ring.worker" in arguments_of(process)]
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Return a process's arguments; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def collectives_of(machine: Machine) -> set[Ports]:
