@@ -89,7 +89,7 @@ class Banks:
     def retain(self, row: Row) -> None:
         """Move a row into a bank of its own that has no more room than it needs."""
         source = row.bank
-        if source is None:
+        if source is None or self._is_exact(source, row):
             return
         bank = self._new_bank(1)
         for window in self._layout.kinds:
@@ -98,6 +98,18 @@ class Banks:
         bank.take(row)
         if not source.rows:
             self._banks.remove(source)
+
+    def _is_exact(self, bank: Bank, row: Row) -> bool:
+        """Return True if a bank has one row, and no more room than that needs."""
+        memory = bank.memory
+        return (
+            bank.rows == [row]
+            and memory.slots == memory.target_slots == 1
+            and all(
+                row.held(window) == memory.capacity(window) == memory.target_capacity(window)
+                for window in self._layout.kinds
+            )
+        )
 
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Make room for the rows' tokens and `counts` more in every layer."""
