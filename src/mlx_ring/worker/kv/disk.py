@@ -325,11 +325,15 @@ def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
 def _write_layers(file: BinaryIO, block: Sequence[Content]) -> None:
     """Write a header, with each layer's place, checksum, types and shapes, and the content."""
     header: list[tuple[int, int, list[tuple[str, list[int]]]]] = []
-    place, payload = 0, [b"".join(array.tobytes() for array in arrays) for arrays in block]
-    for arrays, content in zip(block, payload, strict=True):
-        kinds = [(array.dtype.str, list(array.shape)) for array in arrays]
-        header.append((place, zlib.crc32(content), kinds))
-        place += len(content)
+    place, payload = 0, list[memoryview]()
+    for arrays in block:
+        content = [np.ascontiguousarray(array).data.cast("B") for array in arrays]
+        checksum = 0
+        for part in content:
+            checksum = zlib.crc32(part, checksum)
+        header.append((place, checksum, [(array.dtype.str, list(array.shape)) for array in arrays]))
+        place += sum(part.nbytes for part in content)
+        payload += content
     text = json.dumps(header).encode()
     file.write(_MAGIC + _LENGTH.pack(len(text)) + _LENGTH.pack(zlib.crc32(text)) + text)
     file.writelines(payload)
