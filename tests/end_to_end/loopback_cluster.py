@@ -23,7 +23,7 @@ def completion(server: Server) -> str:
 
 @contextmanager
 def running_cluster(
-    model: Path,
+    model: Path | str,
     nodes: int,
     folder: Path,
     port: int,
@@ -35,7 +35,7 @@ def running_cluster(
     """Run a head and the other machines of a cluster, which join once the head prints its token.
 
     Args:
-        model: Folder of the model.
+        model: Folder or name of the model.
         nodes: Number of machines, including the head's.
         folder: Folder of the head, with a folder `node-1`, `node-2` and so on for each other machine.
         port: First of the head's two ports.
@@ -69,7 +69,7 @@ def joining_head(port: int, token: str, folder: Path, *flags: str) -> AbstractCo
 
 
 def running_head(
-    model: Path,
+    model: Path | str,
     nodes: int,
     folder: Path,
     port: int,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
 PROMPT = " ".join(f"word{number}" for number in range(240))
@@ -76,3 +79,27 @@ def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path:
         answer, _, cached = ask(server)
     assert answer == text
     assert cached == 256 < tokens
+
+
+def saved_files(folder: Path) -> list[str]:
+    return [file.name for file in folder.glob("*/*/*-*")]
+
+
+def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers(tmp_path: Path) -> None:
+    folders = (tmp_path / "head-kv", tmp_path / "node-kv")
+    flags, join_flags = ("--strategy", "uniform", *FLAGS, str(folders[0])), (*FLAGS, str(folders[1]))
+
+    def run() -> tuple[str, int, int]:
+        with running_cluster(
+            "demo", 2, tmp_path, free_pair_of_ports(), *flags, join_flags=join_flags
+        ) as server:
+            answer = ask(server)
+            for folder in folders:
+                eventually(partial(saved_files, folder), lambda files: len(files) == (answer[1] + 23) // 256)
+            assert server.stop() == 0
+        return answer
+
+    text, prompt_tokens, cached = run()
+    assert cached == 0
+    assert sorted(set(saved_files(folder)).pop() for folder in folders) == ["0-4", "4-8"]
+    assert run() == (text, prompt_tokens, (prompt_tokens - 1) // 256 * 256)
