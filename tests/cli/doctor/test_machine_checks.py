@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,12 @@ def test_energy_is_noted_where_a_counter_cannot_be_read(
     for name, text in (("name", "package-0"), ("max_energy_range_uj", "99"), ("energy_uj", "5")):
         (domain / name).write_text(text)
     assert (check_energy(tmp_path).level, check_energy(tmp_path).value) == ("ok", "counted by cpu")
+
+    broken = SimpleNamespace(nvmlInit=lambda: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", broken)
+        found = check_energy(tmp_path)
+    assert (found.value, found.fix) == ("counted by cpu; ZeroDivisionError: division by zero", "")
 
     def refuse(path: Path, *_: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))

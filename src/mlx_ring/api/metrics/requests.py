@@ -121,7 +121,11 @@ _COUNTS = (
     ("prefix_cache_hits", "cache_hit_tokens", "Prompt tokens that the prefix cache supplied."),
     ("prefix_cache_evictions", "cache_evictions", "Sequences that the prefix cache evicted."),
     ("kv_disk_restored_tokens", "cache_restored_tokens", "Tokens whose KV came from the machines' disks."),
-    ("kv_disk_saved_tokens", "cache_saved_tokens", "Tokens whose KV was saved on the machines' disks."),
+    (
+        "kv_disk_saved_tokens",
+        "cache_saved_tokens",
+        "Tokens whose KV the machines were asked to save on their disks.",
+    ),
     ("num_preemptions", "preemptions", "Number of preemptions; a preempted request is computed again."),
     ("spec_decode_num_drafts", "drafts", "Times that draft tokens were proposed."),
     ("spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens that were proposed."),

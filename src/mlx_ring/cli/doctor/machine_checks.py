@@ -126,7 +126,8 @@ def check_energy(root: Path = ROOT) -> Finding:
     parts = sorted({part for counter in counters for part in counter.read()})
     value = f"counted by {', '.join(parts)}" if parts else "not counted"
     if problems:
-        fix = "To count more, run as root, or let this user read the file. Nothing else needs it."
+        is_file = any(problem.endswith("root alone") for problem in problems)
+        fix = "Run as root, or let this user read the file. Nothing else needs it." if is_file else ""
         return Finding("note", "energy", f"{value}; {'; '.join(problems)}", fix)
     return Finding("ok", "energy", value if parts else f"{value}: this system has no counters of it")
 
