@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_ring.agent.member import end_orphaned_workers
 from mlx_ring.agent.supervisor import Worker
+from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.rpc.protos import worker_pb2
 
 SPINS, SLEEPS = "while True: pass", "import time; time.sleep(600)"

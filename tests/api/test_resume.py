@@ -15,7 +15,7 @@ from tests.eventually import run_tasks_until
 from mlx_ring.api.app import DIALECTS, build_app
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.held_requests import HeldRequests
+from mlx_ring.engine.handover import HeldRequests
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
 

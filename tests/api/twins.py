@@ -14,13 +14,13 @@ from tests.engine.twin import TwinExecutor
 
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, State
+from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, Moved, State
 from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
-from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RingError
+from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RequestError, RingError
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.held_requests import HeldRequests
+from mlx_ring.engine.handover import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
@@ -304,6 +304,20 @@ class TwinCatalog:
     def join_commands(self, life_s: float) -> Sequence[str]:
         del life_s
         return [f"mlx-ring join {head}:50051 --token {JOIN_TOKEN}" for head in ("10.0.0.7", "[fd00::7]")]
+
+    @property
+    def moves(self) -> TwinCatalog:
+        return self
+
+    async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
+        if node != "studio":
+            raise RequestError(f"No machine is called {node}: connected are studio.", param="node")
+        if self.refusal is not None and not force:
+            raise self.refusal
+        return [Moved(self.models[0].model_id, "beside", 2, 1.25)]
+
+    async def readmit(self, node: str) -> None:
+        await self.drain(node, force=True)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

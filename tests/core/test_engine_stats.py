@@ -26,7 +26,7 @@ from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, RankTotals, 
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
-from mlx_ring.head.model import Router
+from mlx_ring.head.router import Router
 
 NOTHING = StepTotals({}, **dict.fromkeys(COUNTS, 0))
 RANK = RankId(0, 0)

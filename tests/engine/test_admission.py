@@ -15,7 +15,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ModelCorrupt, Overloaded, RequestError
 from mlx_ring.core.generation import RequestStream
 from mlx_ring.core.types import Grammar, RankId
-from mlx_ring.engine import engine as engine_module
+from mlx_ring.engine import executor as executor_module
 from mlx_ring.engine.engine import Engine
 from mlx_ring.rpc.failures import error_to_failure
 
@@ -142,7 +142,7 @@ def test_a_grammar_that_failed_during_an_answer_is_compiled_again() -> None:
 
 
 def test_a_late_grammar_is_dropped_and_its_request_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "GRAMMAR_WITHIN_S", 0.0)
+    monkeypatch.setattr(executor_module, "GRAMMAR_WITHIN_S", 0.0)
 
     async def run() -> None:
         engine, twin = waiting_engine()

@@ -18,7 +18,7 @@ from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import choose_to_shed
-from mlx_ring.head.model import Router
+from mlx_ring.head.router import Router
 
 NAMES = "abc"
 

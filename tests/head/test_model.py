@@ -11,7 +11,7 @@ from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.head.model import SEQUENCE_TOKENS, Router
+from mlx_ring.head.router import SEQUENCE_TOKENS, Router
 
 IDLE = EngineLoad(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 

@@ -17,8 +17,7 @@ from tests.processes import run_cli, run_in_process
 from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelCorrupt, RingError
-from mlx_ring.head.model import sampling_defaults
-from mlx_ring.head.served_model import describe_model, memory_for_weights
+from mlx_ring.head.served_model import describe_model, memory_for_weights, sampling_defaults
 from mlx_ring.models.architectures import known_architectures, require_cuttable
 from mlx_ring.models.config_limits import (
     _LIMITS,  # pyright: ignore[reportPrivateUsage] - every name is tried

@@ -1,10 +1,7 @@
 """The agent of a machine that has joined: it listens for its head over mutual TLS, and stays when the head ends.
 
-The node keeps one call to its head open, and opens it again whenever it ends.
-
-The agent also ends ranks that wait in vain: a machine that is cut off from its head and group gets no message about it.
-
-A rank that waits in a collective uses a whole processor; an idle one uses none, and is kept for the next head.
+The node keeps one call to its head open, and opens it again whenever it ends. A signal to end it asks the head first
+to move its layers to other machines.
 """
 
 from __future__ import annotations
@@ -15,22 +12,21 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import grpc
-import psutil
 
 from mlx_ring.agent.enrolment import renew_if_due
 from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
 from mlx_ring.agent.loading import FetchedModels
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
 from mlx_ring.agent.server import AgentService
-from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
+from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
+from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
@@ -43,7 +39,6 @@ from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import recorded
 from mlx_ring.host.trusted_interfaces import Trust
-from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
     add_secure_port,
@@ -69,7 +64,61 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
+_LEAVE_WITHIN_S = 60.0
+"""Time for the layers to move elsewhere after SIGTERM: an operating system that shuts down waits somewhat longer."""
+
 Revoke = Callable[[tuple[str, ...]], None]
+
+
+class Leave:
+    """Wish of the machine's owner to have it back, which the head fulfils, and the end of the agent."""
+
+    def __init__(self, ended: asyncio.Event | None = None) -> None:
+        """Start without a wish; `ended` is set once the agent ends, which the head then knows at once."""
+        self.ended = ended or asyncio.Event()
+        self.is_wanted = False
+        self.is_connected = False
+        """True while the head answers."""
+        self._reason = ""
+        self._is_patient = True
+
+    def want(self, *, has_workers: bool, is_patient: bool) -> None:
+        """Wish to leave, or end at once: if the machine has no layers, without a head, or at the second wish.
+
+        Args:
+            has_workers: True if the machine has layers.
+            is_patient: True to stay if no other machine has room for the layers; False to end then.
+        """
+        if self.is_wanted or not has_workers or not self.is_connected:
+            self.ended.set()
+            return
+        self.is_wanted, self._is_patient = True, is_patient
+        log.warning("Moving this machine's layers to others before it leaves. Ctrl-C again leaves at once.")
+        if not is_patient:
+            asyncio.get_running_loop().call_later(_LEAVE_WITHIN_S, self.ended.set)
+
+    def heard(self, reply: cluster_pb2.AttendReply) -> None:
+        """Receive an answer of the head."""
+        self.is_connected = True
+        if reply.may_leave:
+            self.ended.set()
+        if reply.stay_reason and reply.stay_reason != self._reason:
+            self._reason = reply.stay_reason
+            log.error(
+                "This machine's layers cannot move: %s %s",
+                reply.stay_reason,
+                "Ctrl-C again leaves nevertheless; answers then wait until another machine has room."
+                if self._is_patient
+                else "It leaves nevertheless.",
+            )
+            if not self._is_patient:
+                self.ended.set()
+
+    def silent(self) -> None:
+        """Record that the call to the head has ended: nobody fulfils the wish."""
+        self.is_connected = False
+        if self.is_wanted:
+            self.ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +142,7 @@ async def stay_registered(
     credentials: Callable[[], Credentials],
     who: Registration,
     revoke: Revoke,
-    leaving: asyncio.Event | None = None,
+    leave: Leave | None = None,
 ) -> None:
     """Keep the node registered with its head, and register again whenever it is lost; workers stay loaded meanwhile.
 
@@ -102,27 +151,30 @@ async def stay_registered(
         credentials: returns this node's credentials before each call, because they may be renewed.
         who: description of this node.
         revoke: called with the revoked certificates at each answer of the head.
-        leaving: set once the node leaves, which the head then knows at once; None: it never does.
+        leave: wish to leave, and its end; None: it never does.
 
     Raises:
         PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
-    pause_s, leaving = _FIRST_PAUSE_S, leaving or asyncio.Event()
+    pause_s, leave = _FIRST_PAUSE_S, leave or Leave()
     while True:
         try:
-            async for revoked in _session(head, credentials(), who, leaving):
+            async for reply in _session(head, credentials(), who, leave):
                 pause_s = _FIRST_PAUSE_S
-                revoke(revoked)
-            if leaving.is_set():
+                leave.heard(reply)
+                revoke(tuple(reply.revoked))
+            if leave.ended.is_set():
                 return
             log.warning("The head at %s ended; asking again", head)
         except (PeerRefused, VersionMismatch):
             raise
         except RingError as error:
             log.warning("The head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+        finally:
+            leave.silent()
         _raise_cancellation()
-        if leaving.is_set():
+        if leave.ended.is_set():
             return
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -136,13 +188,13 @@ def _raise_cancellation() -> None:
 
 
 async def _session(
-    head: HeadAddress, credentials: Credentials, who: Registration, leaving: asyncio.Event
-) -> AsyncIterator[tuple[str, ...]]:
-    """Open one call, and yield the revoked certificates at each answer."""
+    head: HeadAddress, credentials: Credentials, who: Registration, leave: Leave
+) -> AsyncIterator[cluster_pb2.AttendReply]:
+    """Open one call, and yield the head's answers."""
     peer = f"The head at {head}"
     channel = open_aio_channel(head.cluster, credentials, HEAD_NAME, max_message_bytes=AGENT_MESSAGE_BYTES)
     try:
-        call = ATTEND.aio_stream_stream(channel)(_messages(head, who, leaving))
+        call = ATTEND.aio_stream_stream(channel)(_messages(head, who, leave))
         async for reply in limit_silence(aiter(call), _SILENCE_S):
             if reply.HasField("failure"):
                 raise failure_to_error(reply.failure)
@@ -152,7 +204,7 @@ async def _session(
                     head,
                     who.node,
                 )
-            yield tuple(reply.revoked)
+            yield reply
     except TimeoutError:
         log.warning("%s has sent nothing for %g s", peer, _SILENCE_S)
     except grpc.RpcError as error:
@@ -162,7 +214,7 @@ async def _session(
 
 
 async def _messages(
-    head: HeadAddress, who: Registration, leaving: asyncio.Event
+    head: HeadAddress, who: Registration, leave: Leave
 ) -> AsyncIterator[cluster_pb2.AttendRequest]:
     """Yield a message at each beat, and a last one once the node leaves: a call may also end because it breaks."""
     message = cluster_pb2.AttendRequest(
@@ -180,9 +232,9 @@ async def _messages(
     while not message.leaves:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
-                await leaving.wait()
+                await leave.ended.wait()
         message = _now(who)
-        message.leaves = leaving.is_set()
+        message.leaves, message.wants_to_leave = leave.ended.is_set(), leave.is_wanted
         yield message
 
 
@@ -202,63 +254,6 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
             for used in who.energy.read()
         ],
     )
-
-
-_ALONE_S = 30.0
-"""Seconds without a message from the head; the answers of running steps are not read then."""
-_LOOK_S = 5.0
-_BUSY_SHARE = 0.05
-"""Share of a processor above which a worker counts as busy; an idle one uses none."""
-
-
-class Ends(Protocol):
-    """Supervisor of workers that can end those of an instance."""
-
-    @property
-    def workers(self) -> tuple[Worker, ...]: ...
-    async def stop(self, instance: str) -> int: ...
-
-
-async def end_orphaned_workers(
-    supervisor: Ends, received_s: Callable[[], float], alone_s: float = _ALONE_S, look_s: float = _LOOK_S
-) -> None:
-    """End ranks that compute without a head, forever.
-
-    Args:
-        supervisor: supervisor of this machine's workers.
-        received_s: returns the time of the head's last message, on the clock of `time.monotonic`.
-        alone_s: seconds without a message after which ranks end.
-        look_s: seconds between two checks.
-    """
-    while True:
-        await asyncio.sleep(look_s)
-        if time.monotonic() - received_s() < alone_s:
-            continue
-        joined = [worker for worker in supervisor.workers if joined_ranks(worker.assignment)]
-        for instance in await _busy_instances(joined, look_s):
-            log.error(
-                "Received nothing from the head for %.0f s while ranks of %s wait for others: ending them",
-                time.monotonic() - received_s(),
-                instance,
-            )
-            await supervisor.stop(instance)
-
-
-async def _busy_instances(workers: Sequence[Worker], seconds: float) -> set[str]:
-    """Return the instances with a worker that computes."""
-    before = {worker.child.pid: _cpu_s(worker) for worker in workers}
-    await asyncio.sleep(seconds)
-    return {
-        worker.instance
-        for worker in workers
-        if _cpu_s(worker) - before[worker.child.pid] > _BUSY_SHARE * seconds
-    }
-
-
-def _cpu_s(worker: Worker) -> float:
-    with contextlib.suppress(psutil.Error):
-        return sum(psutil.Process(worker.child.pid).cpu_times()[:2])
-    return 0.0
 
 
 _RENEWAL_S = 3600.0
@@ -373,15 +368,16 @@ async def serve_as_member(options: MemberOptions) -> None:
             probes_guard.end_refused()
 
     who = Registration(options.node, port, profile, settings.memory_utilization, links_port, trust)
+    leave = Leave(service.stop_requested)
     attending = asyncio.create_task(
-        stay_registered(options.head, credentials, who, revoke, service.stop_requested), name="attendance"
+        stay_registered(options.head, credentials, who, revoke, leave), name="attendance"
     )
     beside = (
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )
     try:
-        await _until_stop_or_done(attending, service.stop_requested)
+        await _until_end(attending, leave, lambda: bool(supervisor.workers))
     finally:
         await asyncio.wait((attending,), timeout=_LEAVE_WAIT_S)
         for task in (attending, *beside):
@@ -419,15 +415,19 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
         await asyncio.sleep(_RENEWAL_S)
 
 
-async def _until_stop_or_done(work: asyncio.Task[None], asked: asyncio.Event) -> None:
-    """Wait until the head or a signal asks to end, or the work ends; raise its error, if any."""
+async def _until_end(work: asyncio.Task[None], leave: Leave, has_workers: Callable[[], bool]) -> None:
+    """Wait until the agent ends, for the head or a signal asks for it, or the work ends; raise its error, if any."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, asked.set)
-    waiting = asyncio.create_task(asked.wait())
+        loop.add_signal_handler(number, _on_signal, number, leave, has_workers)
+    waiting = asyncio.create_task(leave.ended.wait())
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             work.result()
     finally:
         waiting.cancel()
+
+
+def _on_signal(number: signal.Signals, leave: Leave, has_workers: Callable[[], bool]) -> None:
+    leave.want(has_workers=has_workers(), is_patient=number == signal.SIGINT)

@@ -4,6 +4,9 @@ A spare is started before it is needed, has imported its libraries, and waits fo
 most of the time in which a small lost stage is loaded again. The spare makes them while the node is idle, after a load,
 so that no load waits for it. It gets its arguments through its lifeline, and is then a worker like any other.
 
+The agent also ends ranks that wait in vain: a machine that is cut off from its head and group gets no message about it.
+A rank that waits in a collective uses a whole processor; an idle one uses none, and is kept for the next head.
+
 A process inherits its environment and the scheduling of its threads at its start. If a worker needs others than the
 spare has, the spare is ended, and a process is started as without one.
 """
@@ -11,6 +14,7 @@ spare has, the spare is ended, and a process is started as without one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -290,3 +294,81 @@ async def end_worker(
             )
             return
         await asyncio.sleep(_LOOK_S)
+
+
+# ---- ranks that wait in vain
+
+_ALONE_S = 30.0
+"""Seconds without a message from the head; the answers of running steps are not read then."""
+_LOOK_FOR_ORPHANS_S = 5.0
+_BUSY_SHARE = 0.05
+"""Share of a processor above which a worker counts as busy; an idle one uses none."""
+
+
+class _Child(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+
+class _Worker(Protocol):
+    """Process of a worker, and its assignment."""
+
+    @property
+    def instance(self) -> str: ...
+    @property
+    def assignment(self) -> worker_pb2.StageAssignment: ...
+    @property
+    def child(self) -> _Child: ...
+
+
+class Ends(Protocol):
+    """Supervisor of workers that can end those of an instance."""
+
+    @property
+    def workers(self) -> Sequence[_Worker]: ...
+    async def stop(self, instance: str) -> int: ...
+
+
+async def end_orphaned_workers(
+    supervisor: Ends,
+    received_s: Callable[[], float],
+    alone_s: float = _ALONE_S,
+    look_s: float = _LOOK_FOR_ORPHANS_S,
+) -> None:
+    """End ranks that compute without a head, forever.
+
+    Args:
+        supervisor: supervisor of this machine's workers.
+        received_s: returns the time of the head's last message, on the clock of `time.monotonic`.
+        alone_s: seconds without a message after which ranks end.
+        look_s: seconds between two checks.
+    """
+    while True:
+        await asyncio.sleep(look_s)
+        if time.monotonic() - received_s() < alone_s:
+            continue
+        joined = [worker for worker in supervisor.workers if joined_ranks(worker.assignment)]
+        for instance in await _busy_instances(joined, look_s):
+            log.error(
+                "Received nothing from the head for %.0f s while ranks of %s wait for others: ending them",
+                time.monotonic() - received_s(),
+                instance,
+            )
+            await supervisor.stop(instance)
+
+
+async def _busy_instances(workers: Sequence[_Worker], seconds: float) -> set[str]:
+    """Return the instances with a worker that computes."""
+    before = {worker.child.pid: _cpu_s(worker) for worker in workers}
+    await asyncio.sleep(seconds)
+    return {
+        worker.instance
+        for worker in workers
+        if _cpu_s(worker) - before[worker.child.pid] > _BUSY_SHARE * seconds
+    }
+
+
+def _cpu_s(worker: _Worker) -> float:
+    with contextlib.suppress(psutil.Error):
+        return sum(psutil.Process(worker.child.pid).cpu_times()[:2])
+    return 0.0

@@ -11,13 +11,12 @@ from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.errors import install_error_handlers
 from mlx_ring.api.metrics import page as metrics
 from mlx_ring.api.middleware.access_log import AccessLog
-from mlx_ring.api.middleware.body_memory import BodyMemoryMiddleware, RequestBodyMemory
-from mlx_ring.api.middleware.guard import Admission, Guard
+from mlx_ring.api.middleware.guard import Admission, BodyMemoryMiddleware, Guard, RequestBodyMemory
 from mlx_ring.api.middleware.telemetry import HttpMeter, HttpMetricsMiddleware, TracingMiddleware
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.api.openai.dialect import OPENAI
 from mlx_ring.api.openapi import describe_api
-from mlx_ring.api.ops import cache, cluster, events, health, models, what_if
+from mlx_ring.api.ops import cache, cluster, events, health, machines, models, what_if
 from mlx_ring.api.page import routes as page
 from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
@@ -25,7 +24,7 @@ from mlx_ring.core.traces import Tracing
 
 DIALECTS = Dialects(OPENAI, ANTHROPIC, OLLAMA)
 """Supported APIs; a path that no other API claims is OpenAI's."""
-_OPERATIONS = (models, health, cluster, what_if, cache, events, docs)
+_OPERATIONS = (models, health, cluster, machines, what_if, cache, events, docs)
 
 
 def build_app(

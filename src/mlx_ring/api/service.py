@@ -170,6 +170,20 @@ class ServedInstance(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Move of an instance to other machines."""
+
+    model: str
+    way: Literal["beside", "after"]
+    """`beside`: another instance was loaded beside it, and its answers did not pause. `after`: they paused meanwhile."""
+    requests: int
+    """Requests that were running or waiting."""
+    seconds: float
+    why: str = ""
+    """Reason why they paused."""
+
+
 State = Literal["loading", "ready", "unavailable", "unloaded"]
 """State of a model. An unloaded model is loaded on the next request for it."""
 
@@ -258,6 +272,28 @@ class ModelService(Protocol):
         ...
 
 
+class MovingService(Protocol):
+    """Moves of layers between machines, while they serve."""
+
+    async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
+        """Move all layers away from a machine, given by id or name, which gets none until it leaves or is readmitted.
+
+        Args:
+            node: the machine.
+            force: True to take its layers even if no other machine has room. Answers then wait until one has.
+
+        Raises:
+            RequestError: there is no such machine.
+            PlanError: the others have no room, and the layers stay there.
+            Conflict: there are no other machines.
+        """
+        ...
+
+    async def readmit(self, node: str) -> None:
+        """Let plans use a drained machine again. Raises `RequestError` if there is no such machine."""
+        ...
+
+
 class ModelCatalog(Protocol):
     """All served models."""
 
@@ -289,6 +325,9 @@ class ModelCatalog(Protocol):
             Conflict: the head serves from its own machine alone.
         """
         ...
+
+    @property
+    def moves(self) -> MovingService: ...
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""

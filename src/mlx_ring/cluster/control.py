@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Coroutine, Generator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from mlx_ring.cluster.membership import (
     SILENCE_S,
+    Drained,
     Event,
     Joined,
     Member,
@@ -78,6 +79,9 @@ class Control:
         """Node and silence of each session."""
         self._returning: dict[str, Silence] = {}
         """Silence of each node whose connection broke a moment ago."""
+        self.let_go: Callable[[str], Coroutine[None, None, None]] = _let_go_at_once
+        """Moves all layers away from a node that wants to leave."""
+        self._letting_go: dict[str, asyncio.Task[None]] = {}
 
     @property
     def credentials(self) -> Credentials:
@@ -103,15 +107,16 @@ class Control:
             self._watchers.remove(watcher)
 
     async def wait_for(self, nodes: int, including: str = "") -> Membership:
-        """Wait until that number of nodes is connected at the same time, `including` the given one."""
+        """Wait until that number of usable nodes is connected at the same time, `including` the given one; return them."""
 
         def are_there() -> bool:
             members = self.membership.members
-            return len(members) >= nodes and (not including or including in members)
+            enough = len(self.membership.usable.members) >= nodes
+            return enough and (not including or including in members)
 
         async with self._changed:
             await self._changed.wait_for(are_there)
-        return self.membership
+        return self.membership.usable
 
     async def settle(self, besides: Container[str] = ()) -> None:
         """Wait while a connected node is silent, except for some, until it speaks or is disconnected.
@@ -174,6 +179,10 @@ class Control:
         async with self._changed:
             self._changed.notify_all()
 
+    async def drain(self, node: str, *, is_drained: bool = True) -> None:
+        """Let no plan use a node until it leaves; with False, let plans use it again."""
+        await self._happens(Drained(node, is_drained))
+
     async def _happens(self, event: Event) -> None:
         async with self._changed:
             after = self.membership.apply(event)
@@ -225,18 +234,8 @@ class Control:
                         if said.leaves:
                             reason, is_final, has_left = "it left the cluster", True, True
                             break
-                        await self._happens(
-                            Reported(
-                                member.node,
-                                member.session,
-                                said.memory_free_bytes,
-                                said.agent_bytes,
-                                _trusted(said),
-                                said.trusted_problem[:_LONGEST_PROBLEM],
-                                energy_of(said),
-                            )
-                        )
-                    yield cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
+                        await self._heard(member, said)
+                    yield self._reply(member.node)
         except ProtocolError as error:
             reason, is_final = str(error), True
         except TimeoutError:
@@ -249,12 +248,37 @@ class Control:
             if may_return and not is_final and self.membership.has_session(member.node, member.session):
                 self._returning.setdefault(member.node, silence)
             if has_left:
+                self._letting_go.pop(member.node, None)
                 log.info("%s (%s) has left the cluster", member.node, member.machine)
             else:
                 log.warning("%s (%s) is disconnected: %s", member.node, member.machine, reason)
             await asyncio.shield(
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
+
+    async def _heard(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
+        if said.wants_to_leave and member.node not in self._letting_go:
+            work = self.let_go(member.node)
+            self._letting_go[member.node] = asyncio.create_task(work, name="let go")
+        await self._happens(
+            Reported(
+                member.node,
+                member.session,
+                said.memory_free_bytes,
+                said.agent_bytes,
+                _trusted(said),
+                said.trusted_problem[:_LONGEST_PROBLEM],
+                energy_of(said),
+            )
+        )
+
+    def _reply(self, node: str) -> cluster_pb2.AttendReply:
+        reply = cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
+        leaving = self._letting_go.get(node)
+        if leaving is not None and leaving.done() and not leaving.cancelled():
+            error = leaving.exception()
+            reply.may_leave, reply.stay_reason = error is None, "" if error is None else str(error)
+        return reply
 
     def _member(self, first: cluster_pb2.AttendRequest, peer: Peer, host: str) -> Member:
         if peer.is_head:
@@ -287,6 +311,10 @@ class Control:
             trusted_problem=first.trusted_problem[:_LONGEST_PROBLEM],
             energy=energy_of(first),
         )
+
+
+async def _let_go_at_once(_node: str) -> None:
+    """Do nothing: nothing is loaded yet."""
 
 
 def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:

@@ -293,6 +293,12 @@ async def close_sites(sites: Iterable[Site]) -> None:
     await asyncio.gather(*(site.link.close() for site in sites))
 
 
+def unused(sites: Iterable[Site], used: Iterable[Site]) -> list[Site]:
+    """Return the sites of nodes that are not used."""
+    nodes = {site.node for site in used}
+    return [site for site in sites if site.node not in nodes]
+
+
 def address_of(host: str, port: int) -> str:
     """Return a gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

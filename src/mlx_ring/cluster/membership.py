@@ -96,7 +96,16 @@ class SessionEnded:
     """True if the node has left or was removed; otherwise it may be back in a moment."""
 
 
-Event = Joined | Reported | SessionEnded
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A node may get no layers until it leaves or is asked for again, because its owner wants it back."""
+
+    node: str
+    is_drained: bool = True
+    """False if it may get layers again."""
+
+
+Event = Joined | Reported | SessionEnded | Drained
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +115,15 @@ class Membership:
     members: Mapping[str, Member] = field(default_factory=dict[str, Member])
     former: Mapping[str, FormerMember] = field(default_factory=dict[str, FormerMember])
     """The last former members by node, in the order in which they left."""
+    drained: frozenset[str] = frozenset()
+    """Nodes that may get no layers. One whose connection breaks stays among them; one that leaves does not."""
 
     def apply(self, event: Event) -> Membership:
         """Return the membership after the event; ignore events of a replaced session."""
         match event:
             case Joined(member):
                 former = {node: was for node, was in self.former.items() if node != member.node}
-                return Membership({**self.members, member.node: member}, former)
+                return replace(self, members={**self.members, member.node: member}, former=former)
             case Reported(node, session):
                 if not self.has_session(node, session):
                     return self
@@ -125,12 +136,21 @@ class Membership:
                     energy=event.energy,
                 )
                 return replace(self, members={**self.members, node: reported})
-            case SessionEnded(node, session, reason, at_s):
+            case Drained(node, is_drained):
+                others = self.drained - {node}
+                return replace(self, drained=others | {node} if is_drained else others)
+            case SessionEnded(node, session, reason, at_s, is_final):
                 if not self.has_session(node, session):
                     return self
                 left = {other: member for other, member in self.members.items() if other != node}
                 former = [*self.former.items(), (node, FormerMember(self.members[node], reason, at_s))]
-                return Membership(left, dict(former[-_REMEMBERED:]))
+                drained = self.drained - {node} if is_final else self.drained
+                return Membership(left, dict(former[-_REMEMBERED:]), drained)
+
+    @property
+    def usable(self) -> Membership:
+        """The membership without drained nodes, for plans."""
+        return self.without(self.drained)
 
     def without(self, nodes: Container[str]) -> Membership:
         """Return the membership without these nodes."""

@@ -186,6 +186,10 @@ class NodeLost(WorkerLost):
     """A machine is cut off, off, or has left; it may return."""
 
 
+class NodeDrained(WorkerLost):
+    """The owner of a machine wants it back, so that others get its layers. All its workers are in order."""
+
+
 class LinkLost(WorkerLost):
     """The link between two workers broke. Its nodes are not to blame, because both may be in order."""
 

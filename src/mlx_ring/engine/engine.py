@@ -6,7 +6,6 @@ Its inputs, all in the event loop, end with schedule → send. The path of an an
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -18,8 +17,9 @@ from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, S
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled
-from mlx_ring.engine.executor import Executor, sampling_ranks
+from mlx_ring.engine.admission import Settled
+from mlx_ring.engine.executor import Executor, GrammarRequests
+from mlx_ring.engine.handover import WarmUp
 from mlx_ring.engine.in_flight import Predict, Unanswered
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
@@ -82,13 +82,13 @@ class Engine:
         self._executor = executor
         self._vocabulary = vocabulary
         self._instance = instance
-        self._policy = policy
+        self.policy = policy
         self._clock = clock
         self._began = clock()
         self._scheduler = Scheduler(
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
-        self._grammars = Grammars(sampling_ranks(executor.ranks))
+        self._grammars = GrammarRequests(executor, self._scheduler.suspects, self._settle)
         self._model_limits = limits
         self._wanted_kv: Mapping[RankId, int] = {}
         """Limits set while the engine serves; a long sequence in progress may delay them."""
@@ -118,7 +118,10 @@ class Engine:
             Overloaded: too many requests wait already.
             NotReady: the instance is lost or closed.
         """
-        self._check_open(len(requests))
+        if self._ended is not None:
+            raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
+        free, waiting = self._scheduler.places, self._scheduler.num_waiting
+        check_places(len(requests), self.policy, free=free, waiting=waiting)
         now = self._clock()
         sequences = [
             make_sequence(next(self._sequence_ids), request, self._limits, now) for request in requests
@@ -127,7 +130,7 @@ class Engine:
         for live in lives:
             self._start(live)
             self._send_steps(now)
-            live.limit_time(self._policy.request_timeout_s)
+            live.limit_time(self.policy.request_timeout_s)
         return [live.stream for live in lives]
 
     def _start(self, live: LiveRequest) -> None:
@@ -156,27 +159,9 @@ class Engine:
         self._kept.clear()
         self._send_steps(now)
 
-    def _request_grammars(self) -> bool:
-        """Let the ranks compile the grammars that are to be compiled now; return True if some are compiled already."""
-        lacking = self._scheduler.suspects.take_lacking()
-        for sequence in lacking:
-            if (grammar := sequence.request.sampling.grammar) is None:
-                continue
-            wanted = self._grammars.want(sequence, grammar)
-            if wanted is not None:
-                self._executor.prepare(wanted)
-        if compiling := self._grammars.next_to_time():
-            asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out_grammar, compiling)
-        return not all(sequence.awaits_grammar for sequence in lacking)
-
-    def _time_out_grammar(self, id_: int) -> None:
-        if self._ended is None:
-            self._settle(self._grammars.time_out(id_))
-
     def prepared(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
         """Record that a rank compiled a grammar, or could not."""
-        if self._ended is None:
-            self._settle(self._grammars.answered(rank, prepared))
+        self._grammars.answered(rank, prepared)
 
     def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
         if self._ended is None and self._scheduler.fetched(rank, fetched):
@@ -184,19 +169,35 @@ class Engine:
 
     def _settle(self, settled: Settled) -> None:
         """Release the sequences that waited for a grammar."""
+        if self._ended is not None:
+            return
         for sequence in settled.sequences:
             if settled.error is None:
                 sequence.awaits_grammar = False
             else:
-                self._end_with_error(self._live[sequence.id], settled.error)
+                self._retire(self._live[sequence.id], "error", settled.error)
         if settled.sequences:
             self._send_steps(self._clock())
 
-    def _check_open(self, requests: int) -> None:
-        """Check that a number of requests can be admitted now."""
-        if self._ended is not None:
-            raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
-        check_places(requests, self._policy, free=self._scheduler.places, waiting=self._scheduler.num_waiting)
+    # ---- to and from other engines
+
+    @property
+    def lives(self) -> list[LiveRequest]:
+        """Requests that run or wait, the oldest first."""
+        return [live for live in self._live.values() if not live.is_warm_up]
+
+    def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
+        """Compute the KV of tokens, and keep it in the prefix cache for a request that is about to be taken over."""
+        now = self._clock()
+        live = WarmUp(tokens, next(self._sequence_ids), self._limits, now, self._vocabulary, self)
+        self._start(live)
+        self._send_steps(now)
+        return live.stream
+
+    def release(self, live: LiveRequest) -> None:
+        """Give up a request, for another engine to take it over. The tokens of steps in progress are dropped."""
+        self._take_out(live, keeps=False)
+        self._send_steps(self._clock())
 
     def make_room(self, *requests: GenerateRequest) -> bool:
         """Shed other clients' waiting requests for these, if fairness allows it; return False if not.
@@ -211,7 +212,7 @@ class Engine:
         needs = len(requests) - self._scheduler.places
         shed = choose_to_shed(self._live.values(), CLIENT.get(), wants=len(requests), needs=needs)
         for live in shed or ():
-            self._end_with_error(live, shed_error())
+            self._retire(live, "error", shed_error())
         return shed is not None
 
     def abort(self, live: LiveRequest) -> None:
@@ -226,7 +227,7 @@ class Engine:
         self._send_steps(now)
 
     def fail_request(self, live: LiveRequest, error: RingError) -> None:
-        self._end_with_error(live, error)
+        self._retire(live, "error", error)
         self._send_steps(self._clock())
 
     # ---- schedule → send → postprocess
@@ -247,7 +248,7 @@ class Engine:
 
     def _send_all(self, now: float) -> None:
         steps = self._scheduler.schedule(now)
-        if self._request_grammars():
+        if self._grammars.send():
             steps += self._scheduler.schedule(now)
         for step in steps:
             self._executor.send(step)
@@ -282,14 +283,14 @@ class Engine:
         """Turn a sequence's new tokens into a delta, and end the request if it is complete."""
         live = self._live[advance.sequence.id]
         if advance.error is not None:
-            self._end_with_error(live, advance.error)
+            self._retire(live, "error", advance.error)
             return
         finish_reason = live.sequence.finish_reason
         try:
             reading = live.read(advance.tokens, finish_reason)
         except Exception as error:  # noqa: BLE001 - a tokenizer's error ends one request, not all
             _log.exception("Request %s: its tokens cannot be read", live.sequence.request.request_id)
-            self._end_with_error(live, ServingError(f"The answer's tokens cannot be read: {error!r}."))
+            self._retire(live, "error", ServingError(f"The answer's tokens cannot be read: {error!r}."))
             return
         if reading.stop_match is not None:
             finish_reason = "stop"
@@ -312,25 +313,22 @@ class Engine:
         live.put(tokens, reading, finish_reason, now, self._meter)
 
     def _retire(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
-        del self._live[live.sequence.id]
-        self._finished[reason] += 1
+        self._finished[reason] += not live.is_warm_up
         live.end(reason, error, self._clock(), self._meter)
-        if reason in ("stop", "length"):
+        self._take_out(live, keeps=reason in ("stop", "length"), is_spoiled=reason == "error")
+
+    def _take_out(self, live: LiveRequest, *, keeps: bool, is_spoiled: bool = False) -> None:
+        """Remove a request; `keeps` is True if its KV stays in the prefix cache."""
+        del self._live[live.sequence.id]
+        if keeps:
             self._scheduler.finish(live.sequence)
         else:
             self._scheduler.abort(live.sequence)
-        if (unwanted := self._grammars.leave(live.sequence, is_spoiled=reason == "error")) is not None:
-            self._executor.drop_grammar(unwanted)
+        self._grammars.leave(live.sequence, is_spoiled=is_spoiled)
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()
 
-    def _end_with_error(self, live: LiveRequest, error: RingError) -> None:
-        self._retire(live, "error", error)
-
     # ---- errors and the end
-
-    def failed(self, error: RingError) -> None:
-        self.lose(error)
 
     def lose(self, error: RingError) -> None:
         """End because the instance is lost: this epoch is over. Another engine may continue the requests."""
@@ -340,14 +338,17 @@ class Engine:
             self.fail(error)
             return
         self._ended = error
-        lives, self._live = list(self._live.values()), {}
+        all_lives, lives = list(self._live.values()), self.lives
+        self._live = {}
         left, now = self._scheduler.left_kv(), self._clock()
         unanswered = self._grammars.unanswered | self._scheduler.unanswered
-        for live in lives:
+        for live in all_lives:
             live.interrupt(now, unanswered.get(live.sequence.id, {}), left.get(live.sequence.id))
         if self._on_lost is not None:
             self._on_lost(error)
         self._hold(lives, error)
+
+    failed = lose
 
     def fail(self, error: RingError) -> None:
         """End every request with `error`, and refuse new ones: this instance and epoch are over."""
@@ -355,7 +356,7 @@ class Engine:
             return
         self._ended = error
         for live in list(self._live.values()):
-            self._end_with_error(live, error)
+            self._retire(live, "error", error)
         if self._on_lost is not None:
             self._on_lost(error)
 
@@ -373,10 +374,6 @@ class Engine:
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
         return self._limits.context_length
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy
 
     @property
     def error(self) -> RingError | None:
@@ -434,7 +431,7 @@ class Engine:
     def requests(self) -> list[OpenRequest]:
         """Return the requests that run or wait, the oldest first."""
         now = self._clock()
-        return [live.as_open(now) for live in self._live.values()]
+        return [live.as_open(now) for live in self.lives]
 
     def totals(self) -> StepTotals:
         """Return the totals of its steps since it began."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,8 @@ import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled, Suspects
+from mlx_ring.engine.sequence import Sequence as EngineSequence
 from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
@@ -87,6 +89,50 @@ class Executor(Protocol):
 log = logging.getLogger(__name__)
 
 Call = grpc.aio.StreamStreamCall[bytes, worker_pb2.StepsReply]
+
+
+class GrammarRequests:
+    """Requests to the ranks of one instance to compile grammars."""
+
+    def __init__(self, executor: Executor, suspects: Suspects, settle: Callable[[Settled], None]) -> None:
+        """Start without grammars.
+
+        Args:
+            executor: transport to the ranks.
+            suspects: order of sequences that run alone.
+            settle: receives the sequences whose wait for a grammar has ended.
+        """
+        self._executor, self._suspects, self._settle = executor, suspects, settle
+        self._grammars = Grammars(sampling_ranks(executor.ranks))
+
+    @property
+    def unanswered(self) -> dict[int, dict[RankId, int]]:
+        """Ranks that may be compiling a sequence's grammar, with 0 for each, by sequence."""
+        return self._grammars.unanswered
+
+    def send(self) -> bool:
+        """Let the ranks compile the grammars that are to be compiled now; return True if some are compiled already."""
+        lacking = self._suspects.take_lacking()
+        for sequence in lacking:
+            if (grammar := sequence.request.sampling.grammar) is None:
+                continue
+            if (wanted := self._grammars.want(sequence, grammar)) is not None:
+                self._executor.prepare(wanted)
+        if compiling := self._grammars.next_to_time():
+            asyncio.get_running_loop().call_later(GRAMMAR_WITHIN_S, self._time_out, compiling)
+        return not all(sequence.awaits_grammar for sequence in lacking)
+
+    def _time_out(self, id_: int) -> None:
+        self._settle(self._grammars.time_out(id_))
+
+    def answered(self, rank: RankId, prepared: worker_pb2.GrammarPrepared) -> None:
+        """Record that a rank compiled a grammar, or could not."""
+        self._settle(self._grammars.answered(rank, prepared))
+
+    def leave(self, sequence: EngineSequence, *, is_spoiled: bool = False) -> None:
+        """Record the end of a sequence; let the ranks drop a grammar that is no longer used."""
+        if (unwanted := self._grammars.leave(sequence, is_spoiled=is_spoiled)) is not None:
+            self._executor.drop_grammar(unwanted)
 
 
 @dataclass(frozen=True, slots=True)

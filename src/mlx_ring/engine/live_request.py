@@ -68,6 +68,8 @@ class CountedLoss(NamedTuple):
 class LiveRequest:
     """A request that has not ended. Times are in seconds of the engine's clock."""
 
+    is_warm_up = False
+
     def __init__(
         self, sequence: Sequence, vocabulary: Vocabulary, home: Home, tracer: RequestTracer | None
     ) -> None:
@@ -112,6 +114,7 @@ class LiveRequest:
         self.has_ended = False
         self.on_resumed: Callable[[bool], None] | None = None
         """Called once after a loss: with True at the first new token, or with False at an end without one."""
+        self.on_ended: Callable[[], None] | None = None
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
@@ -232,6 +235,8 @@ class LiveRequest:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
         self._report_resumed(has_token=False)
+        if self.on_ended is not None:
+            self.on_ended()
         self.stream.resume(continues=False)
         if self._deadline is not None:
             self._deadline.cancel()

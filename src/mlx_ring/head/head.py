@@ -289,10 +289,15 @@ class Head:
             )
             await cleanup.enter_async_context(announcing(announcement, address.port))
         cluster = Cluster(settings, declared, control, address, self._offered_manifest)
+        control.let_go = self._let_go
         cleanup.push_async_callback(cluster.stop)
         if self._audience.invites:
             self._audience.joining(address, control.make_token(life_s=_TOKEN_LIFE_S), settings.nodes - 1)
         return cluster
+
+    async def _let_go(self, node: str) -> None:
+        """Move all layers away from a machine that wants to leave."""
+        await self._catalog.moves.drain(node, force=False)
 
     async def _offered_manifest(self, served: ServedModel) -> WeightsManifest:
         """Make a model's manifest by reading it once, and offer the model to other nodes."""

@@ -20,12 +20,19 @@ from mlx_ring.cluster.agent_link import Report
 from mlx_ring.cluster.deployment import StartedWorkers, WorkerPlace, deploy
 from mlx_ring.cluster.relinking import EpochWorkers, Superseded, link, load_lost, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, LinkLost, NotReady, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import (
+    GroupStuck,
+    LinkLost,
+    NodeDrained,
+    NotReady,
+    RingError,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.in_flight import Predict, StepSize
 from mlx_ring.engine.kv_budget import Allowance, NodeRank
 from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
@@ -36,10 +43,9 @@ from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import assign_all
+from mlx_ring.head.rank_placements import assign_all, predict_by
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.head.step_down import blame_join, groups_of
-from mlx_ring.planner.forecast import Forecast
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -104,16 +110,12 @@ class Instance:
         hold: Hold | None,
         on_suspects: Callable[[Remains | None], None],
     ) -> None:
-        self._on_suspects = on_suspects
-        self._meter = meter
-        self._hold = hold
-        self._tracing = tracing
+        self._meter, self._tracing = meter, tracing
+        self._hold, self._on_suspects = hold, on_suspects
         self._settings = settings.model_copy(update=dict(epoch.placement.group_settings))
         self._shares = shares
-        self._served = served
-        self._service = service
-        self._epoch = epoch
-        self._report = report
+        self._served, self._service = served, service
+        self._epoch, self._report = epoch, report
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._explained = asyncio.Event()
         self.watch = InstanceWatch(
@@ -127,6 +129,8 @@ class Instance:
             staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
         )
         self._has_served = False
+        self._drained = frozenset[str]()
+        """Nodes whose ranks others are to replace, although they answer."""
         self._loaded: StartedWorkers = epoch.prepared or {}
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
@@ -145,6 +149,11 @@ class Instance:
             self._explained.set()
         if not self._lost.done():
             self._lost.set_result(None)
+
+    def drain(self, nodes: frozenset[str]) -> None:
+        """End the instance, so that others replace the ranks on these nodes, whose owners want them back."""
+        self._drained = nodes
+        self.lose(NodeDrained(f"{' and '.join(sorted(nodes))} is needed for something else."))
 
     def _suspect(self, reason: str) -> None:
         """Show the suspicion, and report what is left if the suspects are lost; None once there are none."""
@@ -248,12 +257,20 @@ class Instance:
         is_loss = isinstance(loss, WorkerLost | WorkerStuck) and not isinstance(loss, GroupStuck)
         if not self._has_served and not is_loss:
             return None
-        if (remains := self._without(self.watch.silent_nodes, frozenset(self.watch.lost_ranks))) is None:
+        lost = self._ranks_on(self._drained).union(self.watch.lost_ranks)
+        if (remains := self._without(self.watch.silent_nodes, lost)) is None:
             return None
         pids = {place: worker.pid for place, (worker, _) in self._loaded.items()} | {**self.watch.pids}
         ended = self.watch.lost_ranks - self.watch.silent_ranks
         may_return = self._has_served and bool(remains.lost) and not ended and remains.lost <= pids.keys()
-        return replace(remains, pids=pids, may_return=may_return)
+        return replace(remains, pids=pids, may_return=may_return and not self._drained)
+
+    def without_drained(self, nodes: frozenset[str]) -> Remains | None:
+        """Return the ranks that would be left without some nodes; None if none can stay."""
+        return self._without(frozenset(), self._ranks_on(nodes))
+
+    def _ranks_on(self, nodes: frozenset[str]) -> frozenset[RankId]:
+        return frozenset(rank for rank, node in self._nodes.items() if node in nodes)
 
     def _without(self, nodes: frozenset[str], ranks: frozenset[RankId]) -> Remains | None:
         """Return the ranks that are left without these nodes and ranks, if they can serve again."""
@@ -414,19 +431,6 @@ async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
             epoch.workers.stop_late(site)
         elif epoch.trust is not None:
             await site.link.close()
-
-
-def predict_by(forecast: Forecast | None) -> Predict | None:
-    """Return the prediction of steps' times for their deadlines; None without a profile."""
-    if forecast is None:
-        return None
-
-    def predict(stage: int, size: StepSize) -> float:
-        if size.is_decode:
-            return forecast.decode_s(stage, size.tokens, size.context_tokens)
-        return forecast.chunk_s(stage, size.tokens, size.context_tokens)
-
-    return predict
 
 
 def _head_hello(assignment: worker_pb2.StageAssignment, epoch: Epoch) -> hello_pb2.Hello:

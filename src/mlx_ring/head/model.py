@@ -1,131 +1,40 @@
-"""A model of this head, loaded or not: its replicas, the one that answers a request, and the API's view of it.
-
-The model's own files give the sampling parameters of requests that set none.
-"""
+"""A model of this head, loaded or not: its replicas, the one that answers a request, and the API's view of it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import cycle
-from typing import Any, Protocol
+from itertools import count, cycle
+from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
-from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest
-from mlx_ring.core.errors import NotReady, Overloaded, RingError
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.engine_stats import Meter, OpenRequest
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.traces import Tracing
-from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
-from mlx_ring.engine.held_requests import HeldRequests
+from mlx_ring.core.types import Sampling
+from mlx_ring.engine.handover import HeldRequests, move_requests
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
-from mlx_ring.head.served_model import ServedModel, describe_model, memory_for_weights, policy_of
+from mlx_ring.head.router import Routed, Router
+from mlx_ring.head.served_model import (
+    ServedModel,
+    describe_model,
+    memory_for_weights,
+    policy_of,
+    sampling_defaults,
+)
 from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.planner.place import LoadedStages
 from mlx_ring.settings.config import Settings
 
-_MOST = 1e9
-"""Largest value of a parameter, far above any that has a meaning."""
-
-
-def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
-    """Return the parameters that the model's authors advise.
-
-    The defaults apply where their file gives no number.
-    """
-    advised: dict[str, Any] = {}
-    for name in ADVISED_SAMPLING:
-        value: object = config.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST:
-            is_whole = isinstance(getattr(DEFAULT_SAMPLING, name), int)
-            advised[name] = int(value) if is_whole else float(value)
-    if config.get("do_sample") is False:
-        advised["temperature"] = 0.0
-    return replace(DEFAULT_SAMPLING, **advised)
-
-
-SEQUENCE_TOKENS = 64
-"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
-
-
-class Routed(Protocol):
-    """An engine that the router can choose."""
-
-    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad: ...
-    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
-    def make_room(self, *requests: GenerateRequest) -> bool:
-        """Shed other clients' requests for these, if fairness allows it; return False if not."""
-        ...
-
-
-class Router:
-    """A router that gives each request to the engine with the lowest cost.
-
-    The cost is the number of tokens that an engine would compute before the request's first token. These are its waiting
-    prompts, the request's tokens after the cached prefix, and an amount for each running sequence. A conversation therefore
-    returns to the engine that holds its KV cache, unless that engine is too busy.
-    """
-
-    def __init__(self, engines: Callable[[], Sequence[Routed]]) -> None:
-        """Route among the engines that `engines` returns at the time."""
-        self._engines = engines
-        self._turn = 0
-        self.rejected: Counter[str] = Counter()
-        """Requests that were refused, by the error's name."""
-
-    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
-        """Start to answer requests that belong together, on one instance.
-
-        Raises:
-            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
-            Overloaded: too many requests wait everywhere.
-            NotReady: no instance can answer.
-        """
-        try:
-            return self._submit(requests)
-        except RingError as error:
-            self.rejected[type(error).__name__] += len(requests)
-            raise
-
-    def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
-        refusal: Overloaded | None = None
-        engines = self._by_cost(requests)
-        for engine in engines:
-            try:
-                return engine.submit_all(*requests)
-            except Overloaded as error:
-                refusal = refusal or error
-        for engine in engines:
-            if engine.make_room(*requests):
-                return engine.submit_all(*requests)
-        raise refusal or NotReady("No instance of the model can answer now.")
-
-    def _by_cost(self, requests: Sequence[GenerateRequest]) -> list[Routed]:
-        """Return the engines that answer, the cheapest first; equal ones in turn."""
-        engines = self._engines()
-        if len(engines) < 2:  # noqa: PLR2004 - no choice
-            return list(engines)
-        self._turn += 1
-        turned = [engines[(place + self._turn) % len(engines)] for place in range(len(engines))]
-        prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
-        tokens = max((len(prompt) for prompt in prompts), default=0)
-        loads = [engine.load_for(prompts) for engine in turned]
-        by_load = sorted(zip(loads, turned, strict=True), key=lambda pair: _cost(pair[0], tokens))
-        return [engine for load, engine in by_load if load.is_open]
-
-
-def _cost(load: EngineLoad, prompt_tokens: int) -> int:
-    """Return the cost of a prompt's first token, in tokens to compute."""
-    own = prompt_tokens - load.shared_tokens
-    return load.tokens_to_read + own + SEQUENCE_TOKENS * load.sequences
-
+log = logging.getLogger(__name__)
 
 Ready = Callable[[ServedModel, InstanceInfo, float], None]
 """Callback for an instance that serves: its model, the instance, and the seconds that loading took."""
@@ -172,7 +81,9 @@ class HostedModel:
         self.default_sampling: Sampling = sampling_defaults(served.folder.generation_config)
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._leaving: Replica | None = None
+        """Replica that gets no new requests, because another one takes its place."""
         self._held = HeldRequests(
             Vocabulary.of(served.tokenizer),
             served.limits,
@@ -260,7 +171,8 @@ class HostedModel:
 
     def _engines(self) -> Sequence[Routed]:
         """Return the engines that serve; while all are loaded again, the queue for the next one."""
-        serving = [each.engine for each in self._serving()]
+        leaving = None if self._leaving is None else self._leaving.service
+        serving = [each.engine for each in self._serving() if each is not leaving]
         return serving or ([self._held] if self.keeps_requests else [])
 
     @property
@@ -298,6 +210,12 @@ class HostedModel:
         while len(self.meters) <= replica:
             self.meters.append(Meter())
         return self.meters[replica]
+
+    @property
+    def unused_meter(self) -> Meter:
+        """Meter that no replica uses."""
+        used = {replica.meter for replica in self.replicas}
+        return next(meter for meter in map(self.meter, count()) if meter not in used)
 
     @property
     def instances(self) -> Sequence[InstanceService]:
@@ -351,7 +269,7 @@ class HostedModel:
             first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             firsts.append(first)
             work = self._keep(replica, first, ready)
-            self._tasks.append(asyncio.create_task(work, name=f"replica of {self.model_id}"))
+            self._tasks[replica] = asyncio.create_task(work, name=f"replica of {self.model_id}")
         try:
             await asyncio.gather(*firsts)
         except BaseException as error:
@@ -362,7 +280,9 @@ class HostedModel:
                 self._failure = error
             raise
 
-    async def _keep(self, replica: Replica, first: asyncio.Future[None], ready: Ready) -> None:
+    async def _keep(
+        self, replica: Replica, first: asyncio.Future[None], ready: Ready, *, others_count: bool = True
+    ) -> None:
         def on_ready(load_s: float) -> None:
             self._has_served = True
             held = self._held.take()
@@ -374,6 +294,8 @@ class HostedModel:
                 first.set_result(None)
 
         def others_serve() -> bool:
+            if not others_count:
+                return False
             if self._has_served and not first.done():
                 first.set_result(None)
             return self._has_served
@@ -389,7 +311,7 @@ class HostedModel:
 
     async def stop(self, reason: str) -> None:
         """End every instance and its requests, and free their memory."""
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = [*self._tasks.values()], {}
         self._has_served = False
         self._held.fail(NotReady(reason))
         for service in self._serving():
@@ -398,6 +320,63 @@ class HostedModel:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.replicas = []
+
+    async def replace(self, old: Replica, new: Replica, ready: Ready) -> int:
+        """Load a replica beside another one, let it continue all requests, and end the other one.
+
+        Args:
+            old: the replica that serves.
+            new: the replica that takes its place.
+            ready: receives the new instance.
+
+        Returns:
+            The number of requests that have moved.
+
+        Raises:
+            RingError: the new one could not be loaded, or was lost meanwhile. The old one continues to serve.
+        """
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.replicas.append(new)
+        work = self._keep(new, first, ready, others_count=False)
+        self._tasks[new] = asyncio.create_task(work, name=f"replica of {self.model_id}")
+        try:
+            await first
+            self._leaving = old
+            moved = 0
+            if old.service.error is None:
+                moved = await move_requests(old.service.engine, new.service.engine)
+        except RingError:
+            if new.service.error is None and old.service.error is None:
+                await move_requests(new.service.engine, old.service.engine)
+            await self._end(new)
+            raise
+        else:
+            await self._end(old)
+            return moved
+        finally:
+            self._leaving = None
+
+    async def _end(self, replica: Replica) -> None:
+        """End one replica, which has no requests any more."""
+        task = self._tasks.pop(replica)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.replicas.remove(replica)
+
+
+async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> bool:
+    """Unload the least recently used idle model for another one; return False if there is none."""
+    quiet = [other for other in models if other is not hosted and other.replicas and not other.open_requests]
+    if quiet and not any(other.is_idle for other in quiet):
+        # A request that waited for one of them may be about to begin.
+        await asyncio.sleep(JUST_NOW_S)
+    idle = [other for other in quiet if other.is_idle and not other.open_requests]
+    oldest = min(idle, key=lambda other: other.last_requested, default=None)
+    if oldest is None:
+        return False
+    log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
+    await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
+    return True
 
 
 def promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:

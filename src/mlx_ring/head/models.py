@@ -10,14 +10,16 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
-from mlx_ring.head.instance_view import LOADING
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.model import JUST_NOW_S, HostedModel, Ready, promised_bytes
+from mlx_ring.head.model import HostedModel, Ready, promised_bytes, unload_for
+from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
@@ -78,12 +80,10 @@ class Catalog:
             ready: receives each instance that serves.
             tracing: destination of traces.
         """
-        self._settings = settings
-        self._tracing = tracing
+        self._settings, self._tracing = settings, tracing
         self._watcher, self._ready = watcher, ready
-        self._speeds = step_speeds(settings)
+        self._speeds, self._energy = step_speeds(settings), EnergyPerToken()
         self._shares = KvShares(settings.kv_cache_memory)
-        self._energy = EnergyPerToken()
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
         self._one_at_a_time = asyncio.Lock()
@@ -93,6 +93,7 @@ class Catalog:
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails with an unexpected error."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing, tracing) for own, model in served]
+        self.moves = Moves(self._begun, lambda: self._hosted, self._replacement, self._one_at_a_time, ready)
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -133,9 +134,12 @@ class Catalog:
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it."""
+        return self._begun().join_commands(life_s)
+
+    def _begun(self) -> Machines:
         if self._machines is None:
             raise NotReady("The server is starting. Try again in a moment.")
-        return self._machines.join_commands(life_s)
+        return self._machines
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""
@@ -349,9 +353,8 @@ class Catalog:
             return
         task = self._loads.get(hosted.model_id)
         if task is None:
-            task = asyncio.create_task(
-                self._load(hosted, may_evict=may_evict), name=f"load {hosted.model_id}"
-            )
+            work = self._load(hosted, may_evict=may_evict)
+            task = asyncio.create_task(work, name=f"load {hosted.model_id}")
             self._loads[hosted.model_id] = task
             task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
         try:
@@ -370,40 +373,57 @@ class Catalog:
                     # An explicit context reserves the memory: no model is unloaded for it.
                     raise
                 except PlanError as error:
-                    if not may_evict or not await self._evict_for(hosted):
+                    if not may_evict or not await unload_for(hosted, self._hosted):
                         raise
                     log.info("Trying %s again, which did not fit before: %s", hosted.model_id, error)
                 else:
                     return
 
     async def _run(self, hosted: HostedModel) -> None:
-        machines = self._machines
-        if machines is None:
-            raise NotReady(LOADING)
-
-        # Once a model has served, use the nodes that are present.
+        machines = self._begun()
+        # Once one has served, use the nodes that are present.
         nodes = 1 if self._has_served else self._settings.nodes
         candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
         self._check_room(hosted, len(candidate_sets))
+        make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
         replicas = [
-            Replica(
-                hosted.settings,
-                hosted.served,
-                machines,
-                self._shares,
-                self._watcher,
-                nodes=nodes,
-                candidates=candidates,
-                replicas=len(candidate_sets),
-                meter=hosted.meter(number),
-                tracing=self._tracing,
-                hold=hosted.hold if hosted.settings.resume == "on" else None,
-            )
+            make(hosted.meter(number), candidates=candidates)
             for number, candidates in enumerate(candidate_sets)
         ]
         await hosted.run(replicas, self._ready)
         self._has_served = True
         hosted.last_requested = time.monotonic()
+
+    def _make_replica(
+        self,
+        hosted: HostedModel,
+        machines: Machines,
+        meter: Meter,
+        *,
+        nodes: int,
+        replicas: int,
+        candidates: frozenset[str] | None = None,
+        replaces: str = "",
+    ) -> Replica:
+        return Replica(
+            hosted.settings,
+            hosted.served,
+            machines,
+            self._shares,
+            self._watcher,
+            nodes=nodes,
+            candidates=candidates,
+            replicas=replicas,
+            meter=meter,
+            tracing=self._tracing,
+            hold=hosted.hold if hosted.settings.resume == "on" else None,
+            replaces=replaces,
+        )
+
+    def _replacement(self, hosted: HostedModel, old: Replica) -> Replica:
+        """Return a replica that takes the place of another one."""
+        make = partial(self._make_replica, hosted, self._begun(), hosted.unused_meter)
+        return make(nodes=1, replicas=len(hosted.replicas), replaces=old.service.info.name)
 
     def _check_room(self, hosted: HostedModel, copies: int) -> None:
         """Check that the weights of all loaded models stay within --model-memory."""
@@ -417,24 +437,6 @@ class Catalog:
                 f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
                 f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
             )
-
-    async def _evict_for(self, hosted: HostedModel) -> bool:
-        """Unload the least recently used idle model; return False if there is none."""
-        quiet = [
-            other
-            for other in self._hosted
-            if other is not hosted and other.replicas and not other.open_requests
-        ]
-        if quiet and not any(other.is_idle for other in quiet):
-            # A request that waited for one of them may be about to begin.
-            await asyncio.sleep(JUST_NOW_S)
-        idle = [other for other in quiet if other.is_idle and not other.open_requests]
-        oldest = min(idle, key=lambda other: other.last_requested, default=None)
-        if oldest is None:
-            return False
-        log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
-        await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
-        return True
 
     def _crash(self, error: Exception) -> None:
         if not self.crashed.done():

@@ -13,8 +13,8 @@ from typing import TypeVar
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites
-from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
+from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites, unused
+from mlx_ring.cluster.membership import Drained, Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
 from mlx_ring.cluster.relinking import wait_for_answers
@@ -78,9 +78,7 @@ class Cluster:
             address: address of the control server.
             offer: makes a model's weights available to other machines.
         """
-        self._settings = settings
-        self._declared = declared
-        self._control = control
+        self._settings, self._control = settings, control
         self._port = address.port
         self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
@@ -185,8 +183,7 @@ class Cluster:
             self._live.remove(instance)
             await close_sites(sites)
             raise
-        used = {site.node for site in placement.nodes}
-        await close_sites([site for site in sites if site.node not in used])
+        await close_sites(unused(sites, placement.nodes))
         return self._epoch(instance, number, placement)
 
     async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan:
@@ -206,7 +203,7 @@ class Cluster:
         """Return the room that nodes have for lost ranks, once no other node is silent."""
         control = self._control
         await control.settle(remains.silent_nodes)
-        membership = control.membership.without(remains.silent_nodes)
+        membership = control.membership.usable.without(remains.silent_nodes)
         sites = cluster_sites(control, membership, self._port, path=str(order.served.folder.path))
         try:
             await self._surveys.take_distrusted(membership, sites)
@@ -223,11 +220,12 @@ class Cluster:
 
     def _others(self, order: Order, remains: Remains | None = None) -> Others:
         """Return all instances, except for one of which something is left."""
-        return self._live.others(order.served.names[0], besides="" if remains is None else remains.instance)
+        besides = "" if remains is None else remains.instance
+        return self._live.others(order.served.names[0], besides, order.replaces)
 
     def _basis(self, order: Order, remains: Remains) -> object:
         """Return facts on which a patch is planned, for comparison."""
-        membership = self._control.membership.without(remains.silent_nodes)
+        membership = self._control.membership.usable.without(remains.silent_nodes)
         sessions = {(node, member.session) for node, member in membership.members.items()}
         steady, taken = set(self._steady(membership).members), dict(self._others(order, remains).taken)
         return sessions, steady, taken, self._surveys.found, set(self._quarantine.links())
@@ -254,8 +252,7 @@ class Cluster:
         except BaseException:
             await close_sites(sites)
             raise
-        used = {site.node for site in placement.nodes}
-        await close_sites([site for site in sites if site.node not in used])
+        await close_sites(unused(sites, placement.nodes))
         return self._epoch(remains.instance, number, placement, prepared=prepared)
 
     def _replace_own_agent(self, silent: Container[str]) -> None:
@@ -319,7 +316,7 @@ class Cluster:
         self, order: Order, remains: Remains, sites: Sequence[Site], avoided: Iterable[Pair]
     ) -> bool:
         """Report whether there is a plan without some links, in place of what is left of an instance."""
-        membership = self._control.membership.without(remains.silent_nodes)
+        membership = self._control.membership.usable.without(remains.silent_nodes)
         try:
             await self._place_without(order, membership, sites, self._others(order, remains), avoided)
         except PlanError:
@@ -365,6 +362,9 @@ class Cluster:
         steady = membership.without(held)
         return steady if steady.members and held.keys() & membership.members.keys() else membership
 
+    async def drain(self, node: str, *, is_drained: bool = True) -> None:
+        await self._control.drain(node, is_drained=is_drained)
+
     def record_failure(self, error: RingError | None, begun_s: float) -> None:
         self._step_down.record(error, begun_s)
         if isinstance(error, LinkLost) and error.ends:
@@ -390,12 +390,8 @@ class Cluster:
             )
 
     def cluster_view(self) -> ClusterView:
-        return ClusterView(
-            self._control.node,
-            self._control.membership,
-            self._quarantine.held(),
-            hung=self._step_down.states(),
-        )
+        held, hung = self._quarantine.held(), self._step_down.states()
+        return ClusterView(self._control.node, self._control.membership, held, hung=hung)
 
     async def stop(self) -> None:
         """End this machine's agent; agents of other machines stay, without workers."""
@@ -421,6 +417,8 @@ class Cluster:
                     listener.on_node_message(node)
                 case SessionEnded(node, _, reason, is_final=is_final):
                     listener.on_node_left(node, reason, is_final=is_final)
+                case Drained():
+                    pass
 
         try:
             with self._control.watching(on_event):

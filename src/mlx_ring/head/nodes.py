@@ -102,13 +102,16 @@ class LiveInstances:
         """Report whether an instance has workers on a node, or silent ones there may still come back."""
         return any(node in live.nodes | live.may_return for live in self._live.values())
 
-    def others(self, model: str, besides: str = "") -> Others:
-        """Return the nodes of a model's instances and the memory of all instances, except for one."""
+    def others(self, model: str, besides: str = "", replaced: str = "") -> Others:
+        """Return the nodes of a model's instances and the memory of all instances, except for one.
+
+        An instance that is about to be replaced takes memory, but others may use its nodes.
+        """
         taken = Counter[str]()
-        others = [live for name, live in self._live.items() if name != besides]
-        for live in others:
+        others = {name: live for name, live in self._live.items() if name != besides}
+        for live in others.values():
             taken.update(live.promised)
-        siblings = [live.nodes for live in others if live.model == model]
+        siblings = [live.nodes for name, live in others.items() if live.model == model and name != replaced]
         return Others(frozenset[str]().union(*siblings), taken)
 
     def nodes_of(self, instance: str) -> frozenset[str]:
@@ -193,6 +196,14 @@ class Machines(Presence, Protocol):
 
     async def wait_for_node(self, timeout_s: float) -> None:
         """Wait until another machine joins, at most this long."""
+        ...
+
+    async def drain(self, node: str, *, is_drained: bool = True) -> None:
+        """Let no plan use a node until it leaves; with False, let plans use it again.
+
+        Raises:
+            Conflict: there are no other machines.
+        """
         ...
 
     def record_failure(self, error: RingError | None, begun_s: float) -> None:

@@ -100,6 +100,8 @@ class Order:
     """Nodes that it may use; None means any."""
     replicas: int = 1
     """Number of replicas that share the promised sequences, including this one."""
+    replaces: str = ""
+    """Instance that it takes the place of, and that serves until then."""
     pipeline_only: bool = False
     """True if no machines may share layers."""
 

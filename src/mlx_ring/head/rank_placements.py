@@ -15,6 +15,7 @@ from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, group_routes
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import CpuWeights, LayerRange
+from mlx_ring.engine.in_flight import Predict, StepSize
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.planner.forecast import Forecast, StageRanks, settle_weights
@@ -273,3 +274,16 @@ def with_trust(
         if link != UNREACHABLE and route_between(one, other) is not None:
             known[pair] = replace(link, trusted=True, collective=None if own == UNREACHABLE else own)
     return known
+
+
+def predict_by(forecast: Forecast | None) -> Predict | None:
+    """Return the prediction of steps' times for their deadlines; None without a profile."""
+    if forecast is None:
+        return None
+
+    def predict(stage: int, size: StepSize) -> float:
+        if size.is_decode:
+            return forecast.decode_s(stage, size.tokens, size.context_tokens)
+        return forecast.chunk_s(stage, size.tokens, size.context_tokens)
+
+    return predict

@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
+from mlx_ring.cluster.deployment import close_sites
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import GroupStuck, NodeDrained, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
@@ -94,6 +95,7 @@ class Replica:
         meter: Meter,
         tracing: Tracing | None,
         hold: Hold | None,
+        replaces: str = "",
     ) -> None:
         """Prepare a replica.
 
@@ -109,14 +111,17 @@ class Replica:
             meter: measurements of its instances.
             tracing: destination of traces.
             hold: receives the requests of a lost instance; None: they end with an error.
+            replaces: instance of another replica that its first one takes the place of; empty: none.
         """
-        self._hold = hold
+        self._hold, self._replaces = hold, replaces
+        self._running: Instance | None = None
+        self._order: Order | None = None
         self._in_progress: InProgress = {}
         """Requests that were in progress when the last instance was lost."""
         self._left: Mapping[LiveRequest, LeftKv] = {}
         """KV that the last instance left of its requests."""
         self._kept_ids = count(FIRST_KEPT)
-        self._meter, self._tracing = meter, tracing
+        self.meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
         self._machines = machines
@@ -158,14 +163,16 @@ class Replica:
                     nodes=1 if self._retries else self._nodes,
                     only=None if self._retries else self._candidates,
                     replicas=self._replicas,
+                    replaces="" if self._retries else self._replaces,
                 )
+                self._order = order
                 epoch = await self._machines.next_epoch(order)
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
                 await self._run(order, epoch, ready)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0
             except RingError as error:
-                self._meter.count_loss(error)
+                self.meter.count_loss(error)
                 if is_adopted and not self._retries:
                     log.warning("The workers of an earlier head cannot be adopted: %s", error)
                     continue
@@ -184,6 +191,29 @@ class Replica:
             )
             await asyncio.sleep(limit_s)
             await self._machines.wait_for_node(longest_s - limit_s)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Placement of its present or last instance; None before the first one."""
+        return self.service.placement
+
+    async def check_drain(self, nodes: frozenset[str]) -> None:
+        """Check that other nodes have room for the ranks on these, which plans may no longer use.
+
+        Raises:
+            PlanError: they have not.
+        """
+        remains = None if self._running is None else self._running.without_drained(nodes)
+        if self._order is None or remains is None:
+            return
+        plan = await self._machines.plan_patch(self._patch_order(self._order, remains), remains)
+        if plan is not None:
+            await close_sites(plan.room.sites)
+
+    def drain(self, nodes: frozenset[str]) -> None:
+        """Replace the ranks on these nodes, which answer. Running answers pause meanwhile."""
+        if self._running is not None:
+            self._running.drain(nodes)
 
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
@@ -210,7 +240,8 @@ class Replica:
                     self._in_progress, self._left = before
                     remains = remains and remains.as_whole()
                 else:
-                    self._meter.count_loss(loss)
+                    if not isinstance(loss, NodeDrained):
+                        self.meter.count_loss(loss)
                     if loss is None or not judge(self._in_progress, loss, running.lost_ranks):
                         self._machines.record_failure(loss, self._begun_s)
                     remains = running.remains
@@ -270,18 +301,19 @@ class Replica:
             self.service.record_loading(progress)
             self._watcher.loading(epoch.instance, progress)
 
-        return Instance(
+        self._running = Instance(
             self._settings,
             self._served,
             self.service,
             epoch,
             loading,
             self._shares,
-            self._meter,
+            self.meter,
             self._tracing,
             None if self._hold is None else self._keep,
             early.follow,
         )
+        return self._running
 
     async def _stop(self, epoch: Epoch, remains: Remains) -> None:
         """Stop what is left of an instance. Do not wait for nodes that do not answer, or leave meanwhile."""

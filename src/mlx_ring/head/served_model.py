@@ -6,13 +6,14 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
+from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes
@@ -22,6 +23,9 @@ from mlx_ring.models.short_names import short_names_of
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
+
+_MOST = 1e9
+"""Largest value of a parameter, far above any that has a meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +193,19 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
     return tokenizer
+
+
+def sampling_defaults(config: Mapping[str, Any]) -> Sampling:
+    """Return the parameters that the model's authors advise.
+
+    The defaults apply where their file gives no number.
+    """
+    advised: dict[str, Any] = {}
+    for name in ADVISED_SAMPLING:
+        value: object = config.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST:
+            is_whole = isinstance(getattr(DEFAULT_SAMPLING, name), int)
+            advised[name] = int(value) if is_whole else float(value)
+    if config.get("do_sample") is False:
+        advised["temperature"] = 0.0
+    return replace(DEFAULT_SAMPLING, **advised)

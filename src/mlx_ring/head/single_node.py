@@ -205,6 +205,11 @@ class SingleNode:
         del life_s
         raise Conflict(USES_ONE_MACHINE)
 
+    async def drain(self, node: str, *, is_drained: bool = True) -> None:
+        """Refuse, because no other machine could take its layers."""
+        del is_drained
+        raise Conflict(f"{node} is the only machine of this server, so its layers cannot move elsewhere.")
+
     def cluster_view(self) -> ClusterView:
         hung = self._step_down.states()
         energy = self._energy.read()

@@ -12,8 +12,14 @@ from tests.lazily import lazily
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
 from mlx_ring.api.anthropic.writer import MessageWriter, Stop, TokenCounts
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
-from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.request import (
+    AnswerPart,
+    CallArguments,
+    CallOpening,
+    ContentText,
+    Conversation,
+    ReasoningText,
+)
 
 if TYPE_CHECKING:
     from anthropic import types

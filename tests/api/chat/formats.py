@@ -8,9 +8,8 @@ from itertools import count, pairwise
 from typing import Any
 
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parser_of
-from mlx_ring.api.chat.parts import AnswerPart
 from mlx_ring.api.chat.reader import AnswerReader, ReadingRules, join_parts
-from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.request import AnswerPart, Tool
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.core.lean_imports import import_bare
 

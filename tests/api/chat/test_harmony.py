@@ -12,7 +12,7 @@ from tests.api.chat.formats import read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
-from mlx_ring.api.chat.parts import CallArguments, CallOpening, ContentText, ReasoningText
+from mlx_ring.api.chat.request import CallArguments, CallOpening, ContentText, ReasoningText
 
 
 def gpt_oss() -> ChatFormat:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.api.chat.formats import QWEN, THINKING, TIME, TOOLS, read, rules, split_at
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.chat.reader import AnswerReader, join_parts
+from mlx_ring.api.chat.request import CallArguments, CallOpening, ContentText, ReasoningText
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "Paris"}')]

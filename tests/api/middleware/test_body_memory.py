@@ -14,7 +14,7 @@ from tests.api.twins import TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
 
 from mlx_ring.api.app import build_app
-from mlx_ring.api.middleware.body_memory import RequestBodyMemory
+from mlx_ring.api.middleware.guard import RequestBodyMemory
 
 KIB = 1024
 

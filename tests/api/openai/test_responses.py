@@ -13,7 +13,7 @@ from tests.api.twins import MarkingTokenizer, TwinService
 from tests.lazily import lazily
 
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.request import ResponsesRequest, conversation_of
 from mlx_ring.api.openai.responses.route import response_of

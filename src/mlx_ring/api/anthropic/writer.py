@@ -19,7 +19,7 @@ from mlx_ring.api.anthropic.schemas import (
     StopReason,
     ToolUseBlock,
 )
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
-from mlx_ring.api.chat.parts import (
+from mlx_ring.api.chat.prepare import PreparedChat
+from mlx_ring.api.chat.reader import AnswerReader, join_parts
+from mlx_ring.api.chat.request import (
     AnswerPart,
     CallArguments,
     CallOpening,
@@ -17,8 +19,6 @@ from mlx_ring.api.chat.parts import (
     EndReason,
     ReasoningText,
 )
-from mlx_ring.api.chat.prepare import PreparedChat
-from mlx_ring.api.chat.reader import AnswerReader, join_parts
 from mlx_ring.api.generation import ChoiceDelta, Generation
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import EventT, JsonStream, QuietReason, StreamFormat, while_connected

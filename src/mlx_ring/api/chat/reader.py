@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_ring.api.chat.model_format import ChatFormat, State, first_mark, open_end
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, ContentText, ReasoningText
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, ContentText, ReasoningText
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
 from mlx_ring.core.generation import StopMatcher
 

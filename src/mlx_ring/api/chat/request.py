@@ -1,4 +1,4 @@
-"""The chat request: the common form of all dialects' requests, which chat templates read."""
+"""A chat in the common form of all dialects: the request, which chat templates read, and the parts of its answer."""
 
 from __future__ import annotations
 
@@ -192,3 +192,44 @@ def arguments_of(text: str) -> object:
     except RequestError:
         return text
     return cast("dict[str, object]", value) if isinstance(value, dict) else text
+
+
+# ---- its answer
+
+EndReason = Literal["stop", "length", "tool_calls"]
+"""Reason of an answer's end: the model or a stop string ended it, its limit, or tool calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """Text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpening:
+    """Start of a tool call. It has the whole name. The arguments follow before any other part."""
+
+    index: int
+    """Number of the call in the answer, from 0."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Piece of a call's arguments. All pieces joined are one JSON object."""
+
+    index: int
+    text: str
+
+
+AnswerPart = ReasoningText | ContentText | CallOpening | CallArguments

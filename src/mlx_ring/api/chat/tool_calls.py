@@ -15,8 +15,7 @@ from typing import cast
 
 from mlx_ring.api.chat import model_format
 from mlx_ring.api.chat.model_format import CallMarks, open_end
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening
-from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
 """All characters that JSON has outside strings."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Generic, Literal, TypeVar, cast
 
 from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, ContentText, ReasoningText
 from mlx_ring.api.dialect import Json, json_bytes
 from mlx_ring.api.ollama.schemas import (
     LINES,

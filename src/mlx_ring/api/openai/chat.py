@@ -13,16 +13,16 @@ from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, Call, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.model_format import ChatFormat
-from mlx_ring.api.chat.parts import (
+from mlx_ring.api.chat.prepare import prepare_chat, with_effort
+from mlx_ring.api.chat.request import (
     AnswerPart,
     CallArguments,
     CallOpening,
     ContentText,
+    Conversation,
     EndReason,
     ReasoningText,
 )
-from mlx_ring.api.chat.prepare import prepare_chat, with_effort
-from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import event
 from mlx_ring.api.generation import costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-from mlx_ring.api.chat.parts import EndReason
+from mlx_ring.api.chat.request import EndReason
 from mlx_ring.api.openapi import JsonObject, RouteDoc
 from mlx_ring.api.streaming import EVENT_STREAM
 

@@ -14,34 +14,16 @@ from starlette.routing import Router
 from typing_extensions import TypedDict
 
 from mlx_ring.api.context import ApiContext, workers_of
-from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get, documented_post
-from mlx_ring.api.ops.models import is_loopback
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.status import ClusterParts
-from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, ServedInstance, State
 from mlx_ring.core.engine_stats import Policy, StepTiming
-from mlx_ring.core.errors import Refused
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import LinkUse, WaitUse, WorkerInfo, WorkerMemory
 
 Availability = Literal["ready", "unavailable"]
 Mean = int | float | None
 """Mean of integers, which JSON shows as an integer where it is one."""
-
-
-_JOIN_LIFE_S = 3600
-
-
-class InviteRequest(Body):
-    """Request for a join token. It has no fields."""
-
-
-class JoinCommands(JsonObject):
-    """Commands that join this cluster, each with another address of the head and the same token."""
-
-    commands: list[str]
-    expires_in_s: int
-    """Life of the token, which one machine can use."""
 
 
 class SchedulingStatus(JsonObject):
@@ -215,29 +197,6 @@ def routes(context: ApiContext) -> Router:
         status,
         RouteDoc(
             "Report nodes, instances and stages: memory and times, predicted and measured", ClusterStatus
-        ),
-    )
-
-    async def invite(request: Request) -> JoinCommands:
-        await context.read(request, InviteRequest)
-        host = "" if request.client is None else request.client.host
-        if not is_loopback(host):
-            raise Refused(
-                f"Another machine ({host}) cannot make join tokens: open this page on the head's machine, "
-                "or run `mlx-ring token create` there."
-            )
-        return {"commands": list(context.catalog.join_commands(_JOIN_LIFE_S)), "expires_in_s": _JOIN_LIFE_S}
-
-    documented_post(
-        router,
-        "/cluster/invite",
-        invite,
-        InviteRequest,
-        RouteDoc(
-            "Make a token with which one more machine can join, and the commands for it",
-            JoinCommands,
-            example={},
-            more_statuses=(409,),
         ),
     )
     return router

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
-from mlx_ring.api.chat.parts import ContentText
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
+from mlx_ring.api.chat.request import ContentText
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
 from mlx_ring.api.errors import error_info

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
-from mlx_ring.api.chat.parts import AnswerPart, CallArguments, CallOpening, ReasoningText
+from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
 from mlx_ring.api.openai.responses.schemas import (
     ErrorFields,

@@ -1,22 +1,27 @@
-"""Requests of a model that wait for an engine: their instance was lost, and another one is being loaded.
+"""Requests between two engines of a model: those that wait for the next one, and those that move to another one.
 
-Those of the lost instance keep what they have delivered. New requests join them, within the limit of the queue. The
-next engine takes all of them, in their order.
+After a loss, the requests of the lost instance wait for the next one, and keep what they have delivered. New requests
+join them, within the limit of the queue. The next engine takes all of them, in their order.
+
+Where both engines serve, a request moves without a pause: the other engine computes the KV of its known tokens while
+it continues, and then takes it over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest, Policy
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
-from mlx_ring.core.types import FinishReason
-from mlx_ring.engine.live_request import LiveRequest, check_places, choose_to_shed, shed_error
+from mlx_ring.core.types import FinishReason, RankId, SamplingParams, TokenLogprob
+from mlx_ring.engine.live_request import Home, LiveRequest, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.request_traces import RequestTracer
+from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.streams import Reading, Vocabulary
 
@@ -148,3 +153,147 @@ class HeldRequests:
         """Return the requests, the oldest first."""
         now = self._clock()
         return [live.as_open(now) for live in self._held]
+
+
+# ---- moves
+
+_FEW_TOKENS = 8
+"""Tokens that a request may be ahead of its warm-up: to compute them takes about as long as to compute one."""
+
+
+class WarmUp(LiveRequest):
+    """Computation of the known tokens of a request, before an engine takes it over. It is not counted as a request."""
+
+    is_warm_up = True
+
+    def __init__(
+        self,
+        tokens: tuple[int, ...],
+        sequence_id: int,
+        limits: Limits,
+        now: float,
+        vocabulary: Vocabulary,
+        home: Home,
+    ) -> None:
+        """Prepare to compute tokens, as `make_sequence` does.
+
+        Raises:
+            ContextExceeded: they do not fit.
+        """
+        request = GenerateRequest("", tokens, SamplingParams(max_tokens=0))
+        super().__init__(make_sequence(sequence_id, request, limits, now), vocabulary, home, None)
+        self.is_first = False
+
+    def put(
+        self,
+        tokens: tuple[TokenLogprob, ...],
+        reading: Reading,
+        finish_reason: FinishReason | None,
+        now: float,
+        meter: Meter,
+    ) -> None:
+        """Report the end to the stream, and count nothing."""
+        del meter
+        self.stream.put(self._delta(tokens, reading, finish_reason, now))
+
+    def interrupt(self, now: float, unanswered: Mapping[RankId, int], left: LeftKv | None = None) -> None:
+        """End it: the request that it was made for stays where it is."""
+        del now, unanswered, left
+        self.end("error", NotReady("The instance was lost."), 0.0, Meter())
+
+    def end(self, reason: FinishReason, error: RingError | None, now: float, meter: Meter) -> None:
+        """Record the end, and count nothing."""
+        del reason, now, meter
+        self.has_ended = True
+        if error is not None:
+            self.stream.fail(error)
+
+
+class Source(Protocol):
+    """Engine whose requests move to another one."""
+
+    @property
+    def lives(self) -> list[LiveRequest]:
+        """Requests that run or wait, the oldest first."""
+        ...
+
+    def release(self, live: LiveRequest) -> None:
+        """Give up a request, for another engine to take it over."""
+        ...
+
+
+class Target(Protocol):
+    """Engine to which requests move."""
+
+    @property
+    def context_length(self) -> int: ...
+
+    def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
+        """Compute the KV of tokens, and keep it for a request that is about to be taken over."""
+        ...
+
+    def take_over(self, lives: Iterable[LiveRequest]) -> None:
+        """Continue requests that another engine began."""
+        ...
+
+
+async def move_requests(source: Source, target: Target) -> int:
+    """Move all requests of an engine to another one, while both serve; return how many were moved.
+
+    A request continues on its engine until the other one has computed almost all of its known tokens. One that may become
+    longer than the other engine's context stays until its end. If only the context limits it, it stays if it is longer
+    already.
+
+    Raises:
+        RingError: the target was lost. Requests that have not moved are still with their engine.
+    """
+    moves = [asyncio.ensure_future(_move(live, source, target)) for live in source.lives]
+    try:
+        return sum(await asyncio.gather(*moves))
+    finally:
+        for move in moves:
+            move.cancel()
+        await asyncio.gather(*moves, return_exceptions=True)
+
+
+async def _move(live: LiveRequest, source: Source, target: Target) -> bool:
+    home = live.home
+    if not _fits(live, target):
+        await _wait_for_end(live)
+    behind: int | None = None
+    while _is_worth_warming(live) and _stays(live, home):
+        known = tuple(live.sequence.tokens)
+        async with target.warm_up(known) as warming:
+            async for _ in warming:
+                pass
+        before, behind = behind, live.sequence.length - len(known)
+        if behind <= _FEW_TOKENS or (before is not None and behind >= before):
+            break
+    if not _stays(live, home):
+        return False
+    source.release(live)
+    target.take_over([live])
+    return True
+
+
+def _fits(live: LiveRequest, target: Target) -> bool:
+    limit = live.sequence.request.sampling.max_tokens
+    most = live.sequence.length + 1 if limit is None else live.sequence.max_length
+    return most <= target.context_length
+
+
+async def _wait_for_end(live: LiveRequest) -> None:
+    ended = asyncio.Event()
+    live.on_ended = ended.set
+    if not live.has_ended:
+        await ended.wait()
+
+
+def _stays(live: LiveRequest, home: Home) -> bool:
+    """Report whether the request still runs on its engine."""
+    return not live.has_ended and live.home is home
+
+
+def _is_worth_warming(live: LiveRequest) -> bool:
+    """Report whether another engine can use cached KV of the request's tokens, and some are computed here."""
+    return live.sequence.opened_at is not None and not live.sequence.request.computes_all

@@ -1,0 +1,162 @@
+"""Machines of the cluster: `/cluster/invite` lets one join, `/cluster/drain` takes its layers, `/cluster/readmit` allows them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from starlette.requests import Request
+from starlette.routing import Router
+
+from mlx_ring.api.context import ApiContext
+from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
+from mlx_ring.api.ops.models import is_loopback
+from mlx_ring.api.request_body import Body
+from mlx_ring.core.errors import Refused
+
+_JOIN_LIFE_S = 3600
+
+
+class InviteRequest(Body):
+    """Request for a join token. It has no fields."""
+
+
+class JoinCommands(JsonObject):
+    """Commands that join this cluster, each with another address of the head and the same token."""
+
+    commands: list[str]
+    expires_in_s: int
+    """Life of the token, which one machine can use."""
+
+
+class DrainRequest(Body):
+    """Request to move all layers away from a machine."""
+
+    node: str
+    """Name or id of the machine."""
+    force: bool = False
+    """True to take its layers even if no other machine has room for them. Answers then wait until one has."""
+
+
+class ReadmitRequest(Body):
+    """Request to let plans use a drained machine again."""
+
+    node: str
+    """Name or id of the machine."""
+
+
+class MovedModel(JsonObject):
+    """An instance of a model that no longer has layers on the machine."""
+
+    model: str
+    way: Literal["beside", "after"]
+    """`beside`: another instance was loaded beside it, and no answer paused. `after`: answers paused meanwhile."""
+    requests: int
+    """Requests that moved with it."""
+    seconds: float
+    """Time of the move."""
+    why: str | None
+    """Reason why answers paused."""
+
+
+class DrainedNode(JsonObject):
+    """A machine without layers."""
+
+    node: str
+    moved: list[MovedModel]
+
+
+class ReadmittedNode(JsonObject):
+    """A machine that plans may use again."""
+
+    node: str
+
+
+def routes(context: ApiContext) -> Router:
+    router = Router()
+
+    async def invite(request: Request) -> JoinCommands:
+        await context.read(request, InviteRequest)
+        host = _host(request)
+        if not is_loopback(host):
+            raise Refused(
+                f"Another machine ({host}) cannot make join tokens: open this page on the head's machine, "
+                "or run `mlx-ring token create` there."
+            )
+        return {"commands": list(context.catalog.join_commands(_JOIN_LIFE_S)), "expires_in_s": _JOIN_LIFE_S}
+
+    documented_post(
+        router,
+        "/cluster/invite",
+        invite,
+        InviteRequest,
+        RouteDoc(
+            "Make a token with which one more machine can join, and the commands for it",
+            JoinCommands,
+            example={},
+            more_statuses=(409,),
+        ),
+    )
+
+    async def drain(request: Request) -> DrainedNode:
+        body = await context.read(request, DrainRequest)
+        _check_manager(context, request)
+        moved = await context.catalog.moves.drain(body.node, force=body.force)
+        return {
+            "node": body.node,
+            "moved": [
+                {
+                    "model": each.model,
+                    "way": each.way,
+                    "requests": each.requests,
+                    "seconds": round(each.seconds, 3),
+                    "why": each.why or None,
+                }
+                for each in moved
+            ],
+        }
+
+    documented_post(
+        router,
+        "/cluster/drain",
+        drain,
+        DrainRequest,
+        RouteDoc(
+            "Move all layers away from a machine, which gets none until it leaves; answers when they have moved",
+            DrainedNode,
+            example={"node": "studio"},
+            more_statuses=(403, 409, 503),
+        ),
+    )
+
+    async def readmit(request: Request) -> ReadmittedNode:
+        body = await context.read(request, ReadmitRequest)
+        _check_manager(context, request)
+        await context.catalog.moves.readmit(body.node)
+        return {"node": body.node}
+
+    documented_post(
+        router,
+        "/cluster/readmit",
+        readmit,
+        ReadmitRequest,
+        RouteDoc(
+            "Let plans use a drained machine again",
+            ReadmittedNode,
+            example={"node": "studio"},
+            more_statuses=(403, 409, 503),
+        ),
+    )
+    return router
+
+
+def _host(request: Request) -> str:
+    return "" if request.client is None else request.client.host
+
+
+def _check_manager(context: ApiContext, request: Request) -> None:
+    """Check that the client may move layers: on another machine, it needs an API key. Raises `Refused`."""
+    if not context.settings.api_keys and not is_loopback(host := _host(request)):
+        raise Refused(
+            f"Machines are drained and readmitted from another machine ({host}) only with an API key: "
+            "start the server with --api-key, or ask on the head's machine."
+        )

@@ -1,0 +1,137 @@
+"""Moves of instances to other machines while they serve, because a machine is wanted back.
+
+Where memory allows, the next instance is loaded beside the present one, whose requests move without a pause. Where it
+does not, only the layers of that machine are loaded elsewhere, and answers pause meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from mlx_ring.api.service import Moved
+from mlx_ring.core.errors import PlanError, RequestError, RingError
+from mlx_ring.head.model import HostedModel, Ready
+from mlx_ring.head.nodes import Machines
+from mlx_ring.head.plan_requests import readable_names
+from mlx_ring.head.replica import Replica
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+
+
+class MakeReplica(Protocol):
+    """Maker of a replica that takes the place of another one."""
+
+    def __call__(self, hosted: HostedModel, old: Replica) -> Replica: ...
+
+
+class Moves:
+    """Moves of the instances of a head, one at a time."""
+
+    def __init__(
+        self,
+        machines: Callable[[], Machines],
+        hosted: Callable[[], Sequence[HostedModel]],
+        make_replica: MakeReplica,
+        one_at_a_time: asyncio.Lock,
+        ready: Ready,
+    ) -> None:
+        """Start without a move.
+
+        Args:
+            machines: returns the machines, once there are some.
+            hosted: returns all models.
+            make_replica: makes a replica that takes the place of another one.
+            one_at_a_time: lock for loads.
+            ready: receives each instance that serves.
+        """
+        self._machines, self._hosted, self._make_replica = machines, hosted, make_replica
+        self._one_at_a_time, self._ready = one_at_a_time, ready
+        self._moving: set[asyncio.Task[Sequence[Moved]]] = set()
+
+    async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
+        """Move all layers away from a machine, given by id or name, which gets none until it leaves or is readmitted.
+
+        The move goes on if the caller is cancelled.
+        """
+        machines = self._machines()
+        moving = asyncio.create_task(
+            self._drain(machines, find_node(machines, node), node, force=force), name=f"drain {node}"
+        )
+        self._moving.add(moving)
+        moving.add_done_callback(self._moving.discard)
+        return await asyncio.shield(moving)
+
+    async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
+        await machines.drain(node)
+        log.warning("%s is drained: its layers move to other machines", name)
+        try:
+            async with self._one_at_a_time:
+                moved = [
+                    await self._move(hosted, replica, node, force=force)
+                    for hosted, replica in self._using(node)
+                ]
+        except BaseException:
+            await machines.drain(node, is_drained=False)
+            log.warning("%s is not drained: its layers stay there", name)
+            raise
+        log.warning("%s has no layers any more", name)
+        return moved
+
+    async def readmit(self, node: str) -> None:
+        """Let plans use a drained machine again."""
+        machines = self._machines()
+        await machines.drain(find_node(machines, node), is_drained=False)
+
+    def _using(self, node: str) -> Iterator[tuple[HostedModel, Replica]]:
+        """Yield the replicas that serve with layers on a node."""
+        for hosted in self._hosted():
+            for replica in list(hosted.replicas):
+                if replica.service.error is None and _uses(replica, node):
+                    yield hosted, replica
+
+    async def _move(self, hosted: HostedModel, replica: Replica, node: str, *, force: bool) -> Moved:
+        started, requests = time.monotonic(), len(replica.service.engine.requests())
+        try:
+            moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+        except RingError as error:
+            why = str(error)
+        else:
+            return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+        if not force:
+            await replica.check_drain(frozenset({node}))
+        log.warning(
+            "%s pauses while it is loaded again, because no instance fits beside it: %s", hosted.model_id, why
+        )
+        replica.drain(frozenset({node}))
+        while replica.service.error is not None or _uses(replica, node):
+            if force and isinstance(replica.service.error, PlanError):
+                break
+            await asyncio.sleep(_LOOK_S)
+        return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+
+
+def _uses(replica: Replica, node: str) -> bool:
+    placement = replica.placement
+    return placement is not None and node in {site.node for site in placement.nodes}
+
+
+def find_node(machines: Machines, name: str) -> str:
+    """Return the id of a connected machine, given by its id or name.
+
+    Raises:
+        RequestError: none or several are called so.
+    """
+    view = machines.cluster_view()
+    members = view.membership.members
+    found = [node for node, member in members.items() if name in (node, member.machine)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(sorted(readable_names(view).values())) or "none"
+    problem = f"Several machines are called {name}; give an id" if found else f"No machine is called {name}"
+    raise RequestError(f"{problem}: connected are {names}.", param="node")

@@ -1,0 +1,86 @@
+"""Choice of the engine that answers a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from mlx_ring.core.engine_stats import EngineLoad
+from mlx_ring.core.errors import NotReady, Overloaded, RingError
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+
+SEQUENCE_TOKENS = 64
+"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
+
+
+class Routed(Protocol):
+    """An engine that the router can choose."""
+
+    def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad: ...
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]: ...
+    def make_room(self, *requests: GenerateRequest) -> bool:
+        """Shed other clients' requests for these, if fairness allows it; return False if not."""
+        ...
+
+
+class Router:
+    """A router that gives each request to the engine with the lowest cost.
+
+    The cost is the number of tokens that an engine would compute before the request's first token. These are its waiting
+    prompts, the request's tokens after the cached prefix, and an amount for each running sequence. A conversation therefore
+    returns to the engine that holds its KV cache, unless that engine is too busy.
+    """
+
+    def __init__(self, engines: Callable[[], Sequence[Routed]]) -> None:
+        """Route among the engines that `engines` returns at the time."""
+        self._engines = engines
+        self._turn = 0
+        self.rejected: Counter[str] = Counter()
+        """Requests that were refused, by the error's name."""
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Start to answer requests that belong together, on one instance.
+
+        Raises:
+            RequestError: the model cannot serve one of them, or there are more than the server ever admits.
+            Overloaded: too many requests wait everywhere.
+            NotReady: no instance can answer.
+        """
+        try:
+            return self._submit(requests)
+        except RingError as error:
+            self.rejected[type(error).__name__] += len(requests)
+            raise
+
+    def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
+        refusal: Overloaded | None = None
+        engines = self._by_cost(requests)
+        for engine in engines:
+            try:
+                return engine.submit_all(*requests)
+            except Overloaded as error:
+                refusal = refusal or error
+        for engine in engines:
+            if engine.make_room(*requests):
+                return engine.submit_all(*requests)
+        raise refusal or NotReady("No instance of the model can answer now.")
+
+    def _by_cost(self, requests: Sequence[GenerateRequest]) -> list[Routed]:
+        """Return the engines that answer, the cheapest first; equal ones in turn."""
+        engines = self._engines()
+        if len(engines) < 2:  # noqa: PLR2004 - no choice
+            return list(engines)
+        self._turn += 1
+        turned = [engines[(place + self._turn) % len(engines)] for place in range(len(engines))]
+        prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
+        tokens = max((len(prompt) for prompt in prompts), default=0)
+        loads = [engine.load_for(prompts) for engine in turned]
+        by_load = sorted(zip(loads, turned, strict=True), key=lambda pair: _cost(pair[0], tokens))
+        return [engine for load, engine in by_load if load.is_open]
+
+
+def _cost(load: EngineLoad, prompt_tokens: int) -> int:
+    """Return the cost of a prompt's first token, in tokens to compute."""
+    own = prompt_tokens - load.shared_tokens
+    return load.tokens_to_read + own + SEQUENCE_TOKENS * load.sequences

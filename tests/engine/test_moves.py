@@ -1,0 +1,157 @@
+"""Requests move from one engine to another while both serve, and no answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.default_settings import make_policy
+from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, make_request
+from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
+from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_requests
+from tests.examples import examples
+
+from mlx_ring.core.errors import NotReady
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.handover import move_requests
+from mlx_ring.engine.kv_budget import RankKv
+
+CACHING = make_policy(num_speculative_tokens=0, prefill_chunk=8)
+
+
+def engine_of(succession: Succession) -> Engine:
+    assert succession.engine is not None
+    return succession.engine
+
+
+def rows_of(succession: Succession) -> list[tuple[int, int]]:
+    """Return the start and the number of tokens of every row."""
+    assert succession.twin is not None
+    return [(row.start, len(row.tokens.ids)) for step in succession.twin.sent for row in step.rows]
+
+
+@examples(0.6)
+@given(
+    wanted=st.lists(wanted_requests, min_size=1, max_size=5),
+    random=st.randoms(use_true_random=False),
+    before=st.sampled_from([0, 20, 100]),
+    stages=st.integers(1, 3),
+    drafts=st.sampled_from([0, 4]),
+    kv=st.sampled_from([None, SMALL_KV]),
+    cached=st.booleans(),
+)
+def test_a_move_at_any_step_changes_no_answer(
+    wanted: list[Wanted],
+    random: Random,
+    before: int,
+    stages: int,
+    drafts: int,
+    kv: RankKv | None,
+    *,
+    cached: bool,
+) -> None:
+    policy = make_policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts, prefix_cache=cached)
+
+    async def run() -> tuple[Disturbed, Succession]:
+        disturbed = Disturbed(policy, kv)
+        source, target = disturbed.succession, Disturbed(policy, kv).succession
+        source.load()
+        target.load(tp_sizes=(1,) * stages)
+        for request in wanted:
+            disturbed.submit(request)
+        for _ in range(before):
+            source.proceed(random.randrange(1000))
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done() or source.has_requests or target.has_requests:
+            choice = random.randrange(1000)
+            ran = [succession.proceed(choice) for succession in random.sample((source, target), 2)]
+            await asyncio.sleep(0)
+            disturbed.take()
+            assert any(ran) or not moving.done(), "a request starves"
+        await moving
+        assert not engine_of(source).lives
+        source.finish()
+        target.finish()
+        return disturbed, target
+
+    wanted = [each for each in wanted if each.requests[0].prompt_tokens[0] == 65]
+    with drafting_at_no_cost():
+        disturbed, target = asyncio.run(run())
+    disturbed.check()
+    check_nothing_is_left(target)
+
+
+def test_known_tokens_are_computed_before_the_request_moves() -> None:
+    """The answer goes on meanwhile, and what is left to compute after the move is less than a chunk."""
+    request = make_request(40, max_tokens=30)
+
+    async def run() -> tuple[list[int], list[tuple[int, int]], int, Succession]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.load()
+        target.load()
+        (stream,) = source.submit(request)
+        deltas = run_to(source, stream, 3)
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        deltas += stream.take()
+        at_move, rows_before = len(tokens_of(deltas)), len(rows_of(target))
+        assert await moving == 1
+        target.finish()
+        deltas += stream.take()
+        rest = rows_of(target)[: rows_before + 2]
+        assert (target.meter.finished, target.meter.prompt_tokens) == ({"length": 1}, 0)
+        assert not source.meter.finished
+        return tokens_of(deltas), rest, at_move, target
+
+    tokens, rows, at_move, target = asyncio.run(run())
+    assert tokens == answer_of(hash_token(256), request).token_ids
+    assert at_move > 3
+    largest = max(start + count for start, count in rows)
+    assert largest >= 40 + at_move - 1
+    again = [count for start, count in rows if start >= 43]
+    assert sum(again) <= 16
+    assert engine_of(target).stats().finished == {"length": 1}
+
+
+def test_request_stays_if_the_other_instance_is_lost_meanwhile() -> None:
+    request = make_request(20, max_tokens=12)
+
+    async def run() -> list[int]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.load()
+        target.load()
+        (stream,) = source.submit(request)
+        deltas = run_to(source, stream, 2)
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        await asyncio.sleep(0)
+        target.lose(LOSS)
+        with pytest.raises(NotReady):
+            await moving
+        assert not len(target.held)
+        source.finish()
+        return tokens_of([*deltas, *stream.take()])
+
+    assert asyncio.run(run()) == answer_of(hash_token(256), request).token_ids
+
+
+def test_request_that_does_not_fit_the_other_context_stays_until_its_end() -> None:
+    async def run() -> tuple[int, int]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.load()
+        target.load(limits=LIMITS.within(30))
+        source.submit(make_request(20, max_tokens=12), make_request(4, max_tokens=12))
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        target.finish()
+        return source.meter.finished["length"], target.meter.finished["length"]
+
+    assert asyncio.run(run()) == (1, 1)
