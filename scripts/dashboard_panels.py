@@ -141,10 +141,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
-                "Interrupted requests",
+                "Interrupted and moved requests",
                 "short",
                 (
                     (per_second("requests_resumed", "model_name"), f"{MODEL} resumed"),
+                    (per_second("requests_moved", "model_name"), f"{MODEL} moved"),
                     (per_second("resumed_tokens", "way"), "tokens {{way}}"),
                     (per_second("requests_given_up", "why"), "given up: {{why}}"),
                     (per_second("resume_redrawn_tokens", "model_name"), f"{MODEL} tokens drawn again"),

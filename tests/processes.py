@@ -269,7 +269,11 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
     try:
         yield process
     finally:
-        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        processes: list[psutil.Process] = []
+        # A test may have ended it.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            itself = psutil.Process(process.pid)
+            processes += [itself, *itself.children(recursive=True)]
         process.send_signal(signal.SIGINT)
         _, alive = psutil.wait_procs(processes, timeout=30)
         for left in alive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -62,7 +63,9 @@ def running_cluster(
         yield stack.enter_context(running_head(model, nodes, folder, port, *flags, on_line=read))
 
 
-def joining_head(port: int, token: str, folder: Path, *flags: str) -> AbstractContextManager[object]:
+def joining_head(
+    port: int, token: str, folder: Path, *flags: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run a machine that joins the head on this port."""
     give_profile(folder / "state")
     return joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder)

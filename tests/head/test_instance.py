@@ -119,6 +119,7 @@ class Run:
             None,
             None,
             lambda _: None,
+            is_beside=False,
         )
 
         async def load(*_: object) -> list[WorkerPlace]:

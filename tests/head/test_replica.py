@@ -94,8 +94,15 @@ class FakeInstance:
     lost_ranks: Mapping[RankId, float] = MappingProxyType({})
 
     def __init__(
-        self, _settings: object, _served: object, _service: object, epoch: Epoch, *others: Any
+        self,
+        _settings: object,
+        _served: object,
+        _service: object,
+        epoch: Epoch,
+        *others: Any,
+        is_beside: bool,
     ) -> None:
+        assert not is_beside
         self._epoch, self._on_suspects = epoch, others[-1]
         self.is_dropped = False
         self.watch = SimpleNamespace(on_node_lost=None)
@@ -231,8 +238,8 @@ def test_all_ranks_stay_if_silent_ones_answer_again(
 class BrokenInstance(FakeInstance):
     """Instance that serves for a moment, and is lost before it serves each time when it is patched."""
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
+    def __init__(self, *made: Any, is_beside: bool) -> None:
+        super().__init__(*made, is_beside=is_beside)
         self.loss: RingError | None = None
         self.remains: Remains | None = None
 

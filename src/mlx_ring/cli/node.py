@@ -1,6 +1,6 @@
 """`mlx-ring node` and `mlx-ring token`: manage the machines of the cluster and their join tokens.
 
-They work on the state folder, so that the head need not run.
+All but `node drain` work on the state folder, so that the head need not run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import setting_option
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
@@ -27,6 +28,7 @@ STATE_DIR = setting_option("state_dir")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 365 * 86400
 _MOST_USES = 1024
+_LONGEST_MOVE_S = 3600.0
 
 
 def cluster_folder(state_dir: str | None) -> Path:
@@ -110,7 +112,7 @@ def _uses(text: str | None) -> int | None:
     return int(text)
 
 
-node_app = typer.Typer(help="List, remove and readmit machines of the cluster.", no_args_is_help=True)
+node_app = typer.Typer(help="List, drain, remove and readmit machines of the cluster.", no_args_is_help=True)
 
 
 @node_app.command("list")
@@ -139,6 +141,43 @@ def remove_node(
 
     Members(cluster_folder(state_dir)).remove(node)
     print(f"{node} is removed from this cluster. It needs a new token to join again.")
+
+
+@node_app.command("drain")
+def drain_node(
+    node: Annotated[str, typer.Argument(help="Name or id of the machine.")],
+    *,
+    undo: Annotated[bool, typer.Option("--undo", help="Let plans use the machine again.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Take its layers even if no other machine has room; answers then wait."),
+    ] = False,
+    url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    cacert: Annotated[Path | None, CACERT] = None,
+) -> None:
+    """Move all layers away from a machine while the model serves. It gets none until it leaves the cluster.
+
+    Ctrl-C on `mlx-ring join` does the same, and then ends.
+    """
+    if undo and force:
+        raise ConfigError("--undo and --force are given; leave one of them out.")
+    if undo:
+        ask_head(url, "/cluster/readmit", {"node": node}, cacert=cacert)
+        print(f"{node} may get layers again: the next plan may use it.")
+        return
+    typer.echo(f"Moving the layers of {node} to other machines ...", err=True)
+    answer = ask_head(
+        url, "/cluster/drain", {"node": node, "force": force}, cacert=cacert, timeout_s=_LONGEST_MOVE_S
+    )
+    for moved in answer["moved"]:
+        requests = f"{moved['requests']} {'request' if moved['requests'] == 1 else 'requests'}"
+        how = (
+            f"{requests} moved without a pause"
+            if moved["why"] is None
+            else f"{requests} paused, because no second instance fits beside it: {moved['why']}"
+        )
+        print(f"{moved['model']}: {how}, in {moved['seconds']:.1f} s.")
+    print(f"{node} has no layers. It gets none until it leaves, or `mlx-ring node drain {node} --undo`.")
 
 
 @node_app.command("readmit")

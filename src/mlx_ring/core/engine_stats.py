@@ -341,6 +341,8 @@ class Meter:
         """Requests that ended with an error, by its name."""
         self.resumed = 0
         """Interrupted requests that another instance took over."""
+        self.moved = 0
+        """Requests that another instance took over while both served."""
         self.recovery_s = {part: Distribution(REQUEST_S) for part in RECOVERY_PARTS}
         self.given_up: Counter[str] = Counter()
         """Interrupted requests that were not continued, by the error's name."""

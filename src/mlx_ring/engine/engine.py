@@ -77,14 +77,11 @@ class Engine:
         self._meter = Meter() if meter is None else meter
         self._tracer = tracer
         self._kept = {} if kept is None else kept
-        self._on_lost = on_lost
-        self._hold = hold
-        self._executor = executor
-        self._vocabulary = vocabulary
+        self._on_lost, self._hold = on_lost, hold
+        self._executor, self._vocabulary = executor, vocabulary
         self._instance = instance
         self.policy = policy
-        self._clock = clock
-        self._began = clock()
+        self._clock, self._began = clock, clock()
         self._scheduler = Scheduler(
             executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
         )
@@ -98,8 +95,7 @@ class Engine:
         self._is_paused = False
         self._ended: RingError | None = None
         """Reason why the engine no longer answers."""
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
+        self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
         executor.set_listener(self)
         executor.limit_kv(self._scheduler.kv_limits)
@@ -235,6 +231,13 @@ class Engine:
     def pause(self) -> None:
         """Send no new steps until `resume`; answers to earlier ones are taken."""
         self._is_paused = True
+
+    @property
+    def is_settled(self) -> bool:
+        """True if all steps are answered, or it has ended."""
+        return (
+            self._ended is not None or self._scheduler.in_flight.completed == self._scheduler.in_flight.sent
+        )
 
     def resume(self) -> None:
         """Send steps again."""

@@ -10,8 +10,10 @@ it continues, and then takes it over.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest, Policy
@@ -24,6 +26,8 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.streams import Reading, Vocabulary
+
+log = logging.getLogger(__name__)
 
 
 class HeldRequests:
@@ -157,6 +161,9 @@ class HeldRequests:
 
 # ---- moves
 
+_WARM_UP_CHUNK = 64
+"""Most tokens of a warm-up in a step. Answers on the same machines wait for a step."""
+_LOOK_S = 0.001
 _FEW_TOKENS = 8
 """Tokens that a request may be ahead of its warm-up: to compute them takes about as long as to compute one."""
 
@@ -182,6 +189,7 @@ class WarmUp(LiveRequest):
         """
         request = GenerateRequest("", tokens, SamplingParams(max_tokens=0))
         super().__init__(make_sequence(sequence_id, request, limits, now), vocabulary, home, None)
+        self.sequence.longest_chunk = _WARM_UP_CHUNK
         self.is_first = False
 
     def put(
@@ -217,6 +225,19 @@ class Source(Protocol):
         """Requests that run or wait, the oldest first."""
         ...
 
+    @property
+    def is_settled(self) -> bool:
+        """True if all steps are answered, or it has ended."""
+        ...
+
+    def pause(self) -> None:
+        """Send no new steps until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Send steps again."""
+        ...
+
     def release(self, live: LiveRequest) -> None:
         """Give up a request, for another engine to take it over."""
         ...
@@ -240,40 +261,59 @@ class Target(Protocol):
 async def move_requests(source: Source, target: Target) -> int:
     """Move all requests of an engine to another one, while both serve; return how many were moved.
 
-    A request continues on its engine until the other one has computed almost all of its known tokens. One that may become
-    longer than the other engine's context stays until its end. If only the context limits it, it stays if it is longer
-    already.
+    Requests continue on their engine until the other one has computed almost all of their known tokens. Then all move at
+    once, so that two engines share the machines' processors for a short time only. A request that may become longer than
+    the other engine's context stays until its end. If only the context limits it, it stays if it is longer already.
 
     Raises:
-        RingError: the target was lost. Requests that have not moved are still with their engine.
+        RingError: the target was lost. The requests are still with their engine.
     """
-    moves = [asyncio.ensure_future(_move(live, source, target)) for live in source.lives]
+    started = time.monotonic()
+    homes = {live: live.home for live in source.lives}
+
+    def movable() -> list[LiveRequest]:
+        return [live for live, home in homes.items() if _stays(live, home) and _fits(live, target)]
+
+    await _warm_up(movable, target)
     try:
-        return sum(await asyncio.gather(*moves))
+        # Tokens of steps in flight would be lost, and computed again.
+        source.pause()
+        while not source.is_settled:  # noqa: ASYNC110 - the last of several answers, after a few milliseconds
+            await asyncio.sleep(_LOOK_S)
+        moved = movable()
+        for live in moved:
+            source.release(live)
+        target.take_over(moved)
     finally:
-        for move in moves:
-            move.cancel()
-        await asyncio.gather(*moves, return_exceptions=True)
+        source.resume()
+    log.info("%d of %d requests moved in %.2f s", len(moved), len(homes), time.monotonic() - started)
+    for live, home in homes.items():
+        if live.home is home:
+            await _wait_for_end(live)
+    return len(moved)
 
 
-async def _move(live: LiveRequest, source: Source, target: Target) -> bool:
-    home = live.home
-    if not _fits(live, target):
-        await _wait_for_end(live)
-    behind: int | None = None
-    while _is_worth_warming(live) and _stays(live, home):
-        known = tuple(live.sequence.tokens)
-        async with target.warm_up(known) as warming:
-            async for _ in warming:
-                pass
-        before, behind = behind, live.sequence.length - len(known)
-        if behind <= _FEW_TOKENS or (before is not None and behind >= before):
-            break
-    if not _stays(live, home):
-        return False
-    source.release(live)
-    target.take_over([live])
-    return True
+async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], target: Target) -> None:
+    """Let an engine compute the known tokens of requests, again and again, until they are only a few ahead of it."""
+    warmed: dict[LiveRequest, int] = {}
+
+    def ahead(live: LiveRequest) -> int:
+        return live.sequence.length - warmed.get(live, 0)
+
+    before = math.inf
+    while True:
+        late = [live for live in movable() if _is_worth_warming(live) and ahead(live) > _FEW_TOKENS]
+        total = sum(map(ahead, late))
+        if not total or total >= before:
+            return
+        before = total
+        for live in late:
+            if not live.has_ended:
+                known = tuple(live.sequence.tokens)
+                async with target.warm_up(known) as warming:
+                    async for _ in warming:
+                        pass
+                warmed[live] = len(known)
 
 
 def _fits(live: LiveRequest, target: Target) -> bool:

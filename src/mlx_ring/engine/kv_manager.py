@@ -232,7 +232,8 @@ class KvManager:
         self._operations.append(messages.fork_operation(match.source, sequence.id, match.length, take=take))
         sequence.scheduled = sequence.reused = match.length
         sequence.reached = match.extent.reached
-        if not sequence.generation and not sequence.is_resumed:
+        if not sequence.generation and sequence.opened_at == sequence.admitted_at:
+            # Neither another engine nor an earlier admission began it.
             sequence.cached_tokens = min(match.length, sequence.prompt_length)
         if take:
             sequence.taken = match.length

@@ -83,8 +83,7 @@ class LiveRequest:
         """
         request = sequence.request
         before = request.prompt_tokens if request.continues_text else ()
-        self.sequence = sequence
-        self.home = home
+        self.sequence, self.home = sequence, home
         self.stream = RequestStream(lambda: self.home.abort(self), lambda: self.home.stop(self))
         self.text = AnswerText(vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
         self.client = CLIENT.get()
@@ -114,7 +113,7 @@ class LiveRequest:
         self.has_ended = False
         self.on_resumed: Callable[[bool], None] | None = None
         """Called once after a loss: with True at the first new token, or with False at an end without one."""
-        self.on_ended: Callable[[], None] | None = None
+        self.on_ended: Callable[[], None] = lambda: None
         self._span: Span | None = None if tracer is None else tracer.begin(request, sequence.submitted_at)
         self._tracer = tracer
         self._deadline: asyncio.TimerHandle | None = None
@@ -181,6 +180,8 @@ class LiveRequest:
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
         if self.interrupted_at is not None:
             meter.record_resumed(now - self.interrupted_at)
+        else:
+            self.sequence.move()
         self.interrupted_at = self.left = None
         if self.is_suspect:
             self.sequence.alone_until = self._cleared_at
@@ -235,8 +236,7 @@ class LiveRequest:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
         self._report_resumed(has_token=False)
-        if self.on_ended is not None:
-            self.on_ended()
+        self.on_ended()
         self.stream.resume(continues=False)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -79,6 +79,8 @@ class Sequence:
     """Number of rows in flight that sample a token."""
     verifying: bool = False
     """True while a row with a draft is in flight: until its answer the KV length is unknown."""
+    longest_chunk: int | None = None
+    """Most tokens of it in a step, if answers elsewhere on the same machines must not wait long; None: no limit."""
     cut_at: int = 0
     """Length at which a chunk must end, so that a snapshot of the KV can be kept; 0 if none."""
     offered: int = 0
@@ -195,6 +197,7 @@ class Sequence:
 
     def chunk_end(self, most: int) -> int:
         """Return the KV length after a chunk of at most `most` tokens; a chunk ends where a snapshot is kept."""
+        most = most if self.longest_chunk is None else min(most, self.longest_chunk)
         end = min(self.scheduled + most, self.kept if self.is_catching_up else self.fill_to)
         return self.cut_at if self.scheduled < self.cut_at < end else end
 
@@ -227,6 +230,11 @@ class Sequence:
             self.replays = 0
         self.replays, self.failed_at = self.replays + 1, self.length
         return self.replays <= _MOST_REPLAYS
+
+    def move(self) -> None:
+        """Continue a sequence of an engine that was not lost: nothing is drawn again, and others need not wait for it."""
+        self.is_resumed = self.redraws = False
+        self.fill_to = self.length
 
     def preempt(self) -> None:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""

@@ -109,13 +109,14 @@ class Instance:
         tracing: Tracing | None,
         hold: Hold | None,
         on_suspects: Callable[[Remains | None], None],
+        *,
+        is_beside: bool,
     ) -> None:
         self._meter, self._tracing = meter, tracing
         self._hold, self._on_suspects = hold, on_suspects
         self._settings = settings.model_copy(update=dict(epoch.placement.group_settings))
-        self._shares = shares
-        self._served, self._service = served, service
-        self._epoch, self._report = epoch, report
+        self._shares, self._served, self._service = shares, served, service
+        self._epoch, self._report, self._is_beside = epoch, report, is_beside
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._explained = asyncio.Event()
         self.watch = InstanceWatch(
@@ -130,7 +131,6 @@ class Instance:
         )
         self._has_served = False
         self._drained = frozenset[str]()
-        """Nodes whose ranks others are to replace, although they answer."""
         self._loaded: StartedWorkers = epoch.prepared or {}
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
@@ -188,7 +188,7 @@ class Instance:
         cleanup.push_async_callback(self._stop_workers)
         if not epoch.loaded:
             self._shares.expect(self._kv_user, self._reservations())
-        if not (is_recovery := self._service.recoveries.status is not None):
+        if not (is_quick := self._is_beside or self._service.recoveries.status is not None):
             cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, _collect).cancel)
         places = epoch.loaded or await self._deploy(assignments, hello)
         addresses = [
@@ -206,7 +206,7 @@ class Instance:
             cleanup.push_async_callback(end_tasks, looking)
             self._service.serve(engine)
             self._has_served = True
-            if not is_recovery:
+            if not is_quick:
                 gc.freeze()  # to collect what stays would delay every stream
             ready(time.monotonic() - started)
         await self._lost
@@ -445,6 +445,6 @@ def _head_hello(assignment: worker_pb2.StageAssignment, epoch: Epoch) -> hello_p
 
 
 def _collect() -> None:
-    """Collect what earlier instances left. It takes a tenth of a second, so a recovery leaves it to the next first load."""
+    """Collect what earlier instances left. It takes a tenth of a second, for which no stream waits in a first load."""
     gc.unfreeze()
     gc.collect()

@@ -345,6 +345,7 @@ class HostedModel:
             moved = 0
             if old.service.error is None:
                 moved = await move_requests(old.service.engine, new.service.engine)
+                new.meter.moved += moved
         except RingError:
             if new.service.error is None and old.service.error is None:
                 await move_requests(new.service.engine, old.service.engine)

@@ -312,6 +312,7 @@ class Replica:
             self._tracing,
             None if self._hold is None else self._keep,
             early.follow,
+            is_beside=bool(self._replaces) and not self._retries,
         )
         return self._running
 

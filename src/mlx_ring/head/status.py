@@ -291,10 +291,10 @@ def node_statuses(
 
 
 def _attending(cluster_view: ClusterView, member: Member, instances: Sequence[InstanceView]) -> NodeStatus:
-    held = cluster_view.held.get(member.node)
+    held, is_drained = cluster_view.held.get(member.node), member.node in cluster_view.membership.drained
     return _node(
         member,
-        "attending" if held is None else "quarantined",
+        "drained" if is_drained else "attending" if held is None else "quarantined",
         is_head=member.node == cluster_view.own,
         reason=None if held is None else held.reason,
         since_s=member.since_s,

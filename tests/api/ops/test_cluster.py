@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import get_type_hints
 
+import pytest
 from tests.api.clients import Api, refusal
 from tests.api.twins import JOIN_TOKEN
 from tests.default_settings import make_api_settings
 
 from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
 from mlx_ring.api.service import InstanceInfo, LinkInfo
+from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
 from mlx_ring.head.head import api_settings
@@ -77,6 +79,33 @@ def test_link_with_activations_reports_compression_and_its_reason() -> None:
     assert (there["carries_activations"], there["compresses"], there["why"]) == (True, True, USE.why)
     assert (there.get("frames"), there.get("tensor_bytes"), there.get("sent_bytes")) == (3, 24_576, 18_000)
     assert (back["carries_activations"], back["compresses"]) == (False, False)
+
+
+def test_layers_move_away_from_a_machine_that_is_drained() -> None:
+    answer = Api().post("/cluster/drain", {"node": "studio"})
+    assert answer.status_code == 200
+    (moved,) = answer.json()["moved"]
+    assert (moved["way"], moved["requests"], moved["seconds"], moved["why"]) == ("beside", 2, 1.25, None)
+    assert Api().post("/cluster/readmit", {"node": "studio"}).json() == {"node": "studio"}
+    _, message = refusal(Api().post("/cluster/drain", {"node": "mini"}), 400)
+    assert "No machine is called mini: connected are studio." in message
+
+
+def test_machine_whose_layers_fit_nowhere_else_keeps_them() -> None:
+    api = Api()
+    api.catalog.refusal = PlanError("There is no room for 4 layers.")
+    _, message = refusal(api.post("/cluster/drain", {"node": "studio"}), 503)
+    assert "no room for 4 layers" in message
+    assert api.post("/cluster/drain", {"node": "studio", "force": True}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/cluster/drain", "/cluster/readmit"])
+def test_another_machine_needs_a_key_to_move_layers(path: str) -> None:
+    stranger = Api(client="192.168.1.9")
+    _, message = refusal(stranger.post(path, {"node": "studio"}), 403)
+    assert "192.168.1.9" in message
+    keyed = Api(None, make_api_settings(api_keys=("k",)), client="192.168.1.9")
+    assert keyed.post(path, {"node": "studio"}, authorization="Bearer k").status_code == 200
 
 
 def test_only_this_machine_may_invite_another() -> None:

@@ -201,6 +201,7 @@ def request_families(replicas: Sequence[MeteredReplica], models: Sequence[ModelS
         ("prompt_tokens", "Tokens of prompts, including cached ones.", "prompt_tokens"),
         ("generation_tokens", "Tokens that were generated.", "generated_tokens"),
         ("requests_resumed", "Interrupted requests that another instance took over.", "resumed"),
+        ("requests_moved", "Requests that another instance took over while both served.", "moved"),
     ):
         yield counter(
             name, help_text, MODEL, [(each.labels, getattr(each.meter, field)) for each in replicas]

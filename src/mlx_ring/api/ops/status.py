@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, create_model
 from mlx_ring.api.openapi import DescribedModel
 from mlx_ring.core.worker_status import MEMORY
 
-NodeState = Literal["attending", "gone", "quarantined"]
+NodeState = Literal["attending", "gone", "quarantined", "drained"]
 InstanceState = Literal["loading", "ready", "unavailable"]
 RecoveryPhase = Literal["planning", "loading", "replaying"]
 Bytes = Annotated[int, Field(ge=0)]
@@ -94,7 +94,7 @@ class NodeStatus(_Status):
     is_head: bool
     """True for the node that runs the head."""
     state: NodeState
-    """`quarantined` means connected, but excluded from plans for a time."""
+    """`quarantined` means connected, but excluded from plans for a time. `drained` means until it leaves or is readmitted."""
     reason: str | None
     """Reason why the node was lost or quarantined."""
     since: int | None

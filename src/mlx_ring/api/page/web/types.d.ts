@@ -377,8 +377,8 @@ export interface NodeStatus {
   address: string | null;
   /** True for the node that runs the head. */
   is_head: boolean;
-  /** `quarantined` means connected, but excluded from plans for a time. */
-  state: "attending" | "gone" | "quarantined";
+  /** `quarantined` means connected, but excluded from plans for a time. `drained` means until it leaves or is readmitted. */
+  state: "attending" | "gone" | "quarantined" | "drained";
   /** Reason why the node was lost or quarantined. */
   reason: string | null;
   /** Unix seconds when the state began; in quarantine, when the node connected. */

@@ -8,7 +8,7 @@ import { bytes, counted, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
 
 /** @type {Record<NodeStatus["state"], string>} */
-const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined" };
+const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined", drained: "drained" };
 
 /** @type {Record<EnergyStatus["part"], string>} */
 const PARTS = { cpu: "CPU", gpu: "GPU", memory: "memory" };

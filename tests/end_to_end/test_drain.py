@@ -1,0 +1,143 @@
+"""Machines that are wanted back while they serve: their layers move, and no answer changes or ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.end_to_end.loopback_cluster import end_head_members, joining_head, running_head
+from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
+from tests.processes import Server, client_of
+
+TOKENS = 160
+STREAMS = 6
+FLAGS = ("--strategy", "uniform", "--max-model-len", "2048", "--kv-cache-memory", "64MiB")
+
+
+class Streams:
+    """Streams of completions, each read by a thread of its own."""
+
+    def __init__(self, server: Server, tokens: int = TOKENS) -> None:
+        self.texts = [""] * STREAMS
+        self.ends: list[str | None] = [None] * STREAMS
+        self.begun = threading.Barrier(STREAMS + 1)
+        self._server, self._tokens = server, tokens
+        self._threads = [threading.Thread(target=self._read, args=(number,)) for number in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+        self.begun.wait(60)
+
+    def _read(self, number: int) -> None:
+        with (
+            client_of(str(self._server.http.base_url)) as client,
+            client.stream(
+                "POST", "/v1/completions", json=body_of(number, self._tokens, stream=True)
+            ) as answer,
+        ):
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                if not self.texts[number]:
+                    self.begun.wait(60)
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                self.texts[number] += choice["text"]
+                self.ends[number] = choice["finish_reason"] or self.ends[number]
+
+    def finish(self) -> list[str]:
+        for thread in self._threads:
+            thread.join(120)
+        assert self.ends == ["length"] * STREAMS
+        return self.texts
+
+
+def body_of(number: int, tokens: int, **more: object) -> dict[str, object]:
+    sampling = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
+    prompt = f"Once upon a time, {number} machines " * (1 + number)
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **sampling, **more}
+
+
+def expected(server: Server, tokens: int = TOKENS) -> list[str]:
+    answers = (server.http.post("/v1/completions", json=body_of(number, tokens)) for number in range(STREAMS))
+    return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
+
+
+def nodes_in_use(server: Server) -> set[str]:
+    return {device["node"] for device in server.status()["devices"]}
+
+
+def nodes(server: Server) -> list[dict[str, Any]]:
+    return server.status()["nodes"]
+
+
+@contextmanager
+def three_machines(folder: Path, *flags: str) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
+    """Run a head and two machines that have joined."""
+    joined: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not joined:
+                for number in (1, 2):
+                    node = joining_head(port, token.split()[0], folder / f"node-{number}")
+                    joined.append(stack.enter_context(node))
+
+        port = free_pair_of_ports()
+        stack.callback(end_head_members, folder)
+        yield stack.enter_context(running_head("demo", 3, folder, port, *flags, on_line=read)), joined
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
+    with three_machines(tmp_path_factory.mktemp("cluster"), *FLAGS) as running:
+        yield running
+
+
+def test_drained_machine_has_no_layers_and_no_answer_changes(
+    cluster: tuple[Server, Sequence[subprocess.Popen[str]]],
+) -> None:
+    server, _ = cluster
+    texts = expected(server)
+    (other, *_) = [node["id"] for node in nodes(server) if not node["is_head"]]
+    assert other in nodes_in_use(server)
+    streams = Streams(server)
+    drained = server.http.post("/cluster/drain", json={"node": other}, timeout=120)
+    assert drained.status_code == 200, drained.text
+    (moved,) = drained.json()["moved"]
+    assert (moved["model"], moved["way"], moved["why"]) == ("demo", "beside", None)
+    assert other not in nodes_in_use(server)
+    assert [node["state"] for node in nodes(server) if node["id"] == other] == ["drained"]
+    assert streams.finish() == texts
+    assert expected(server) == texts
+    assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
+    assert [node["state"] for node in nodes(server) if node["id"] == other] == ["attending"]
+
+
+def test_machine_that_ends_hands_over_its_layers_first(
+    cluster: tuple[Server, Sequence[subprocess.Popen[str]]],
+) -> None:
+    server, joined = cluster
+    texts, used = expected(server), nodes_in_use(server)
+    streams = Streams(server)
+    # Whichever machine has layers, and is not the head's.
+    for process in joined:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        if nodes_in_use(server) != used:
+            break
+    assert streams.finish() == texts
+    metrics = server.http.get("/metrics").text
+    losses = [line for line in metrics.splitlines() if line.startswith("mlx_ring_instance_losses_total{")]
+    assert losses
+    assert all(line.endswith(" 0.0") for line in losses)
+    eventually(lambda: server.http.get("/health").status_code, lambda code: code == 200)
