@@ -5,8 +5,8 @@
 Each round, the streams run, a machine is drained, and it is readmitted once they have ended. The table has the median time
 between two tokens of a stream in milliseconds: before the move, while the other instance is loaded and computes the known
 tokens, and after the move, when fewer machines compute. The pause is the time between the last token of the one instance
-and the first of the other one: its median and 95th percentile over the streams, and the latter as a multiple of the time
-between tokens before. `--after` gives the machines too little memory for a second instance.
+and the first of the other one. The table has its median and 95th percentile over the streams, and the latter as a multiple
+of the time between tokens before. `--after` gives the machines too little memory for a second instance.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     given = parser.parse_args()
     flags = ("--strategy", "uniform", "--max-model-len", "2048", "--max-num-seqs", str(given.streams))
     kv = () if given.after else ("--kv-cache-memory", "256MiB")
-    limits = ("--memory-limit", "600MiB") if given.after else ()
+    limits = ("--memory-limit", "530MiB") if given.after else ()
     with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
         cluster = running_cluster(
             given.model,
@@ -100,7 +100,10 @@ def _round(server: Server, count: int, tokens: int, prompt: int) -> None:
         _between(streams, moved_s, ended_s),
     )
     before, during, after = (1e3 * median(each) if each else float("nan") for each in gaps)
-    pauses = sorted(1e3 * pause for pause in _pauses(streams, moved_s))
+    pauses = sorted(
+        1e3 * pause
+        for pause in _pauses(streams, moved_s, max(_CHANGE_S, moved["seconds"] * (moved["way"] == "after")))
+    )
     p95 = pauses[round(0.95 * (len(pauses) - 1))]
     errors = sum(bool(stream.error) for stream in streams)
     print(
@@ -110,8 +113,8 @@ def _round(server: Server, count: int, tokens: int, prompt: int) -> None:
     )
 
 
-def _pauses(streams: list[Stream], moved_s: float) -> list[float]:
-    """Return each stream's pause at the change: the moment, near the end of the move, when most of them waited longest."""
+def _pauses(streams: list[Stream], moved_s: float, within_s: float) -> list[float]:
+    """Return each stream's pause at the change: the moment, near the end of the move, when all together waited longest."""
 
     def waits(moment_s: float) -> list[float]:
         pairs = (pair for stream in streams for pair in pairwise(stream.times))
@@ -121,7 +124,7 @@ def _pauses(streams: list[Stream], moved_s: float) -> list[float]:
         (early + late) / 2
         for stream in streams
         for early, late in pairwise(stream.times)
-        if moved_s - _CHANGE_S <= early <= moved_s
+        if moved_s - within_s <= early <= moved_s
     ]
     return max((waits(moment_s) for moment_s in moments), key=sum, default=[0.0])
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from mlx_ring.api.openai.dialect import OpenAiError
 from mlx_ring.api.openai.schemas import ChatCompletionChunk, ModelList
-from mlx_ring.api.ops.machines import JoinCommands
 from mlx_ring.api.ops.events import ClusterState, PatchOperation
+from mlx_ring.api.ops.machines import JoinCommands
 from mlx_ring.api.ops.models import DiskModels
 from mlx_ring.api.ops.what_if import WhatIfChoices
 from mlx_ring.core.logs import LogLine

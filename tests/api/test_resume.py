@@ -15,9 +15,9 @@ from tests.eventually import run_tasks_until
 from mlx_ring.api.app import DIALECTS, build_app
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import WorkerLost
-from mlx_ring.engine.handover import HeldRequests
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
+from mlx_ring.engine.takeover import HeldRequests
 
 MESSAGES = [{"role": "user", "content": "Hello."}]
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -20,10 +20,10 @@ from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RequestErro
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.handover import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.streams import Vocabulary
+from mlx_ring.engine.takeover import HeldRequests
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import LocalModel, find_model
 from mlx_ring.models.pooling import Pooling

@@ -16,11 +16,11 @@ from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import sampling_ranks
-from mlx_ring.engine.handover import HeldRequests
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.takeover import HeldRequests
 
 LOSS = WorkerLost("Worker 0 of stage 1 died.")
 Kept = dict[LiveRequest, KeptKv]

@@ -16,17 +16,17 @@ from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_request
 from tests.examples import examples
 
 from mlx_ring.core.errors import NotReady
-from mlx_ring.engine import handover
+from mlx_ring.engine import takeover
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.handover import move_requests
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.takeover import move_requests
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _looks_at_once() -> Generator[None]:  # pyright: ignore[reportUnusedFunction] - a fixture
     """Let moves look for the last answers at each turn, so that a random case is the same each time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handover, "_LOOK_S", 0.0)
+        patch.setattr(takeover, "_LOOK_S", 0.0)
         yield
 
 
@@ -97,7 +97,7 @@ def test_a_move_at_any_step_changes_no_answer(
 
 
 def test_known_tokens_are_computed_before_the_request_moves() -> None:
-    """The answer goes on meanwhile, and what is left to compute after the move is less than a chunk."""
+    """Check that the answer continues meanwhile, and that less than a chunk is left to compute after the move."""
     request = make_request(40, max_tokens=30)
 
     async def run() -> tuple[list[int], list[tuple[int, int]], int, Succession]:

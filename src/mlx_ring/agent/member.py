@@ -71,10 +71,10 @@ Revoke = Callable[[tuple[str, ...]], None]
 
 
 class Leave:
-    """Wish of the machine's owner to have it back, which the head fulfils, and the end of the agent."""
+    """Request to leave, which the head prepares by moving the machine's layers, and the end of the agent."""
 
     def __init__(self, ended: asyncio.Event | None = None) -> None:
-        """Start without a wish; `ended` is set once the agent ends, which the head then knows at once."""
+        """Start without a request; `ended` is set once the agent ends, which the head then knows at once."""
         self.ended = ended or asyncio.Event()
         self.is_wanted = False
         self.is_connected = False
@@ -83,7 +83,7 @@ class Leave:
         self._is_patient = True
 
     def want(self, *, has_workers: bool, is_patient: bool) -> None:
-        """Wish to leave, or end at once: if the machine has no layers, without a head, or at the second wish.
+        """Ask the head, or end at once: if the machine has no layers, without a head, or at the second request.
 
         Args:
             has_workers: True if the machine has layers.
@@ -97,7 +97,7 @@ class Leave:
         if not is_patient:
             asyncio.get_running_loop().call_later(_LEAVE_WITHIN_S, self.ended.set)
 
-    def heard(self, reply: cluster_pb2.AttendReply) -> None:
+    def received(self, reply: cluster_pb2.AttendReply) -> None:
         """Receive an answer of the head."""
         self.is_connected = True
         if reply.may_leave:
@@ -115,7 +115,7 @@ class Leave:
                 self.ended.set()
 
     def silent(self) -> None:
-        """Record that the call to the head has ended: nobody fulfils the wish."""
+        """Record that the call to the head has ended: nobody moves the layers."""
         self.is_connected = False
         if self.is_wanted:
             self.ended.set()
@@ -151,7 +151,7 @@ async def stay_registered(
         credentials: returns this node's credentials before each call, because they may be renewed.
         who: description of this node.
         revoke: called with the revoked certificates at each answer of the head.
-        leave: wish to leave, and its end; None: it never does.
+        leave: request to leave, and the end; None: it never leaves.
 
     Raises:
         PeerRefused: the head refuses this node.
@@ -162,7 +162,7 @@ async def stay_registered(
         try:
             async for reply in _session(head, credentials(), who, leave):
                 pause_s = _FIRST_PAUSE_S
-                leave.heard(reply)
+                leave.received(reply)
                 revoke(tuple(reply.revoked))
             if leave.ended.is_set():
                 return

@@ -234,7 +234,7 @@ class Control:
                         if said.leaves:
                             reason, is_final, has_left = "it left the cluster", True, True
                             break
-                        await self._heard(member, said)
+                        await self._received(member, said)
                     yield self._reply(member.node)
         except ProtocolError as error:
             reason, is_final = str(error), True
@@ -256,7 +256,7 @@ class Control:
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
 
-    async def _heard(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
+    async def _received(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
         if said.wants_to_leave and member.node not in self._letting_go:
             work = self.let_go(member.node)
             self._letting_go[member.node] = asyncio.create_task(work, name="let go")

@@ -19,7 +19,6 @@ from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
 from mlx_ring.engine.admission import Settled
 from mlx_ring.engine.executor import Executor, GrammarRequests
-from mlx_ring.engine.handover import WarmUp
 from mlx_ring.engine.in_flight import Predict, Unanswered
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
@@ -29,6 +28,7 @@ from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, make_sequence
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.engine.streams import Reading, Vocabulary
+from mlx_ring.engine.takeover import WarmUp
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 

@@ -15,11 +15,11 @@ from mlx_ring.core.engine_stats import Meter, OpenRequest
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
-from mlx_ring.engine.handover import HeldRequests, move_requests
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.streams import Vocabulary
+from mlx_ring.engine.takeover import HeldRequests, move_requests
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.router import Routed, Router

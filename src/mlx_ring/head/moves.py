@@ -57,7 +57,7 @@ class Moves:
     async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
         """Move all layers away from a machine, given by id or name, which gets none until it leaves or is readmitted.
 
-        The move goes on if the caller is cancelled.
+        The move continues if the caller is cancelled.
         """
         machines = self._machines()
         moving = asyncio.create_task(

@@ -192,9 +192,13 @@ class Cluster:
             try:
                 return await plan_patch(order, remains, room.without(avoided))
             except PlanError:
-                if not avoided or await self._is_possible(order, remains, room.sites, avoided):
+                if not avoided:
                     raise
-                return await plan_patch(order, remains, room)
+                try:
+                    await self._place_whole(order, remains, room.sites, avoided)
+                except PlanError:
+                    return await plan_patch(order, remains, room)
+                raise
         except BaseException:
             await close_sites(room.sites)
             raise
@@ -271,9 +275,12 @@ class Cluster:
             await self._control.wait_until_present(site.node)
             membership = self._control.membership
             sites = cluster_sites(self._control, membership, self._port)
-            own = [each for each in sites if each.node == site.node]
             left = asyncio.create_task(self._control.wait_until_absent(site.node))
-            answering = [asyncio.create_task(wait_for_answers(each, pids, epoch, hello)) for each in own]
+            answering = [
+                asyncio.create_task(wait_for_answers(each, pids, epoch, hello))
+                for each in sites
+                if each.node == site.node
+            ]
             try:
                 await asyncio.wait((left, *answering), return_when=asyncio.FIRST_COMPLETED)
                 if any(task.done() for task in answering):
@@ -312,16 +319,19 @@ class Cluster:
             log.warning("Using links that were lost repeatedly, because without them: %s", error)
             return await plan(())
 
-    async def _is_possible(
-        self, order: Order, remains: Remains, sites: Sequence[Site], avoided: Iterable[Pair]
-    ) -> bool:
-        """Report whether there is a plan without some links, in place of what is left of an instance."""
-        membership = self._control.membership.usable.without(remains.silent_nodes)
+    async def check_whole(self, order: Order, remains: Remains) -> None:
+        room = await self._room(order, remains)
         try:
-            await self._place_without(order, membership, sites, self._others(order, remains), avoided)
-        except PlanError:
-            return False
-        return True
+            await self._place_whole(order, remains, room.sites, ())
+        finally:
+            await close_sites(room.sites)
+
+    async def _place_whole(
+        self, order: Order, remains: Remains, sites: Sequence[Site], avoided: Iterable[Pair]
+    ) -> Placement:
+        """Place an instance without some links, in place of what is left of it."""
+        members = self._control.membership.usable.without(remains.silent_nodes)
+        return await self._place_without(order, members, sites, self._others(order, remains), avoided)
 
     async def _place_without(
         self,
@@ -371,22 +381,15 @@ class Cluster:
             self._surveys.distrust(error.ends)
             avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
             if avoided is not None:
-                log.error(
-                    "Plans avoid the link between %s until %s. %s",
-                    " and ".join(error.ends),
-                    time.strftime("%H:%M", time.localtime(avoided.until_s)),
-                    avoided.reason,
-                )
+                ends, until = " and ".join(error.ends), _hour(avoided.until_s)
+                log.error("Plans avoid the link between %s until %s. %s", ends, until, avoided.reason)
         if error is None or not error.node:
             return
         held = self._quarantine.note(error.node, str(error), begun_s)
         if held is not None:
             log.error(
                 "%s is excluded from plans until %s. %s To use it earlier, run: mlx-ring node readmit %s",
-                error.node,
-                time.strftime("%H:%M", time.localtime(held.until_s)),
-                held.reason,
-                error.node,
+                *(error.node, _hour(held.until_s), held.reason, error.node),
             )
 
     def cluster_view(self) -> ClusterView:
@@ -445,3 +448,7 @@ class Cluster:
         with self._control.watching(on_event), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await joined.wait()
+
+
+def _hour(unix_time_s: float) -> str:
+    return time.strftime("%H:%M", time.localtime(unix_time_s))

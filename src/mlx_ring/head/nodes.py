@@ -154,6 +154,14 @@ class Machines(Presence, Protocol):
         """
         ...
 
+    async def check_whole(self, order: Order, remains: Remains) -> None:
+        """Check that an instance could be loaded as a whole, without what remains of it.
+
+        Raises:
+            PlanError: there is no room for it.
+        """
+        ...
+
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         """Place the lost ranks of an instance again, and prepare those that are left.
 

@@ -14,7 +14,15 @@ from typing import Protocol
 from mlx_ring.cluster.deployment import close_sites
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import GroupStuck, NodeDrained, NodeLost, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import (
+    GroupStuck,
+    NodeDrained,
+    NodeLost,
+    PlanError,
+    RingError,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
@@ -206,9 +214,14 @@ class Replica:
         remains = None if self._running is None else self._running.without_drained(nodes)
         if self._order is None or remains is None:
             return
-        plan = await self._machines.plan_patch(self._patch_order(self._order, remains), remains)
-        if plan is not None:
-            await close_sites(plan.room.sites)
+        order = self._patch_order(self._order, remains)
+        try:
+            plan = await self._machines.plan_patch(order, remains)
+        except PlanError:
+            # Its other ranks may give their memory, too.
+            await self._machines.check_whole(order, remains)
+        else:
+            await close_sites(() if plan is None else plan.room.sites)
 
     def drain(self, nodes: frozenset[str]) -> None:
         """Replace the ranks on these nodes, which answer. Running answers pause meanwhile."""

@@ -96,6 +96,10 @@ class SingleNode:
         """Plan nothing, because every rank stays on this machine."""
         del order, remains
 
+    async def check_whole(self, order: Order, remains: Remains) -> None:
+        """Check nothing: this machine is never drained."""
+        del order, remains
+
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         del early
         if self._agent is None or self._agent.exit_reason:

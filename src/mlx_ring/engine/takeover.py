@@ -3,8 +3,8 @@
 After a loss, the requests of the lost instance wait for the next one, and keep what they have delivered. New requests
 join them, within the limit of the queue. The next engine takes all of them, in their order.
 
-Where both engines serve, a request moves without a pause: the other engine computes the KV of its known tokens while
-it continues, and then takes it over.
+Where both engines serve, a request moves without a pause. The other engine computes the KV of its known tokens while
+the request continues, and then takes it over.
 """
 
 from __future__ import annotations
