@@ -100,6 +100,8 @@ class Leave:
     def received(self, reply: cluster_pb2.AttendReply) -> None:
         """Receive an answer of the head."""
         self.is_connected = True
+        if not self.is_wanted:
+            return
         if reply.may_leave:
             self.ended.set()
         if reply.stay_reason and reply.stay_reason != self._reason:
@@ -305,7 +307,7 @@ def run_member(
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
-    with recorded(state, "agent"), make_run_folder(settings.run_dir) as run_dir:
+    with recorded(state, "agent", ending_s=_LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         asyncio.run(serve_as_member(MemberOptions(head, node, state, run_dir, settings, bracketed(listen))))
 
 

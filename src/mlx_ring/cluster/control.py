@@ -257,9 +257,13 @@ class Control:
             )
 
     async def _received(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
-        if said.wants_to_leave and member.node not in self._letting_go:
-            work = self.let_go(member.node)
-            self._letting_go[member.node] = asyncio.create_task(work, name="let go")
+        if not said.wants_to_leave:
+            self._letting_go.pop(member.node, None)
+        elif member.node not in self._letting_go:
+            leaving = asyncio.create_task(self.let_go(member.node), name="let go")
+            # Its error is also retrieved if nobody asks for it.
+            leaving.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._letting_go[member.node] = leaving
         await self._happens(
             Reported(
                 member.node,

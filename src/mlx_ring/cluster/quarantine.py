@@ -62,6 +62,11 @@ class Quarantine:
     """Reason, as a sentence."""
     until_s: float
 
+    @property
+    def until(self) -> str:
+        """Hour and minute of its end, in this machine's time zone."""
+        return time.strftime("%H:%M", time.localtime(self.until_s))
+
 
 @dataclass(frozen=True, slots=True)
 class LostLink:

@@ -206,7 +206,7 @@ class Engine:
         for request in requests:
             make_sequence(0, request, self._limits, self._clock())
         needs = len(requests) - self._scheduler.places
-        shed = choose_to_shed(self._live.values(), CLIENT.get(), wants=len(requests), needs=needs)
+        shed = choose_to_shed(self.lives, CLIENT.get(), wants=len(requests), needs=needs)
         for live in shed or ():
             self._retire(live, "error", shed_error())
         return shed is not None

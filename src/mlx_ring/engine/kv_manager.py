@@ -226,13 +226,14 @@ class KvManager:
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
         self._operations.append(messages.open_operation(sequence))
         self.held.add(sequence.id)
-        self._cache.count(sequence.length, match)
+        if sequence.longest_chunk is None:
+            self._cache.count(sequence.length, match)
         if match is None:
             return
         self._operations.append(messages.fork_operation(match.source, sequence.id, match.length, take=take))
         sequence.scheduled = sequence.reused = match.length
         sequence.reached = match.extent.reached
-        if not sequence.generation and sequence.opened_at == sequence.admitted_at:
+        if not sequence.generation and sequence.opened_at in (None, sequence.admitted_at):
             # Neither another engine nor an earlier admission began it.
             sequence.cached_tokens = min(match.length, sequence.prompt_length)
         if take:

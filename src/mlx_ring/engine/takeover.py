@@ -10,6 +10,7 @@ the request continues, and then takes it over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -163,7 +164,7 @@ class HeldRequests:
 
 _WARM_UP_CHUNK = 64
 """Most tokens of a warm-up in a step. Answers on the same machines wait for a step."""
-_LOOK_S = 0.001
+_LOOK_S, _LONGEST_WAIT_S = 0.001, 1.0
 _FEW_TOKENS = 8
 """Tokens that a request may be ahead of its warm-up: to compute them takes about as long as to compute one."""
 
@@ -247,6 +248,11 @@ class Target(Protocol):
     """Engine to which requests move."""
 
     @property
+    def error(self) -> RingError | None:
+        """Reason why it no longer answers; None while it does."""
+        ...
+
+    @property
     def context_length(self) -> int: ...
 
     def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
@@ -278,8 +284,10 @@ async def move_requests(source: Source, target: Target) -> int:
     try:
         # Tokens of steps in flight would be lost, and computed again.
         source.pause()
-        while not source.is_settled:  # noqa: ASYNC110 - the last of several answers, after a few milliseconds
+        while not source.is_settled:
             await asyncio.sleep(_LOOK_S)
+            # A suspicion that has ended may have resumed it.
+            source.pause()
         moved = movable()
         for live in moved:
             source.release(live)
@@ -288,7 +296,7 @@ async def move_requests(source: Source, target: Target) -> int:
         source.resume()
     log.info("%d of %d requests moved in %.2f s", len(moved), len(homes), time.monotonic() - started)
     for live, home in homes.items():
-        if live.home is home:
+        while _stays(live, home):
             await _wait_for_end(live)
     return len(moved)
 
@@ -308,12 +316,18 @@ async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], target: Target)
             return
         before = total
         for live in late:
-            if not live.has_ended:
-                known = tuple(live.sequence.tokens)
+            if live not in movable():
+                continue
+            known = tuple(live.sequence.tokens)
+            try:
                 async with target.warm_up(known) as warming:
                     async for _ in warming:
                         pass
-                warmed[live] = len(known)
+            except RingError:
+                # Without it, the request only pauses for longer.
+                if target.error is not None:
+                    raise
+            warmed[live] = len(known)
 
 
 def _fits(live: LiveRequest, target: Target) -> bool:
@@ -323,10 +337,12 @@ def _fits(live: LiveRequest, target: Target) -> bool:
 
 
 async def _wait_for_end(live: LiveRequest) -> None:
+    """Wait until the request has ended, but not for long, because it may also get another engine."""
     ended = asyncio.Event()
     live.on_ended = ended.set
-    if not live.has_ended:
-        await ended.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LONGEST_WAIT_S):
+            await ended.wait()
 
 
 def _stays(live: LiveRequest, home: Home) -> bool:

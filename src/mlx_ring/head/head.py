@@ -215,6 +215,7 @@ class Head:
         """Refuse new requests and finish open ones, until the timeout or a second signal."""
         self._admission.close()
         self._catalog.stop_fetching()
+        self._catalog.moves.stop()
         left, within_s = self._admission.open, self._settings.shutdown_timeout_s
         if not left or not within_s:
             return

@@ -265,9 +265,10 @@ class Instance:
         may_return = self._has_served and bool(remains.lost) and not ended and remains.lost <= pids.keys()
         return replace(remains, pids=pids, may_return=may_return and not self._drained)
 
-    def without_drained(self, nodes: frozenset[str]) -> Remains | None:
-        """Return the ranks that would be left without some nodes; None if none can stay."""
-        return self._without(frozenset(), self._ranks_on(nodes))
+    def without_drained(self, nodes: frozenset[str]) -> Remains:
+        """Return the ranks that would be left without some nodes."""
+        epoch, lost = self._epoch, self._with_groups(self._ranks_on(nodes))
+        return Remains(epoch.instance, epoch.number, epoch.placement, lost, frozenset())
 
     def _ranks_on(self, nodes: frozenset[str]) -> frozenset[RankId]:
         return frozenset(rank for rank, node in self._nodes.items() if node in nodes)
@@ -277,7 +278,6 @@ class Instance:
         epoch, sites = self._epoch, sites_of(self._epoch.placement)
         left = sites.keys() if self._has_served else self._loaded.keys()
         lost = ranks | {place for place, site in sites.items() if site.node in nodes or place not in left}
-        # MLX cannot join the others of a group again.
         remains = Remains(epoch.instance, epoch.number, epoch.placement, self._with_groups(lost), nodes)
         return remains if can_be_patched(self._settings.link, remains) else None
 

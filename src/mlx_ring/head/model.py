@@ -171,9 +171,14 @@ class HostedModel:
 
     def _engines(self) -> Sequence[Routed]:
         """Return the engines that serve; while all are loaded again, the queue for the next one."""
-        leaving = None if self._leaving is None else self._leaving.service
-        serving = [each.engine for each in self._serving() if each is not leaving]
+        serving = [each.engine for each in self._preferred()]
         return serving or ([self._held] if self.keeps_requests else [])
+
+    def _preferred(self) -> list[InstanceService]:
+        """Return the instances that serve, if possible without the one that another one replaces."""
+        leaving = None if self._leaving is None else self._leaving.service
+        serving = self._serving()
+        return [each for each in serving if each is not leaving] or serving
 
     @property
     def held_requests(self) -> Sequence[OpenRequest]:
@@ -186,7 +191,7 @@ class HostedModel:
 
     def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         """Give the requests of a lost instance to the other replicas, or keep them until one is loaded again."""
-        serving = [each.engine for each in self._serving()]
+        serving = [each.engine for each in self._preferred()]
         if not serving:
             self._held.hold(lives, loss)
             if (refusal := self._refusal) is not None:
@@ -341,21 +346,26 @@ class HostedModel:
         self._tasks[new] = asyncio.create_task(work, name=f"replica of {self.model_id}")
         try:
             await first
-            self._leaving = old
-            moved = 0
-            if old.service.error is None:
-                moved = await move_requests(old.service.engine, new.service.engine)
-                new.meter.moved += moved
+            return await self._retire(old, new)
         except RingError:
-            if new.service.error is None and old.service.error is None:
-                await move_requests(new.service.engine, old.service.engine)
-            await self._end(new)
+            if old.service.error is not None and new.service.error is None:
+                # The old one was lost meanwhile, and the new one has its requests.
+                return await self._retire(old, new)
+            await self._retire(new, old)
             raise
-        else:
-            await self._end(old)
-            return moved
         finally:
             self._leaving = None
+
+    async def _retire(self, leaving: Replica, staying: Replica) -> int:
+        """End a replica once another one has taken over its requests, also those that come to it meanwhile."""
+        self._leaving, moved = leaving, 0
+        while leaving.service.error is None and leaving.service.engine.lives:
+            if staying.service.error is not None:
+                raise staying.service.error
+            moved += await move_requests(leaving.service.engine, staying.service.engine)
+        staying.meter.moved += moved
+        await self._end(leaving)
+        return moved
 
     async def _end(self, replica: Replica) -> None:
         """End one replica, which has no requests any more."""

@@ -330,7 +330,7 @@ class Catalog:
     async def end(self) -> None:
         """End every load and every instance, and refuse new loads."""
         self._has_ended = True
-        tasks = [*self._loads.values(), *self._fetches.stop()]
+        tasks = [*self._loads.values(), *self._fetches.stop(), *self.moves.stop()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -381,7 +381,6 @@ class Catalog:
 
     async def _run(self, hosted: HostedModel) -> None:
         machines = self._begun()
-        # Once one has served, use the nodes that are present.
         nodes = 1 if self._has_served else self._settings.nodes
         candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
         self._check_room(hosted, len(candidate_sets))
@@ -421,7 +420,8 @@ class Catalog:
         )
 
     def _replacement(self, hosted: HostedModel, old: Replica) -> Replica:
-        """Return a replica that takes the place of another one."""
+        """Return a replica that takes the place of another one, if --model-memory allows both."""
+        self._check_room(hosted, 1)
         make = partial(self._make_replica, hosted, self._begun(), hosted.unused_meter)
         return make(nodes=1, replicas=len(hosted.replicas), replaces=old.service.info.name)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import PlanError, RequestError, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
 from mlx_ring.head.model import HostedModel, Ready
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import readable_names
@@ -52,13 +52,21 @@ class Moves:
         """
         self._machines, self._hosted, self._make_replica = machines, hosted, make_replica
         self._one_at_a_time, self._ready = one_at_a_time, ready
+        self._has_ended = False
         self._moving: set[asyncio.Task[Sequence[Moved]]] = set()
+
+    def stop(self) -> Sequence[asyncio.Task[Sequence[Moved]]]:
+        """Refuse new moves, because the head ends, and return those in progress, which may be cancelled."""
+        self._has_ended = True
+        return [*self._moving]
 
     async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
         """Move all layers away from a machine, given by id or name, which gets none until it leaves or is readmitted.
 
         The move continues if the caller is cancelled.
         """
+        if self._has_ended:
+            raise NotReady("The server is shutting down.")
         machines = self._machines()
         moving = asyncio.create_task(
             self._drain(machines, find_node(machines, node), node, force=force), name=f"drain {node}"
@@ -68,32 +76,46 @@ class Moves:
         return await asyncio.shield(moving)
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
-        await machines.drain(node)
-        log.warning("%s is drained: its layers move to other machines", name)
-        try:
-            async with self._one_at_a_time:
-                moved = [
-                    await self._move(hosted, replica, node, force=force)
-                    for hosted, replica in self._using(node)
-                ]
-        except BaseException:
-            await machines.drain(node, is_drained=False)
-            log.warning("%s is not drained: its layers stay there", name)
-            raise
+        moved: list[Moved] = []
+        async with self._one_at_a_time:
+            if not machines.cluster_view().membership.usable.without({node}).members:
+                raise Conflict(
+                    f"{name} is the only machine that may have layers, so they cannot move elsewhere."
+                )
+            await machines.drain(node)
+            log.warning("%s is drained: its layers move to other machines", name)
+            try:
+                while (found := self._using(node)) is not None:
+                    hosted, replica = found
+                    if replica.service.error is None:
+                        moved.append(await self._move(hosted, replica, node, force=force))
+                    else:
+                        # It is being loaded, as it was planned before.
+                        await asyncio.sleep(_LOOK_S)
+            except BaseException as error:
+                await machines.drain(node, is_drained=False)
+                log.warning("%s is not drained: %s", name, error)
+                raise
         log.warning("%s has no layers any more", name)
         return moved
 
     async def readmit(self, node: str) -> None:
         """Let plans use a drained machine again."""
         machines = self._machines()
-        await machines.drain(find_node(machines, node), is_drained=False)
+        async with self._one_at_a_time:
+            await machines.drain(find_node(machines, node), is_drained=False)
 
-    def _using(self, node: str) -> Iterator[tuple[HostedModel, Replica]]:
-        """Yield the replicas that serve with layers on a node."""
-        for hosted in self._hosted():
-            for replica in list(hosted.replicas):
-                if replica.service.error is None and _uses(replica, node):
-                    yield hosted, replica
+    def _using(self, node: str) -> tuple[HostedModel, Replica] | None:
+        """Return a replica with layers on a node, or about to have some; None without one."""
+        return next(
+            (
+                (hosted, replica)
+                for hosted in self._hosted()
+                for replica in hosted.replicas
+                if _uses(replica, node) and not isinstance(replica.service.error, PlanError)
+            ),
+            None,
+        )
 
     async def _move(self, hosted: HostedModel, replica: Replica, node: str, *, force: bool) -> Moved:
         started, requests = time.monotonic(), len(replica.service.engine.requests())
@@ -108,10 +130,13 @@ class Moves:
         log.warning(
             "%s pauses while it is loaded again, because no instance fits beside it: %s", hosted.model_id, why
         )
-        replica.drain(frozenset({node}))
-        while replica.service.error is not None or _uses(replica, node):
-            if force and isinstance(replica.service.error, PlanError):
-                break
+        while (error := replica.service.error) is not None or _uses(replica, node):
+            if isinstance(error, PlanError):
+                if force:
+                    break
+                raise error
+            if error is None:
+                replica.drain(frozenset({node}))
             await asyncio.sleep(_LOOK_S)
         return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
 

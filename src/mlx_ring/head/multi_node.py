@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -105,7 +104,8 @@ class Cluster:
 
     @property
     def missing(self) -> int:
-        return max(0, self._awaited - 1 - len(self._control.membership.members.keys() - {self._control.node}))
+        others = self._control.membership.usable.without({self._control.node})
+        return max(0, self._awaited - 1 - len(others.members))
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -381,7 +381,7 @@ class Cluster:
             self._surveys.distrust(error.ends)
             avoided = self._quarantine.note_link(error.ends, str(error), begun_s)
             if avoided is not None:
-                ends, until = " and ".join(error.ends), _hour(avoided.until_s)
+                ends, until = " and ".join(error.ends), avoided.until
                 log.error("Plans avoid the link between %s until %s. %s", ends, until, avoided.reason)
         if error is None or not error.node:
             return
@@ -389,7 +389,7 @@ class Cluster:
         if held is not None:
             log.error(
                 "%s is excluded from plans until %s. %s To use it earlier, run: mlx-ring node readmit %s",
-                *(error.node, _hour(held.until_s), held.reason, error.node),
+                *(error.node, held.until, held.reason, error.node),
             )
 
     def cluster_view(self) -> ClusterView:
@@ -448,7 +448,3 @@ class Cluster:
         with self._control.watching(on_event), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await joined.wait()
-
-
-def _hour(unix_time_s: float) -> str:
-    return time.strftime("%H:%M", time.localtime(unix_time_s))

@@ -32,7 +32,7 @@ from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.patching import EarlyPlan, Remains
+from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.step_down import may_step_down
@@ -211,17 +211,17 @@ class Replica:
         Raises:
             PlanError: they have not.
         """
-        remains = None if self._running is None else self._running.without_drained(nodes)
-        if self._order is None or remains is None:
+        if self._running is None or self._order is None:
             return
+        remains = self._running.without_drained(nodes)
         order = self._patch_order(self._order, remains)
-        try:
-            plan = await self._machines.plan_patch(order, remains)
-        except PlanError:
-            # Its other ranks may give their memory, too.
-            await self._machines.check_whole(order, remains)
-        else:
-            await close_sites(() if plan is None else plan.room.sites)
+        if can_be_patched(self._settings.link, remains):
+            with contextlib.suppress(PlanError):
+                plan = await self._machines.plan_patch(order, remains)
+                await close_sites(() if plan is None else plan.room.sites)
+                return
+        # All of its ranks may give their memory.
+        await self._machines.check_whole(order, remains)
 
     def drain(self, nodes: frozenset[str]) -> None:
         """Replace the ranks on these nodes, which answer. Running answers pause meanwhile."""

@@ -1,0 +1,139 @@
+"""Moves of layers away from a machine, with replicas and machines that only record what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.eventually import run_tasks_until
+
+from mlx_ring.api.service import Moved
+from mlx_ring.cluster.membership import Drained, Membership
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
+from mlx_ring.head.moves import Moves
+
+NO_ROOM = PlanError("There is no room for 4 layers.")
+
+
+class FakeReplica:
+    """Replica with layers on some nodes."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.service: Any = SimpleNamespace(error=None, engine=SimpleNamespace(requests=lambda: [1, 2]))
+        self.place(*nodes)
+        self.refusal: RingError | None = None
+        self.drained: list[frozenset[str]] = []
+
+    def place(self, *nodes: str) -> None:
+        self.placement = SimpleNamespace(nodes=[SimpleNamespace(node=node) for node in nodes])
+
+    async def check_drain(self, nodes: frozenset[str]) -> None:
+        del nodes
+        if self.refusal is not None:
+            raise self.refusal
+
+    def drain(self, nodes: frozenset[str]) -> None:
+        self.drained.append(nodes)
+        self.place("a")
+
+
+class FakeHosted:
+    """Model with one replica; a second one may not fit."""
+
+    model_id = "demo"
+
+    def __init__(self, replica: FakeReplica, problem: RingError | None = None) -> None:
+        self.replicas, self.problem = [replica], problem
+
+    async def replace(self, old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del ready
+        if self.problem is not None:
+            raise self.problem
+        assert self.replicas == [old]
+        self.replicas = [new]
+        return 2
+
+
+class Head:
+    """Moves between machines, of which `b` is drained."""
+
+    def __init__(self, hosted: FakeHosted, *nodes: str) -> None:
+        members: Any = {node: SimpleNamespace(node=node, machine=f"{node}-machine") for node in nodes}
+        self.membership = Membership(members)
+        moves = Moves(
+            lambda: cast("Any", self),
+            lambda: cast("Any", [hosted]),
+            cast("Any", lambda _hosted, _old: FakeReplica("a")),
+            asyncio.Lock(),
+            cast("Any", print),
+        )
+        self.moves = moves
+
+    def cluster_view(self) -> Any:
+        return SimpleNamespace(membership=self.membership)
+
+    async def drain(self, node: str, *, is_drained: bool = True) -> None:
+        self.membership = self.membership.apply(Drained(node, is_drained))
+
+
+def drain(head: Head, *, force: bool = False) -> list[Moved]:
+    return list(asyncio.run(head.moves.drain("b-machine", force=force)))
+
+
+def test_second_instance_takes_the_place_of_the_first() -> None:
+    head = Head(FakeHosted(FakeReplica("a", "b")), "a", "b")
+    (moved,) = drain(head)
+    assert (moved.way, moved.requests, moved.why) == ("beside", 2, "")
+    assert head.membership.drained == {"b"}
+    assert drain(head) == []
+
+
+def test_answers_pause_where_no_second_instance_fits() -> None:
+    replica = FakeReplica("a", "b")
+    (moved,) = drain(Head(FakeHosted(replica, NO_ROOM), "a", "b"))
+    assert (moved.way, moved.requests, moved.why) == ("after", 2, str(NO_ROOM))
+    assert replica.drained == [frozenset("b")]
+
+
+def test_machine_is_not_drained_if_the_others_have_no_room() -> None:
+    replica = FakeReplica("a", "b")
+    replica.refusal = NO_ROOM
+    head = Head(FakeHosted(replica, NO_ROOM), "a", "b")
+    with pytest.raises(PlanError, match="no room for 4 layers"):
+        drain(head)
+    assert not head.membership.drained
+    assert not replica.drained
+    assert [moved.way for moved in drain(head, force=True)] == ["after"]
+
+
+def test_only_usable_machine_keeps_its_layers() -> None:
+    head = Head(FakeHosted(FakeReplica("b")), "b")
+    with pytest.raises(Conflict, match="b-machine is the only machine"):
+        drain(head)
+    with pytest.raises(RequestError, match="No machine is called c: connected are b-machine"):
+        asyncio.run(head.moves.drain("c", force=False))
+    assert not head.membership.drained
+
+
+def test_layers_that_are_being_loaded_move_once_they_serve() -> None:
+    replica = FakeReplica("a", "b")
+    replica.service.error = NotReady("The model is being loaded.")
+    head = Head(FakeHosted(replica), "a", "b")
+
+    async def run() -> list[Moved]:
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        assert not draining.done()
+        replica.service.error = None
+        return list(await draining)
+
+    assert [moved.way for moved in asyncio.run(run())] == ["beside"]
+
+
+def test_no_layers_move_while_the_head_ends() -> None:
+    head = Head(FakeHosted(FakeReplica("a", "b")), "a", "b")
+    head.moves.stop()
+    with pytest.raises(NotReady):
+        drain(head)
