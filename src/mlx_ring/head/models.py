@@ -330,7 +330,7 @@ class Catalog:
     async def end(self) -> None:
         """End every load and every instance, and refuse new loads."""
         self._has_ended = True
-        tasks = [*self._loads.values(), *self._fetches.stop(), *self.moves.stop()]
+        tasks = [*self._loads.values(), *self._fetches.stop()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

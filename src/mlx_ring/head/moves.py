@@ -55,10 +55,11 @@ class Moves:
         self._has_ended = False
         self._moving: set[asyncio.Task[Sequence[Moved]]] = set()
 
-    def stop(self) -> Sequence[asyncio.Task[Sequence[Moved]]]:
-        """Refuse new moves, because the head ends, and return those in progress, which may be cancelled."""
+    def stop(self) -> None:
+        """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
         self._has_ended = True
-        return [*self._moving]
+        for moving in self._moving:
+            moving.cancel()
 
     async def drain(self, node: str, *, force: bool) -> Sequence[Moved]:
         """Move all layers away from a machine, given by id or name, which gets none until it leaves or is readmitted.
