@@ -56,6 +56,10 @@ class FakeHosted:
         return 2
 
 
+def replacement(*_: object) -> FakeReplica:
+    return FakeReplica("a")
+
+
 class Head:
     """Moves between machines, of which `b` is drained."""
 
@@ -65,7 +69,7 @@ class Head:
         moves = Moves(
             lambda: cast("Any", self),
             lambda: cast("Any", [hosted]),
-            cast("Any", lambda _hosted, _old: FakeReplica("a")),
+            cast("Any", replacement),
             asyncio.Lock(),
             cast("Any", print),
         )
