@@ -198,7 +198,7 @@ def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused
         model: Any = HostedModel.__new__(HostedModel)
         model.replicas = [SimpleNamespace(service=service)]
         model.settings = SimpleNamespace(resume="on")
-        model._held, model._has_served = succession.held, True
+        model._held, model._has_served, model._leaving = succession.held, True, None
         succession._hold = model.hold
         for lost in range(1, MOST_LOSSES + 1):
             succession.load()
