@@ -174,7 +174,7 @@ def drain_node(
         how = (
             f"{requests} moved without a pause"
             if moved["why"] is None
-            else f"{requests} paused, because no second instance fits beside it: {moved['why']}"
+            else f"{requests} paused, because no second instance could be loaded beside the first: {moved['why']}"
         )
         print(f"{moved['model']}: {how}, in {moved['seconds']:.1f} s.")
     print(f"{node} has no layers. It gets none until it leaves, or `mlx-ring node drain {node} --undo`.")

@@ -129,7 +129,9 @@ class Moves:
         if not force:
             await replica.check_drain(frozenset({node}))
         log.warning(
-            "%s pauses while it is loaded again, because no instance fits beside it: %s", hosted.model_id, why
+            "%s pauses while it is loaded again, because no second instance could be loaded: %s",
+            hosted.model_id,
+            why,
         )
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
