@@ -6,7 +6,8 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -340,10 +341,21 @@ class HangingDisk:
 def test_blocks_that_were_read_before_a_disk_hangs_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    expire: list[Callable[[], None]] = []
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            assert self.interval == 10
+            expire.append(partial(self.function, *self.args))
+
     hanging = HangingDisk(tmp_path, monkeypatch)
-    monkeypatch.setattr(subject, "_FETCH_LIMIT_S", 0.01)
-    assert fetch(hanging.disk) == 1
-    assert "takes longer than 0.01 s" in caplog.text
+    monkeypatch.setattr(subject.threading, "Timer", Timer)
+    hanging.fetch(1)
+    assert hanging.hangs.wait(60)
+    assert not hanging.answers
+    expire[0]()
+    assert hanging.answers == [(1, 1)]
+    assert "takes longer than 10 s" in caplog.text
     hanging.release()
     run = filled()
     run.open(9)

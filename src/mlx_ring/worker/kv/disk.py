@@ -205,18 +205,18 @@ class KvDisk:
         self._writer.submit(self._touch, digests[:found])
 
     def _give_up(self, id_: int, fetch: _Fetch) -> None:
-        if self._answer(id_, fetch):
-            self._complain(f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
+        self._answer(id_, fetch, f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
 
-    def _answer(self, id_: int, fetch: _Fetch) -> bool:
-        """Answer with the blocks that were read, once; return False if that was done before."""
+    def _answer(self, id_: int, fetch: _Fetch, problem: str = "") -> None:
+        """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
             if not fetch.blocks and self._fetches.get(id_) is fetch:
                 del self._fetches[id_]
         if not late:
+            if problem:
+                self._complain(problem)
             fetch.answer(len(fetch.blocks))
-        return not late
 
     def _read_block(self, digest: bytes) -> list[Content] | None:
         """Return a block's content by layer, or None if a layer is missing or damaged."""
