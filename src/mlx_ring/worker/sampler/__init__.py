@@ -9,8 +9,7 @@ likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 
 from mlx_ring.worker.sampler.draw import Parameters, SamplerRow
-from mlx_ring.worker.sampler.logprobs import LazyLogprobs, prompt_logprobs, token_logprobs
-from mlx_ring.worker.sampler.sample import LazySample, sample
+from mlx_ring.worker.sampler.sample import LazyLogprobs, LazySample, prompt_logprobs, sample, token_logprobs
 
 __all__ = [
     "LazyLogprobs",
