@@ -78,9 +78,7 @@ def nodes(server: Server) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def three_machines(
-    folder: Path, *flags: str, join_flags: Sequence[str] = ()
-) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
+def three_machines(folder: Path, *flags: str) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
     """Run a head and two machines that have joined."""
     joined: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
@@ -89,7 +87,7 @@ def three_machines(
             _, found, token = line.partition("--token ")
             if found and not joined:
                 for number in (1, 2):
-                    node = joining_head(port, token.split()[0], folder / f"node-{number}", *join_flags)
+                    node = joining_head(port, token.split()[0], folder / f"node-{number}")
                     joined.append(stack.enter_context(node))
 
         port = free_pair_of_ports()
@@ -146,9 +144,8 @@ def test_machine_that_ends_hands_over_its_layers_first(
 
 
 def test_answers_pause_if_no_second_instance_fits_beside_the_first(tmp_path: Path) -> None:
-    """Let each machine have room for its layers of either instance, but not of both."""
-    limit = ("--memory-limit", "530MiB")
-    with three_machines(tmp_path, *FLAGS, *limit, join_flags=limit) as (server, _):
+    """Let the models have memory for one instance, but not for two."""
+    with three_machines(tmp_path, *FLAGS, "--model-memory", "30MiB") as (server, _):
         texts, used = expected(server), nodes_in_use(server)
         other = next(node["id"] for node in nodes(server) if not node["is_head"])
         streams = Streams(server)
@@ -156,6 +153,6 @@ def test_answers_pause_if_no_second_instance_fits_beside_the_first(tmp_path: Pat
         assert streams.finish() == texts
         (moved,) = drained.json()["moved"]
         assert (moved["way"], moved["requests"]) == ("after", STREAMS)
-        assert moved["why"]
+        assert "--model-memory" in moved["why"]
         assert nodes_in_use(server) == used - {other}
         assert server.http.post("/cluster/drain", json={"node": "nobody"}).status_code == 400

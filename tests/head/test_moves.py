@@ -34,7 +34,8 @@ class FakeReplica:
         if self.refusal is not None:
             raise self.refusal
 
-    def drain(self, nodes: frozenset[str]) -> None:
+    def drain(self, nodes: frozenset[str], why: str) -> None:
+        assert why == "b is needed for something else."
         self.drained.append(nodes)
         self.place("a")
 

@@ -106,8 +106,26 @@ def test_nothing_is_learned_while_other_instances_compute_on_the_machine(tmp_pat
     assert learned(tmp_path, Instance(decode=[1.5]), elsewhere).decode == pytest.approx(1.5)
 
 
-def test_a_ratio_is_bounded(tmp_path: Path) -> None:
-    assert learned(tmp_path, Instance(decode=[90.0], prefill=[0.001])) == StepRatios(2.0, 0.5)
+def test_a_kept_ratio_is_bounded_and_a_present_one_hardly(tmp_path: Path) -> None:
+    assert learned(tmp_path, Instance(decode=[90.0], prefill=[0.001])) == StepRatios(50.0, 0.05)
+    assert StepSpeeds(tmp_path, learns=True).of("a", made_up_profile()) == StepRatios(2.0, 0.5)
+
+
+def test_a_ratio_far_from_one_counts_while_it_lasts(tmp_path: Path) -> None:
+    now = 0.0
+    speeds = StepSpeeds(tmp_path, learns=True, clock=lambda: now)
+
+    def ratio(*measured: float) -> float:
+        speeds.learn([Instance(decode=measured)], MEMBERS)
+        return speeds.of("a", made_up_profile()).decode
+
+    assert ratio(4.0) == pytest.approx(4.0)
+    now = 1799.0
+    assert ratio() == pytest.approx(4.0)
+    now = 1801.0
+    assert ratio() == pytest.approx(2.0)
+    assert ratio(8.0) == pytest.approx(8.0)
+    assert ratio(1.1) == pytest.approx(1.1)
 
 
 def test_few_steps_and_small_changes_are_not_learned(tmp_path: Path) -> None:

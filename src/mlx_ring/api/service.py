@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from mlx_ring.api.ops.status import ClusterParts
+from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
 from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
@@ -294,6 +294,33 @@ class MovingService(Protocol):
         ...
 
 
+class ReplanningService(Protocol):
+    """Comparison of loaded splits with better ones, and moves to them."""
+
+    async def propose(self, model: ModelService) -> ProposalStatus | None:
+        """Return the best split for the machines as they are now; None if it is loaded.
+
+        Raises:
+            Conflict: there is nothing to choose.
+        """
+        ...
+
+    async def replan(
+        self, model: ModelService, *, may_pause: bool
+    ) -> tuple[ProposalStatus | None, Moved | None]:
+        """Move a model to the best split; return it, and the move. None: it is loaded, so that nothing moved.
+
+        Args:
+            model: the model.
+            may_pause: True to load the model again if both splits do not fit together. Answers pause meanwhile.
+
+        Raises:
+            Conflict: there is nothing to choose, or answers would pause.
+            RingError: it cannot be loaded.
+        """
+        ...
+
+
 class ModelCatalog(Protocol):
     """All served models."""
 
@@ -328,6 +355,8 @@ class ModelCatalog(Protocol):
 
     @property
     def moves(self) -> MovingService: ...
+    @property
+    def replanning(self) -> ReplanningService: ...
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""

@@ -39,6 +39,7 @@ _PANELS = {
         "heads": "mlx_ring.cli.heads:heads",
         "token": "mlx_ring.cli.node:token_app",
         "node": "mlx_ring.cli.node:node_app",
+        "replan": "mlx_ring.cli.node:replan",
         "cluster": "mlx_ring.cli.cluster:app",
     },
     "Plans and measurements": {

@@ -1,14 +1,16 @@
-"""`mlx-ring node` and `mlx-ring token`: manage the machines of the cluster and their join tokens.
+"""`mlx-ring node`, `mlx-ring token` and `mlx-ring replan`: machines of the cluster, their join tokens, and their layers.
 
-All but `node drain` work on the state folder, so that the head need not run.
+All but `node drain` and `replan` work on the state folder, so that the head need not run.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -170,13 +172,7 @@ def drain_node(
         url, "/cluster/drain", {"node": node, "force": force}, cacert=cacert, timeout_s=_LONGEST_MOVE_S
     )
     for moved in answer["moved"]:
-        requests = f"{moved['requests']} {'request' if moved['requests'] == 1 else 'requests'}"
-        how = (
-            f"{requests} moved without a pause"
-            if moved["why"] is None
-            else f"{requests} paused, because no second instance could be loaded beside the first: {moved['why']}"
-        )
-        print(f"{moved['model']}: {how}, in {moved['seconds']:.1f} s.")
+        print(_moved(moved))
     print(f"{node} has no layers. It gets none until it leaves, or `mlx-ring node drain {node} --undo`.")
 
 
@@ -190,3 +186,81 @@ def readmit_node(
 
     QuarantineList(cluster_folder(state_dir)).readmit(node)
     print(f"{node} and its links are readmitted: the next plan may use them.")
+
+
+def replan(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Name of the model; the head's first by default.")
+    ] = None,
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the best split.")] = False,
+    pause: Annotated[
+        bool,
+        typer.Option(
+            "--pause", help="Load the model again if both splits do not fit together; answers then wait."
+        ),
+    ] = False,
+    url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    cacert: Annotated[Path | None, CACERT] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of `/cluster/replan`.")] = False,
+) -> None:
+    """Move a model to the best split of its layers for the machines as they are now, while it serves.
+
+    Speeds are those of the last steps. Where memory allows, the other split is loaded beside the present one, and no answer pauses.
+    """
+    if dry_run and pause:
+        raise ConfigError("--dry-run and --pause are given; leave one of them out.")
+    body = {"dry_run": dry_run, "pause": pause} | ({} if model is None else {"model": model})
+    if not dry_run and not as_json:
+        typer.echo("Looking for the best split, and moving to it ...", err=True)
+    answer = ask_head(url, "/cluster/replan", body, cacert=cacert, timeout_s=_LONGEST_MOVE_S)
+    if as_json:
+        print(json.dumps(answer, indent=1))
+        return
+    proposal = answer["proposal"]
+    if proposal is None:
+        print(f"{answer['model']} has the best split for its machines as they are now.")
+        return
+    _show_splits(proposal)
+    for moved in [] if answer["moved"] is None else [answer["moved"]]:
+        print(_moved(moved))
+    if dry_run:
+        _show_way(proposal)
+
+
+def _show_splits(proposal: Mapping[str, Any]) -> None:
+    table = Table("split", "layers", box=None, pad_edge=False)
+    for title in ("tokens/s", "first token", "request"):
+        table.add_column(title, justify="right")
+    for name, split in (("now", proposal["loaded"]), ("best", proposal["planned"])):
+        if split is None:
+            table.add_row(name, "more memory than the machines have now", "", "", "")
+            continue
+        layers = ", ".join(
+            f"{' and '.join(stage['nodes'])} {stage['layers'][0]}-{stage['layers'][1] - 1}"
+            for stage in split["stages"]
+        )
+        seconds = (f"{split[key]:.2f} s" for key in ("first_token_s", "request_s"))
+        table.add_row(name, layers, f"{split['tokens_per_s']:.1f}", *seconds)
+    Console(soft_wrap=True, highlight=False).print(table)
+    if proposal["gain"] is not None:
+        print(f"Predicted gain: {proposal['gain']:.0%}")
+
+
+def _show_way(proposal: Mapping[str, Any]) -> None:
+    if proposal["way"] == "beside":
+        print("`mlx-ring replan` loads it beside the present one, so that no answer pauses.")
+        return
+    load_s = proposal["load_s"]
+    pause = "" if load_s is None else f" for about {max(1.0, load_s):.0f} s"
+    print(f"`mlx-ring replan --pause` moves to it, and answers pause{pause}: {proposal['why']}")
+
+
+def _moved(moved: Mapping[str, Any]) -> str:
+    requests = f"{moved['requests']} {'request' if moved['requests'] == 1 else 'requests'}"
+    how = (
+        f"{requests} moved without a pause"
+        if moved["why"] is None
+        else f"{requests} paused, because no second instance could be loaded beside the first: {moved['why']}"
+    )
+    return f"{moved['model']}: {how}, in {moved['seconds']:.1f} s."

@@ -187,7 +187,7 @@ class NodeLost(WorkerLost):
 
 
 class NodeDrained(WorkerLost):
-    """The owner of a machine wants it back, so that others get its layers. All its workers are in order."""
+    """Other machines get the layers, because a machine is wanted back, or another split is faster. All workers are in order."""
 
 
 class LinkLost(WorkerLost):

@@ -204,6 +204,9 @@ class Head:
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(self._catalog.keep_learning()))
+                cleanup.push_async_callback(
+                    end_tasks, asyncio.create_task(self._catalog.replanning.keep_looking())
+                )
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(self._keep_awake()))
                 work = asyncio.create_task(self._keep_serving(machines))
                 cleanup.push_async_callback(end_tasks, work)

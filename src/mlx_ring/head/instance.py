@@ -150,10 +150,10 @@ class Instance:
         if not self._lost.done():
             self._lost.set_result(None)
 
-    def drain(self, nodes: frozenset[str]) -> None:
-        """End the instance, so that others replace the ranks on these nodes, whose owners want them back."""
+    def drain(self, nodes: frozenset[str], why: str) -> None:
+        """End the instance for a reason, so that others replace the ranks on these nodes, which are in order."""
         self._drained = nodes
-        self.lose(NodeDrained(f"{' and '.join(sorted(nodes))} is needed for something else."))
+        self.lose(NodeDrained(why))
 
     def _suspect(self, reason: str) -> None:
         """Show the suspicion, and report what is left if the suspects are lost; None once there are none."""

@@ -150,6 +150,11 @@ class Recoveries:
     # ---- reports
 
     @property
+    def last_load_s(self) -> float | None:
+        """Seconds that the last load took; None before the first."""
+        return self._last_s.get("loading")
+
+    @property
     def status(self) -> RecoveryStatus | None:
         """Phase of the present recovery, and how long it may take; None without one."""
         if self._phase is None:

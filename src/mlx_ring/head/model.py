@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
 from mlx_ring.core.engine_stats import Meter, OpenRequest
-from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
@@ -388,6 +388,23 @@ async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> bool
     log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
     await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
     return True
+
+
+def check_room(hosted: HostedModel, copies: int, models: Iterable[HostedModel], limit: int | None) -> None:
+    """Check that the weights of all loaded models, with more copies of one, stay within --model-memory.
+
+    Raises:
+        PlanError: they do not.
+    """
+    if limit is None:
+        return
+    held = sum(len(other.replicas) * other.weight_bytes for other in models)
+    wanted = copies * hosted.weight_bytes
+    if held + wanted > limit:
+        raise PlanError(
+            f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
+            f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
+        )
 
 
 def promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:

@@ -18,11 +18,12 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.model import HostedModel, Ready, promised_bytes, unload_for
+from mlx_ring.head.model import HostedModel, Ready, check_room, promised_bytes, unload_for
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
+from mlx_ring.head.replanning import Replanning
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, policy_of, prepare_model
 from mlx_ring.head.status import (
@@ -57,7 +58,7 @@ from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
 
-_LEARN_EVERY_S = 30.0
+_LEARN_EVERY_S = 10.0
 
 
 class Catalog:
@@ -94,6 +95,9 @@ class Catalog:
         """Future that fails with an unexpected error."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing, tracing) for own, model in served]
         self.moves = Moves(self._begun, lambda: self._hosted, self._replacement, self._one_at_a_time, ready)
+        self.replanning = Replanning(
+            settings.replan, lambda: self._machines, lambda: self._hosted, self.moves
+        )
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -171,6 +175,7 @@ class Catalog:
             nodes=nodes,
             instances=[instance_status(view, ratios) for view in views],
             hung_backends=hung_backend_statuses(cluster_view),
+            proposals=self.replanning.proposals(),
             joules_per_token=self._energy.update(computing_energy(cluster_view, views), tokens),
         )
 
@@ -383,7 +388,7 @@ class Catalog:
         machines = self._begun()
         nodes = 1 if self._has_served else self._settings.nodes
         candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
-        self._check_room(hosted, len(candidate_sets))
+        check_room(hosted, len(candidate_sets), self._hosted, self._settings.model_memory)
         make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
         replicas = [
             make(hosted.meter(number), candidates=candidates)
@@ -421,22 +426,9 @@ class Catalog:
 
     def _replacement(self, hosted: HostedModel, old: Replica) -> Replica:
         """Return a replica that takes the place of another one, if --model-memory allows both."""
-        self._check_room(hosted, 1)
+        check_room(hosted, 1, self._hosted, self._settings.model_memory)
         make = partial(self._make_replica, hosted, self._begun(), hosted.unused_meter)
         return make(nodes=1, replicas=len(hosted.replicas), replaces=old.service.info.name)
-
-    def _check_room(self, hosted: HostedModel, copies: int) -> None:
-        """Check that the weights of all loaded models stay within --model-memory."""
-        limit = self._settings.model_memory
-        if limit is None:
-            return
-        held = sum(len(other.replicas) * other.weight_bytes for other in self._hosted)
-        wanted = copies * hosted.weight_bytes
-        if held + wanted > limit:
-            raise PlanError(
-                f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
-                f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
-            )
 
     def _crash(self, error: Exception) -> None:
         if not self.crashed.done():

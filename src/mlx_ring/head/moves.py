@@ -1,7 +1,7 @@
-"""Moves of instances to other machines while they serve, because a machine is wanted back.
+"""Moves of instances to other machines while they serve: a machine is wanted back, or another split is faster.
 
 Where memory allows, the next instance is loaded beside the present one, whose requests move without a pause. Where it
-does not, only the layers of that machine are loaded elsewhere, and answers pause meanwhile.
+does not, only the layers of that machine are loaded elsewhere, or the model is loaded again, and answers pause meanwhile.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
@@ -22,6 +22,7 @@ from mlx_ring.head.replica import Replica
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+Result = TypeVar("Result")
 
 
 class MakeReplica(Protocol):
@@ -53,7 +54,7 @@ class Moves:
         self._machines, self._hosted, self._make_replica = machines, hosted, make_replica
         self._one_at_a_time, self._ready = one_at_a_time, ready
         self._has_ended = False
-        self._moving: set[asyncio.Task[Sequence[Moved]]] = set()
+        self._moving: set[asyncio.Task[Any]] = set()
 
     def stop(self) -> None:
         """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
@@ -66,15 +67,63 @@ class Moves:
 
         The move continues if the caller is cancelled.
         """
+        self._check_running()
+        machines = self._machines()
+        return await self._to_its_end(
+            self._drain(machines, find_node(machines, node), node, force=force), f"drain {node}"
+        )
+
+    async def split_again(self, hosted: HostedModel, *, may_pause: bool) -> Moved:
+        """Move a model with one replica to the best split of its layers.
+
+        The move continues if the caller is cancelled.
+
+        Args:
+            hosted: the model.
+            may_pause: True to load it again if no second instance can be loaded beside the first.
+
+        Raises:
+            RingError: the other split cannot be loaded. The present one serves, unless answers have paused.
+        """
+        self._check_running()
+        return await self._to_its_end(
+            self._split_again(hosted, may_pause=may_pause), f"replan {hosted.model_id}"
+        )
+
+    def _check_running(self) -> None:
         if self._has_ended:
             raise NotReady("The server is shutting down.")
-        machines = self._machines()
-        moving = asyncio.create_task(
-            self._drain(machines, find_node(machines, node), node, force=force), name=f"drain {node}"
-        )
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, Result], name: str) -> Result:
+        moving = asyncio.create_task(work, name=name)
         self._moving.add(moving)
         moving.add_done_callback(self._moving.discard)
         return await asyncio.shield(moving)
+
+    async def _split_again(self, hosted: HostedModel, *, may_pause: bool) -> Moved:
+        async with self._one_at_a_time:
+            if hosted.error is not None or len(hosted.replicas) != 1:
+                raise NotReady(f"{hosted.model_id} does not serve just now. Try again in a moment.")
+            (replica,) = hosted.replicas
+            started, requests = time.monotonic(), len(replica.service.engine.requests())
+            try:
+                moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+            except RingError as error:
+                if not may_pause:
+                    raise
+                why = str(error)
+            else:
+                return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+            _log_pause(hosted, why)
+            before = replica.service.info.name
+            sites = () if replica.placement is None else replica.placement.nodes
+            why_lost = f"The layers of {hosted.model_id} are split again."
+            replica.drain(frozenset(site.node for site in sites), why_lost)
+            while (error := replica.service.error) is not None or replica.service.info.name == before:
+                if isinstance(error, PlanError):
+                    raise error
+                await asyncio.sleep(_LOOK_S)
+            return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         moved: list[Moved] = []
@@ -128,20 +177,24 @@ class Moves:
             return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
         if not force:
             await replica.check_drain(frozenset({node}))
-        log.warning(
-            "%s pauses while it is loaded again, because no second instance could be loaded: %s",
-            hosted.model_id,
-            why,
-        )
+        _log_pause(hosted, why)
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
                 if force:
                     break
                 raise error
             if error is None:
-                replica.drain(frozenset({node}))
+                replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
         return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+
+
+def _log_pause(hosted: HostedModel, why: str) -> None:
+    log.warning(
+        "%s pauses while it is loaded again, because no second instance could be loaded: %s",
+        hosted.model_id,
+        why,
+    )
 
 
 def _uses(replica: Replica, node: str) -> bool:

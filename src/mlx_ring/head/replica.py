@@ -223,10 +223,10 @@ class Replica:
         # All of its ranks may give their memory.
         await self._machines.check_whole(order, remains)
 
-    def drain(self, nodes: frozenset[str]) -> None:
-        """Replace the ranks on these nodes, which answer. Running answers pause meanwhile."""
+    def drain(self, nodes: frozenset[str], why: str) -> None:
+        """Replace the ranks on these nodes, which answer; load the model as a whole if they are all. Answers pause meanwhile."""
         if self._running is not None:
-            self._running.drain(nodes)
+            self._running.drain(nodes, why)
 
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)

@@ -3,15 +3,18 @@
 A machine's profile is measured with synthetic layers. The steps of a served model show how far it is off on that machine.
 Plans multiply by that ratio. It is always that of the measured times to the profile's own prediction, without any ratio, so
 it cannot add up. Decode steps and prompts have one each.
+
+A ratio far from 1 says that something else slows the machine down just now. It counts while it lasts, and is not kept.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -41,7 +44,11 @@ _LEAST_STEPS: Mapping[StepKind, int] = {"decode": 32, "prefill": 4}
 _LEAST_CHUNK, _LEAST_PROMPT = 64, 1024
 """Tokens of a prompt's chunk, and of all chunks together, from which they count: the rest of a cached prompt says little."""
 _LEAST, _MOST = 0.5, 2.0
-"""Bounds of a ratio. A machine that is farther off was measured under other conditions."""
+"""Bounds of a ratio that is kept. A machine that is farther off was measured under other conditions."""
+_LEAST_NOW, _MOST_NOW = 0.05, 50.0
+"""Bounds of a ratio that counts while it lasts."""
+_FORGET_S = 1800.0
+"""Time for which such a ratio counts without new measurements: a machine without layers has no steps."""
 _CHANGE = 0.05
 """Relative change of a ratio that is kept, so that plans do not differ by noise."""
 
@@ -78,14 +85,23 @@ class MeasuredInstance(Protocol):
 class StepSpeeds:
     """Ratios of measured to predicted times, by node; kept in the state folder."""
 
-    def __init__(self, folder: Path, *, learns: bool) -> None:
-        """Read the ratios of earlier runs, unless none are to be used."""
-        self._path = folder / _FILE
+    def __init__(self, folder: Path, *, learns: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the ratios of earlier runs, unless none are to be used; `clock` returns seconds."""
+        self._path, self._clock = folder / _FILE, clock
         self._learns = learns
         self._kept = self._read() if learns else {}
+        self._now: dict[str, dict[StepKind, tuple[float, float]]] = defaultdict(dict)
+        """Ratios outside the bounds, by node: how much, and when it was measured."""
 
     def of(self, node: str, profile: MachineProfile) -> StepRatios:
-        """Return a node's ratios for this profile; 1 for another one."""
+        """Return a node's ratios for this profile; 1 for another one, unless they are far from 1 just now."""
+        since = self._clock() - _FORGET_S
+        now: Mapping[str, float] = {
+            kind: ratio for kind, (ratio, at) in self._now.get(node, {}).items() if at >= since
+        }
+        return replace(self._kept_of(node, profile), **now)
+
+    def _kept_of(self, node: str, profile: MachineProfile) -> StepRatios:
         kept = self._kept.get(node)
         if kept is None or kept["profile"] != _checksum(profile):
             return StepRatios()
@@ -116,8 +132,11 @@ class StepSpeeds:
 
     def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
         """Keep a ratio; return False if it is about the same as before."""
-        before = self.of(node, profile)
         bounded = min(max(ratio, _LEAST), _MOST)
+        self._now[node].pop(kind, None)
+        before = self._kept_of(node, profile)
+        if ratio != bounded:
+            self._now[node][kind] = min(max(ratio, _LEAST_NOW), _MOST_NOW), self._clock()
         if abs(bounded / asdict(before)[kind] - 1) < _CHANGE:
             return False
         changes: Mapping[str, float] = {kind: bounded}

@@ -104,8 +104,8 @@ class Patience:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start without a move; `clock` returns seconds."""
         self._clock = clock
-        self._better_s = 0.0
-        """Time for which another plan was better."""
+        self._better_s: float | None = None
+        """Time for which another plan has been better; None if it was not at the last look."""
         self._looked_at: float | None = None
         self._moves: deque[float] = deque()
 
@@ -122,9 +122,11 @@ class Patience:
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if gain < LEAST_GAIN:
-            self._better_s = 0.0
+            self._better_s = None
             return False
-        if is_measured or has_changed:
+        if self._better_s is None:
+            self._better_s = 0.0
+        elif is_measured or has_changed:
             self._better_s += passed_s
         while self._moves and now - self._moves[0] >= _RECENT_S:
             self._moves.popleft()
@@ -134,4 +136,4 @@ class Patience:
     def moved(self) -> None:
         """Record a move."""
         self._moves.append(self._clock())
-        self._better_s = 0.0
+        self._better_s = None

@@ -149,6 +149,12 @@ class PlacementSettings(CheckedSettings):
         takes=SIZE_TAKES,
     )
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
+    replan: Literal["auto", "ask", "off"] = setting(
+        "ask",
+        "Propose another split of the layers when machines or their speeds change, or `auto` to move to it where no answer pauses.",
+        _PLACEMENT,
+        metavar="MODE",
+    )
     nodes: Annotated[int, Field(ge=1, le=8)] = setting(
         1,
         "Machines to serve with, including this one. With more than one, wait for `mlx-ring join`.",

@@ -17,7 +17,8 @@ from tests.eventually import eventually
 from mlx_ring.core.environment import inherited_environment
 
 _RANK = Path(__file__).with_name("rank.py")
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 270.0
+"""Time for the ranks, which share few cores with all other tests. It is less than that of a test."""
 
 
 def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:

@@ -1,16 +1,23 @@
-"""Machines of the cluster: `/cluster/invite` lets one join, `/cluster/drain` takes its layers, `/cluster/readmit` allows them."""
+"""Machines of the cluster: `/cluster/invite` lets one join, `/cluster/drain` takes its layers, `/cluster/readmit` allows them.
+
+`/cluster/replan` moves a model to the best split for the machines as they are now.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
 from mlx_ring.api.ops.models import is_loopback
+from mlx_ring.api.ops.status import ProposalStatus
 from mlx_ring.api.request_body import Body
+from mlx_ring.api.service import Moved
+from mlx_ring.api.streaming import JsonAnswer
 from mlx_ring.core.errors import Refused
 
 _JOIN_LIFE_S = 3600
@@ -44,8 +51,19 @@ class ReadmitRequest(Body):
     """Name or id of the machine."""
 
 
+class ReplanRequest(Body):
+    """Request to move a model to the best split of its layers."""
+
+    model: str | None = None
+    """Name of the model; the default model without one."""
+    dry_run: bool = False
+    """True to only return the best split."""
+    pause: bool = False
+    """True to load the model again if both splits do not fit together. Answers pause meanwhile."""
+
+
 class MovedModel(JsonObject):
-    """An instance of a model that no longer has layers on the machine."""
+    """Move of an instance of a model."""
 
     model: str
     way: Literal["beside", "after"]
@@ -69,6 +87,16 @@ class ReadmittedNode(JsonObject):
     """A machine that plans may use again."""
 
     node: str
+
+
+class ReplannedModel(JsonObject):
+    """The best split of a model's layers, and the move to it."""
+
+    model: str
+    proposal: ProposalStatus | None
+    """The best split; null if the loaded one is as good."""
+    moved: MovedModel | None
+    """Null if nothing moved."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -103,16 +131,7 @@ def routes(context: ApiContext) -> Router:
         moved = await context.catalog.moves.drain(body.node, force=body.force)
         return {
             "node": body.node,
-            "moved": [
-                {
-                    "model": each.model,
-                    "way": each.way,
-                    "requests": each.requests,
-                    "seconds": round(each.seconds, 3),
-                    "why": each.why or None,
-                }
-                for each in moved
-            ],
+            "moved": [*map(_moved, moved)],
         }
 
     documented_post(
@@ -146,7 +165,45 @@ def routes(context: ApiContext) -> Router:
             more_statuses=(403, 409, 503),
         ),
     )
+
+    async def replan(request: Request) -> JsonAnswer[ReplannedModel]:
+        body = await context.read(request, ReplanRequest)
+        _check_manager(context, request)
+        model, replanning, moved = context.model(body.model), context.catalog.replanning, None
+        if body.dry_run:
+            proposal = await replanning.propose(model)
+        else:
+            proposal, moved = await replanning.replan(model, may_pause=body.pause)
+        answer = ReplannedModel(
+            model=model.model_id,
+            proposal=proposal,
+            moved=None if moved is None else _moved(moved),
+        )
+        return JsonAnswer(to_jsonable_python(answer))
+
+    documented_post(
+        router,
+        "/cluster/replan",
+        replan,
+        ReplanRequest,
+        RouteDoc(
+            "Move a model to the best split of its layers for the machines as they are now; answers when it has moved",
+            ReplannedModel,
+            example={"dry_run": True},
+            more_statuses=(403, 404, 409, 503),
+        ),
+    )
     return router
+
+
+def _moved(moved: Moved) -> MovedModel:
+    return {
+        "model": moved.model,
+        "way": moved.way,
+        "requests": moved.requests,
+        "seconds": round(moved.seconds, 3),
+        "why": moved.why or None,
+    }
 
 
 def _host(request: Request) -> str:
@@ -157,6 +214,6 @@ def _check_manager(context: ApiContext, request: Request) -> None:
     """Check that the client may move layers: on another machine, it needs an API key. Raises `Refused`."""
     if not context.settings.api_keys and not is_loopback(host := _host(request)):
         raise Refused(
-            f"Machines are drained and readmitted from another machine ({host}) only with an API key: "
+            f"Layers are moved from another machine ({host}) only with an API key: "
             "start the server with --api-key, or ask on the head's machine."
         )

@@ -318,6 +318,46 @@ class HungBackendStatus(_Status):
     """Unix time until which plans avoid it; null if they do not."""
 
 
+class PlannedStage(_Status):
+    """Stage of a split."""
+
+    nodes: list[str]
+    """Machines of its ranks."""
+    layers: tuple[int, int]
+    """First layer, and the one after the last."""
+
+
+class PlannedSplit(_Status):
+    """Split of the layers, and its predicted speed on the machines as they are now."""
+
+    stages: list[PlannedStage]
+    tokens_per_s: float
+    """Speed of a stream, with the usual number of requests at once."""
+    first_token_s: float
+    """Time to first token of the usual prompt."""
+    request_s: float
+    """Time of the usual request."""
+
+
+class ProposalStatus(_Status):
+    """Better split of a model's layers."""
+
+    model: str
+    way: Literal["beside", "after"]
+    """`beside`: it can be loaded while the present one serves. `after`: answers pause while it is loaded."""
+    why: str | None
+    """Reason why answers would pause."""
+    gain: float | None
+    """Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now."""
+    load_s: float | None
+    """Time that the last load took."""
+    loaded: PlannedSplit | None
+    """Present split. Null if the machines no longer have the memory that it counts on."""
+    planned: PlannedSplit
+    is_due: bool
+    """True once it has been better for long enough, so that the move pays."""
+
+
 class ClusterParts(_Status):
     """Nodes and instances of the cluster."""
 
@@ -325,6 +365,8 @@ class ClusterParts(_Status):
     """Machines that are connected, excluded, or were lost since the head started."""
     instances: list[InstanceStatus] = Field(default=[])
     hung_backends: list[HungBackendStatus] = Field(default=[])
+    proposals: list[ProposalStatus] = Field(default=[])
+    """Better splits to which a move pays, unless `--replan` is `off`."""
     joules_per_token: float | None = None
     """Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these
     nodes does not count the energy of the device that it computes on."""

@@ -102,6 +102,8 @@ export interface ClusterStatus {
   nodes: NodeStatus[];
   instances: InstanceStatus[];
   hung_backends: HungBackendStatus[];
+  /** Better splits to which a move pays, unless `--replan` is `off`. */
+  proposals: ProposalStatus[];
   /** Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these nodes does not count the energy of the device that it computes on. */
   joules_per_token: number | null;
   status: "ready" | "unavailable";
@@ -458,6 +460,25 @@ export interface Performance {
   generation_tokens_per_second: number | null;
 }
 
+/** Split of the layers, and its predicted speed on the machines as they are now. */
+export interface PlannedSplit {
+  stages: PlannedStage[];
+  /** Speed of a stream, with the usual number of requests at once. */
+  tokens_per_s: number;
+  /** Time to first token of the usual prompt. */
+  first_token_s: number;
+  /** Time of the usual request. */
+  request_s: number;
+}
+
+/** Stage of a split. */
+export interface PlannedStage {
+  /** Machines of its ranks. */
+  nodes: string[];
+  /** First layer, and the one after the last. */
+  layers: [number, number];
+}
+
 /** Point of a curve. */
 export interface Point {
   at: number;
@@ -518,6 +539,24 @@ export interface PromptDetails {
   /** Prompt tokens from the prefix cache. */
   cached_tokens: number;
   audio_tokens: 0;
+}
+
+/** Better split of a model's layers. */
+export interface ProposalStatus {
+  model: string;
+  /** `beside`: it can be loaded while the present one serves. `after`: answers pause while it is loaded. */
+  way: "beside" | "after";
+  /** Reason why answers would pause. */
+  why: string | null;
+  /** Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now. */
+  gain: number | null;
+  /** Time that the last load took. */
+  load_s: number | null;
+  /** Present split. Null if the machines no longer have the memory that it counts on. */
+  loaded: PlannedSplit | null;
+  planned: PlannedSplit;
+  /** True once it has been better for long enough, so that the move pays. */
+  is_due: boolean;
 }
 
 /** State of a pull. */

@@ -7,6 +7,7 @@
 import { Legend, stageColour, stageFill } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
+import { Proposal } from "./proposal.js";
 import { Rank, StageTime } from "./stage-bars.js";
 
 /** @type {Record<string, string>} */
@@ -42,6 +43,7 @@ const TIME_LEGEND = [
 export function Pipeline({ instance, cluster, cache, pace, names }) {
   const { name, model, state, reason, stages } = instance;
   const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
+  const proposal = cluster.proposals.find((each) => each.model === model);
   return html`<section class="panel pipeline" aria-label=${`Pipeline of ${model}`}>
     <header>
       <h2>${model}</h2>
@@ -54,6 +56,7 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
     </header>
     ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
     ${state !== "ready" && reason && html`<p>${reason}</p>`}
+    ${proposal && html`<${Proposal} proposal=${proposal} />`}
     <${Layers} stages=${stages} />
     <div class="flow">
       ${stages.map((stage, place) => {

@@ -1,0 +1,282 @@
+"""Proposals of another split of the layers, while a model serves.
+
+Machines join, get slower or faster, or other limits of their memory. From time to time, the loaded split is compared with
+the best one for the machines as they are now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from mlx_ring.api.ops.status import PlannedSplit, PlannedStage, ProposalStatus
+from mlx_ring.api.service import ModelService, Moved
+from mlx_ring.core.errors import Conflict, RingError
+from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.head.model import HostedModel, promised_bytes
+from mlx_ring.head.moves import Moves
+from mlx_ring.head.nodes import Machines
+from mlx_ring.head.placing import plan_request
+from mlx_ring.head.plan_requests import measured_cluster, readable_names
+from mlx_ring.head.status import ClusterView
+from mlx_ring.planner.model_sizes import sizes_of
+from mlx_ring.planner.place import LoadedStages
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.replan import Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.settings.rank_settings import rank_shares
+
+ReplanMode = Literal["auto", "ask", "off"]
+log = logging.getLogger(__name__)
+
+_LOOK_S = 10.0
+_USUAL_LOAD_S = 60.0
+"""Time of a load, as long as none was measured."""
+_NOTICED_GAIN = 0.01
+"""Gain below which two splits count as equally good, also for a user who asks for another one."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is known of a model's split."""
+
+    patience: Patience
+    instance: str = ""
+    machines: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Memory of each machine when the instance was first compared, in bytes."""
+    times: StepTimes = field(default_factory=StepTimes)
+    basis: object = None
+    """What the last comparison depends on."""
+    found: Comparison | None = None
+    is_due: bool = False
+    """True if a move to what was found pays."""
+
+
+class Replanning:
+    """Comparisons of the loaded splits with the best ones, and moves to these."""
+
+    def __init__(
+        self,
+        mode: ReplanMode,
+        machines: Callable[[], Machines | None],
+        hosted: Callable[[], Sequence[HostedModel]],
+        moves: Moves,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without a comparison.
+
+        Args:
+            mode: whether it moves, asks, or does nothing by itself.
+            machines: returns the machines; None before there are some.
+            hosted: returns all models.
+            moves: the moves between machines.
+            clock: returns seconds.
+        """
+        self._mode, self._machines, self._hosted, self._moves = mode, machines, hosted, moves
+        self._clock = clock
+        self._watched: WeakKeyDictionary[HostedModel, _Watched] = WeakKeyDictionary()
+
+    async def keep_looking(self) -> None:
+        """Compare from time to time, unless the mode is `off`."""
+        while self._mode != "off":
+            await asyncio.sleep(_LOOK_S)
+            for hosted in [*self._hosted()]:
+                try:
+                    await self.look(hosted)
+                except RingError as error:
+                    log.debug("No other split of %s is looked for: %s", hosted.model_id, error)
+
+    async def look(self, hosted: HostedModel) -> None:
+        """Compare once, and report or make the move that pays."""
+        watched = self._of(hosted)
+        now = self._situation(hosted)
+        if now is None:
+            watched.found, watched.is_due, watched.basis = None, False, None
+            return
+        service = hosted.instances[0]
+        machines = {node.name: node.memory_bytes for node in now.cluster.nodes}
+        if watched.instance != service.info.name:
+            watched.instance, watched.machines, watched.is_due = service.info.name, machines, False
+        basis = now.loaded, _known(now.cluster.nodes), _known(now.beside.nodes), dict(now.cluster.links)
+        if basis != watched.basis:
+            watched.found, watched.basis = await asyncio.to_thread(compare, now), basis
+        times = service.engine.step_times()
+        is_measured, watched.times = times != watched.times, times
+        found, load_s = watched.found, service.recoveries.last_load_s or _USUAL_LOAD_S
+        was_due, watched.is_due = (
+            watched.is_due,
+            watched.patience.look(
+                0.0 if found is None else found.gain,
+                load_s,
+                is_measured=is_measured,
+                has_changed=machines != watched.machines,
+            ),
+        )
+        if found is None or not watched.is_due:
+            return
+        if self._mode == "auto" and found.way == "beside":
+            await self._move(hosted, watched, found)
+        elif not was_due:
+            log.warning("%s. Run: mlx-ring replan", describe(hosted.model_id, found))
+
+    async def _move(self, hosted: HostedModel, watched: _Watched, found: Comparison) -> None:
+        log.warning("%s. It moves there now.", describe(hosted.model_id, found))
+        try:
+            await self._moves.split_again(hosted, may_pause=False)
+        except RingError as error:
+            log.warning("%s keeps its split: %s", hosted.model_id, error)
+        finally:
+            # A failed move is not repeated at once, either.
+            watched.patience.moved()
+            watched.is_due = False
+
+    def proposals(self) -> list[ProposalStatus]:
+        """Return the splits to which a move pays."""
+        return [
+            _status(hosted, watched.found, is_due=True)
+            for hosted in self._hosted()
+            if (watched := self._watched.get(hosted)) is not None
+            and watched.is_due
+            and watched.found is not None
+        ]
+
+    async def propose(self, model: ModelService) -> ProposalStatus | None:
+        """Compare a model's split with the best one now; return None if it is the best one."""
+        hosted = self._own(model)
+        found = await self._better(hosted)
+        return None if found is None else _status(hosted, found, is_due=self._of(hosted).is_due)
+
+    async def replan(
+        self, model: ModelService, *, may_pause: bool
+    ) -> tuple[ProposalStatus | None, Moved | None]:
+        """Move a model to the best split; return what was proposed, and the move. Without a better split, nothing moves."""
+        hosted = self._own(model)
+        found = await self._better(hosted)
+        if found is None:
+            return None, None
+        proposal = _status(hosted, found, is_due=self._of(hosted).is_due)
+        if found.way == "after" and not may_pause:
+            pause = "" if proposal.load_s is None else f" for about {max(1.0, proposal.load_s):.0f} s"
+            raise Conflict(
+                f"Answers of {hosted.model_id} would pause{pause}: {found.why} "
+                "To move all the same, allow a pause: `mlx-ring replan --pause`."
+            )
+        try:
+            moved = await self._moves.split_again(hosted, may_pause=may_pause)
+        finally:
+            self._of(hosted).patience.moved()
+        return proposal, moved
+
+    async def _better(self, hosted: HostedModel) -> Comparison | None:
+        now = self._situation(hosted)
+        if now is None:
+            raise Conflict(f"No other split of {hosted.model_id} can be looked for: {self._why_not(hosted)}.")
+        found = await asyncio.to_thread(compare, now)
+        return None if found is None or found.gain < _NOTICED_GAIN else found
+
+    def _own(self, model: ModelService) -> HostedModel:
+        return next(each for each in self._hosted() if each is model)
+
+    def _of(self, hosted: HostedModel) -> _Watched:
+        if hosted not in self._watched:
+            self._watched[hosted] = _Watched(Patience(self._clock))
+        return self._watched[hosted]
+
+    def _situation(self, hosted: HostedModel) -> Situation | None:
+        """Return what a comparison needs; None if there is nothing to compare, or nothing to choose."""
+        machines = self._machines()
+        return None if machines is None or self._why_not(hosted) else self._compared(hosted, machines)
+
+    def _why_not(self, hosted: HostedModel) -> str:
+        """Return the reason why a model's split is not compared with others; empty if it is."""
+        machines, settings = self._machines(), hosted.settings
+        view = ClusterView("") if machines is None else _steady(machines.cluster_view())
+        if machines is None or len(view.membership.members) == 1:
+            return "only one machine may have layers"
+        if settings.strategy == "custom" or len(rank_shares(settings)) > 1:
+            return "its settings give the split (--strategy custom, or --tp)"
+        if hosted.error is not None:
+            return "it does not serve now"
+        if len(hosted.replicas) != 1:
+            return f"it has {len(hosted.replicas)} replicas, and only the split of a single one can change"
+        used = {name for _, ranks in _loaded(hosted, view) for name, _ in ranks}
+        if left := used - set(readable_names(view).values()):
+            return f"{' and '.join(sorted(left))} has layers, and is excluded from plans"
+        return ""
+
+    def _compared(self, hosted: HostedModel, machines: Machines) -> Situation:
+        view, served = _steady(machines.cluster_view()), hosted.served
+        others = [each for each in self._hosted() if each is not hosted]
+
+        def nodes(loaded: Sequence[HostedModel]) -> ClusterProfile:
+            return measured_cluster(hosted.settings, view, machines.link_profiles, promised_bytes(loaded))
+
+        cluster = nodes(others)
+        return Situation(
+            sizes_of(served.folder, served.names[0], cluster),
+            plan_request(hosted.settings, served),
+            _loaded(hosted, view),
+            cluster,
+            nodes([*others, hosted]),
+        )
+
+
+def _steady(view: ClusterView) -> ClusterView:
+    """Return the machines that plans may use."""
+    return replace(view, membership=view.membership.usable.without(view.held))
+
+
+def _loaded(hosted: HostedModel, view: ClusterView) -> LoadedStages:
+    return next(iter(hosted.loaded_stages(readable_names(view))), ())
+
+
+def _known(nodes: Sequence[NodeProfile]) -> object:
+    """Return what may change of machines. The memory of mlx-ring's own processes changes a little all the time."""
+    return [(node.name, node.memory_bytes, node.ratios) for node in nodes]
+
+
+# ---- reports
+
+
+def describe(model: str, found: Comparison) -> str:
+    """Return the start of a sentence that says what another split gains."""
+    layers = ", ".join(
+        f"{' and '.join(name for name, _ in ranks)} {span.start}-{span.end - 1}"
+        for span, ranks in stages_of(found.planned)
+    )
+    if math.isinf(found.gain):
+        return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
+    pause = "" if found.way == "beside" else ", after a pause"
+    return f"{model} would be {found.gain:.0%} faster with another split{pause}: layers of {layers}"
+
+
+def _status(hosted: HostedModel, found: Comparison, *, is_due: bool) -> ProposalStatus:
+    return ProposalStatus(
+        model=hosted.model_id,
+        way=found.way,
+        why=found.why or None,
+        gain=None if math.isinf(found.gain) else found.gain,
+        load_s=next((service.recoveries.last_load_s for service in hosted.instances), None),
+        loaded=None if found.loaded is None else _split(found.loaded),
+        planned=_split(found.planned),
+        is_due=is_due,
+    )
+
+
+def _split(plan: Plan) -> PlannedSplit:
+    prediction = plan.prediction
+    return PlannedSplit(
+        stages=[
+            PlannedStage(nodes=[name for name, _ in ranks], layers=(span.start, span.end))
+            for span, ranks in stages_of(plan)
+        ],
+        tokens_per_s=1 / prediction.token_s,
+        first_token_s=prediction.first_token_s,
+        request_s=prediction.request_s,
+    )

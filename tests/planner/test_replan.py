@@ -1,0 +1,199 @@
+"""Comparison of a loaded split with the best one, and the patience before a move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planner.clusters import cluster_of, model_of, node_of
+
+from mlx_ring.planner.place import LoadedStages, place
+from mlx_ring.planner.profiles import ClusterProfile, StepRatios
+from mlx_ring.planner.replan import LEAST_GAIN, Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.planner.request import Demand, PlanRequest
+
+MODEL = model_of(28)
+REQUEST = PlanRequest(Demand(4096, 8), objective="throughput", users=8)
+LOOK_S = 10.0
+
+
+def machines(*ratios: float, gigabytes: float = 16) -> ClusterProfile:
+    """Return equal machines whose steps take these multiples of the predicted time."""
+    nodes = [node_of(f"node-{place}", gigabytes) for place in range(len(ratios))]
+    return cluster_of(
+        *(replace(node, ratios=StepRatios(ratio, ratio)) for node, ratio in zip(nodes, ratios, strict=True))
+    )
+
+
+def loaded_on(cluster: ClusterProfile) -> LoadedStages:
+    return stages_of(place(MODEL, cluster, REQUEST))
+
+
+def compared(
+    loaded: LoadedStages, now: ClusterProfile, beside: ClusterProfile | None = None
+) -> Comparison | None:
+    return compare(Situation(MODEL, REQUEST, loaded, now, beside or now))
+
+
+def layers(stages: LoadedStages) -> list[int]:
+    return [len(span) for span, _ in stages]
+
+
+def test_the_best_split_is_not_compared_with_itself() -> None:
+    assert compared(loaded_on(machines(1, 1)), machines(1, 1)) is None
+
+
+def test_a_slower_machine_gets_fewer_layers() -> None:
+    loaded, now = loaded_on(machines(1, 1)), machines(1, 4)
+    found = compared(loaded, now)
+    assert found is not None
+    assert found.loaded is not None
+    assert layers(loaded) == [14, 14]
+    by_node = {stage.node: len(stage.layers) for stage in found.planned.stages}
+    assert by_node["node-0"] > 3 * by_node.get("node-1", 0)
+    assert found.way == "beside"
+    before, after = (plan.prediction.tokens_per_s for plan in (found.loaded, found.planned))
+    assert found.gain == pytest.approx(after / before - 1)
+    assert found.gain > 1
+
+
+def test_a_new_machine_is_used() -> None:
+    assert compared(loaded_on(machines(1, 1)), machines(1, 1, 50)) is None
+    found = compared(loaded_on(machines(1, 1)), machines(1, 1, 0.5))
+    assert found is not None
+    assert "node-2" in {stage.node for stage in found.planned.stages}
+    assert found.gain > LEAST_GAIN
+
+
+def test_answers_pause_where_the_machines_have_no_room_for_both() -> None:
+    loaded, now = loaded_on(machines(1, 1)), machines(1, 4)
+    found = compared(loaded, now, machines(1, 4, gigabytes=0.5))
+    assert found is not None
+    assert (found.way, len(found.why) > 0) == ("after", True)
+    # What remains beside the present instance has room for no better split than the present one.
+    first, second = now.nodes
+    only_slow = replace(now, nodes=(replace(first, memory_bytes=first.memory_bytes // 16), second))
+    found = compared(loaded, now, only_slow)
+    assert found is not None
+    assert (found.way, found.why[:30]) == ("after", "Beside the present instance, t")
+
+
+def test_a_split_that_no_longer_fits_is_infinitely_worse() -> None:
+    loaded, (first, second) = loaded_on(machines(1, 1)), machines(1, 1).nodes
+    smaller = cluster_of(first, replace(second, memory_bytes=second.memory_bytes // 16))
+    found = compared(loaded, smaller)
+    assert found is not None
+    assert found.loaded is None
+    assert math.isinf(found.gain)
+
+
+class Clock:
+    """Time that passes by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looks_until_due(patience: Patience, clock: Clock, gain: float, move_s: float, **facts: bool) -> float:
+    """Return the seconds until a move pays; infinite if it does not within a day."""
+    began = clock.now
+    while clock.now - began < 86_400:
+        if patience.look(gain, move_s, **{"is_measured": True, "has_changed": False, **facts}):
+            return clock.now - began
+        clock.now += LOOK_S
+    return math.inf
+
+
+def test_a_gain_has_to_last_for_a_minute_and_for_as_long_as_a_move_takes_to_pay() -> None:
+    for gain, move_s, waits_s in ((1.0, 5.0, 60.0), (math.inf, 1000.0, 60.0), (0.5, 100.0, 200.0)):
+        clock = Clock()
+        assert looks_until_due(Patience(clock), clock, gain, move_s) == waits_s
+    clock = Clock()
+    assert looks_until_due(Patience(clock), clock, 0.99 * LEAST_GAIN, 1.0) == math.inf
+    assert looks_until_due(Patience(clock), clock, 1.0, 5.0, has_changed=True) == LOOK_S
+
+
+def test_nothing_is_learned_without_steps() -> None:
+    clock = Clock()
+    assert looks_until_due(Patience(clock), clock, 1.0, 5.0, is_measured=False) == math.inf
+    assert looks_until_due(Patience(clock), clock, 1.0, 5.0, is_measured=False, has_changed=True) == LOOK_S
+
+
+def test_each_recent_move_needs_four_times_the_patience() -> None:
+    clock = Clock()
+    patience = Patience(clock)
+    waits: list[float] = []
+    for _ in range(3):
+        waits.append(looks_until_due(patience, clock, 1.0, 1.0))
+        patience.moved()
+    assert waits == [60.0, 240.0, 960.0]
+    clock.now += 6 * 3600
+    assert not patience.look(1.0, 1.0, is_measured=False, has_changed=False)
+    assert looks_until_due(patience, clock, 1.0, 1.0) == 60.0
+
+
+class Cluster:
+    """Three machines in a simulation, whose model moves as soon as that pays."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.patience = Patience(self.clock)
+        self.loaded = loaded_on(machines(1, 1, 1))
+        self.moves: list[float] = []
+        self._found: dict[tuple[object, ...], Comparison | None] = {}
+
+    def found(self, ratios: tuple[float, ...]) -> Comparison | None:
+        key = self.loaded, ratios
+        if key not in self._found:
+            self._found[key] = compared(self.loaded, machines(*ratios))
+        return self._found[key]
+
+    def run(self, ratios: tuple[float, ...], seconds: float) -> None:
+        """Let time pass, while the machines' steps take these multiples of the predicted time."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            found = self.found(ratios)
+            gain = 0.0 if found is None else found.gain
+            if self.patience.look(gain, 5.0, is_measured=True, has_changed=False) and found is not None:
+                self.loaded = stages_of(found.planned)
+                self.patience.moved()
+                self.moves.append(self.clock.now)
+            self.clock.now += LOOK_S
+
+
+RATIOS = st.tuples(*[st.sampled_from((1.0, 1.5, 4.0))] * 3)
+
+
+@given(st.lists(st.tuples(RATIOS, st.integers(1, 90)), min_size=1, max_size=30), RATIOS)
+def test_speeds_that_come_and_go_cause_few_moves_and_lasting_ones_the_best_split(
+    phases: list[tuple[tuple[float, ...], int]], last: tuple[float, ...]
+) -> None:
+    cluster = Cluster()
+    for ratios, count in phases:
+        cluster.run(ratios, count * LOOK_S)
+    for number, (before, after) in enumerate(pairwise(cluster.moves), start=1):
+        recent = sum(moment > after - 6 * 3600 for moment in cluster.moves[:number])
+        assert after - before >= 60 * 4**recent
+    count = len(cluster.moves)
+    cluster.run(last, 7 * 3600)
+    found = cluster.found(last)
+    assert found is None or found.gain < LEAST_GAIN
+    # One move reaches the best split, and none follows it.
+    assert len(cluster.moves) - count <= 1
+
+
+def test_a_machine_that_is_slow_from_now_on_moves_the_split_once() -> None:
+    cluster = Cluster()
+    cluster.run((1, 1, 1), 600)
+    assert not cluster.moves
+    cluster.run((1, 1, 4), 3600)
+    assert cluster.moves == [660.0]
+    cluster.run((1, 1, 0.25), 3600)
+    assert cluster.moves == [660.0, 4200.0 + 240.0]
