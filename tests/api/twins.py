@@ -13,7 +13,7 @@ from tests.default_settings import make_policy
 from tests.engine.twin import TwinExecutor
 
 from mlx_ring.api.chat.model_format import ParseCalls
-from mlx_ring.api.ops.status import ClusterParts
+from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, Moved, State
 from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RequestError, RingError
@@ -286,6 +286,8 @@ class TwinCatalog:
         """Models that were deleted."""
         self.refusal: RingError | None = None
         """Reason why no model can be loaded."""
+        self.proposal: ProposalStatus | None = None
+        """Best split of any model; None if the loaded one is the best."""
         self.is_measured = True
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
@@ -318,6 +320,23 @@ class TwinCatalog:
 
     async def readmit(self, node: str) -> None:
         await self.drain(node, force=True)
+
+    @property
+    def replanning(self) -> TwinCatalog:
+        return self
+
+    async def propose(self, model: ModelService) -> ProposalStatus | None:
+        return None if self.proposal is None else self.proposal.model_copy(update={"model": model.model_id})
+
+    async def replan(
+        self, model: ModelService, *, may_pause: bool
+    ) -> tuple[ProposalStatus | None, Moved | None]:
+        proposal = await self.propose(model)
+        if proposal is None:
+            return None, None
+        if proposal.way == "after" and not may_pause:
+            raise Conflict("Answers would pause.")
+        return proposal, Moved(model.model_id, proposal.way, 2, 1.25, proposal.why or "")
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

@@ -1,11 +1,15 @@
-"""`mlx-ring node drain`, against a head without machines."""
+"""`mlx-ring node drain` and `mlx-ring replan`, against a head without machines."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Literal
 
 import pytest
 from tests.api.clients import serving as api_server
+from tests.api.ops.test_cluster import proposal
 from tests.api.twins import TwinCatalog, TwinService
 from tests.processes import run_in_process
 
@@ -38,3 +42,31 @@ def test_refusal_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], pro
     assert refused.returncode != 0
     assert problem in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def replan(folder: Path, way: Literal["beside", "after"] | None, *arguments: str) -> CompletedProcess[str]:
+    """Run the command against a head that knows a better split, or none."""
+    catalog = TwinCatalog(service := TwinService())
+    catalog.proposal = None if way is None else proposal(way)
+    with api_server(service, catalog=catalog) as url:
+        return run_in_process("replan", *arguments, "--url", url, folder=folder)
+
+
+def test_replan_shows_both_splits_and_what_moved(tmp_path: Path) -> None:
+    shown = replan(tmp_path, "beside", "--dry-run").stdout
+    assert "mini 0-4, studio 5-7" in shown
+    assert "Predicted gain: 25%" in shown
+    assert "no answer pauses" in shown
+    assert "2 requests moved without a pause, in 1.2 s." in replan(tmp_path, "beside", "org/twin").stdout
+    assert replan(tmp_path, None).stdout == "org/twin has the best split for its machines as they are now.\n"
+    assert json.loads(replan(tmp_path, "beside", "--json").stdout)["moved"]["way"] == "beside"
+
+
+def test_replan_pauses_only_where_that_is_allowed(tmp_path: Path) -> None:
+    shown = replan(tmp_path, "after", "--dry-run").stdout
+    assert "`mlx-ring replan --pause` moves to it, and answers pause for about 3 s: There is no room" in shown
+    refused = replan(tmp_path, "after")
+    assert (refused.returncode, "Answers would pause." in refused.stderr) == (1, True)
+    assert "2 requests paused, because" in replan(tmp_path, "after", "--pause").stdout
+    both = replan(tmp_path, "after", "--pause", "--dry-run")
+    assert "--dry-run and --pause are given; leave one of them out." in both.stderr

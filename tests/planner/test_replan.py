@@ -74,7 +74,7 @@ def test_answers_pause_where_the_machines_have_no_room_for_both() -> None:
     found = compared(loaded, now, machines(1, 4, gigabytes=0.5))
     assert found is not None
     assert (found.way, len(found.why) > 0) == ("after", True)
-    # What remains beside the present instance has room for no better split than the present one.
+    # The rest of the memory has room for no better split than the present one.
     first, second = now.nodes
     only_slow = replace(now, nodes=(replace(first, memory_bytes=first.memory_bytes // 16), second))
     found = compared(loaded, now, only_slow)

@@ -44,7 +44,7 @@ _NOTICED_GAIN = 0.01
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of a model's split."""
+    """Last comparison of a model's split, and its facts."""
 
     patience: Patience
     instance: str = ""
@@ -52,7 +52,7 @@ class _Watched:
     """Memory of each machine when the instance was first compared, in bytes."""
     times: StepTimes = field(default_factory=StepTimes)
     basis: object = None
-    """What the last comparison depends on."""
+    """Facts on which the last comparison depends."""
     found: Comparison | None = None
     is_due: bool = False
     """True if a move to what was found pays."""

@@ -97,8 +97,8 @@ def _gain(loaded: Plan | None, planned: Plan) -> float:
 class Patience:
     """Decision when a better plan pays for a move.
 
-    It has to be better for as long as it takes until the gain makes up for the move, because conditions last on average for
-    as long again as they have lasted. The least time grows with each move of the last hours.
+    It has to be better for as long as it takes until the gain makes up for the move. The reason is that conditions last on
+    average for as long again as they have lasted. The least time grows with each move of the last hours.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

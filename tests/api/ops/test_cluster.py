@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 import pytest
 from tests.api.clients import Api, refusal
@@ -11,6 +11,7 @@ from tests.api.twins import JOIN_TOKEN
 from tests.default_settings import make_api_settings
 
 from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
+from mlx_ring.api.ops.status import PlannedSplit, PlannedStage, ProposalStatus
 from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -99,8 +100,40 @@ def test_machine_whose_layers_fit_nowhere_else_keeps_them() -> None:
     assert api.post("/cluster/drain", {"node": "studio", "force": True}).status_code == 200
 
 
+def proposal(way: Literal["beside", "after"]) -> ProposalStatus:
+    """Return a better split that two machines share."""
+    stages = [PlannedStage(nodes=["mini"], layers=(0, 5)), PlannedStage(nodes=["studio"], layers=(5, 8))]
+    return ProposalStatus(
+        model="",
+        way=way,
+        why=None if way == "beside" else "There is no room for both.",
+        gain=0.25,
+        load_s=3.0,
+        loaded=PlannedSplit(stages=stages[:1], tokens_per_s=8.0, first_token_s=0.5, request_s=12.5),
+        planned=PlannedSplit(stages=stages, tokens_per_s=10.0, first_token_s=0.4, request_s=10.0),
+        is_due=True,
+    )
+
+
+def test_a_model_moves_to_a_better_split() -> None:
+    api = Api()
+    assert api.post("/cluster/replan", {}).json() == {"model": "org/twin", "proposal": None, "moved": None}
+    api.catalog.proposal = proposal("beside")
+    shown = api.post("/cluster/replan", {"dry_run": True}).json()
+    assert (shown["moved"], shown["proposal"]["gain"], shown["proposal"]["model"]) == (None, 0.25, "org/twin")
+    assert shown["proposal"]["planned"]["stages"][1] == {"nodes": ["studio"], "layers": [5, 8]}
+    assert api.post("/cluster/replan", {"model": "org/twin"}).json()["moved"]["requests"] == 2
+    api.catalog.proposal = proposal("after")
+    _, message = refusal(api.post("/cluster/replan", {}), 409)
+    assert message == "Answers would pause."
+    assert api.post("/cluster/replan", {"pause": True}).json()["moved"]["why"] == "There is no room for both."
+    refusal(api.post("/cluster/replan", {"model": "other"}), 404)
+
+
 @pytest.mark.parametrize("path", ["/cluster/drain", "/cluster/readmit"])
 def test_another_machine_needs_a_key_to_move_layers(path: str) -> None:
+    stranger = Api(client="192.168.1.9")
+    refusal(stranger.post("/cluster/replan", {}), 403)
     stranger = Api(client="192.168.1.9")
     _, message = refusal(stranger.post(path, {"node": "studio"}), 403)
     assert "192.168.1.9" in message

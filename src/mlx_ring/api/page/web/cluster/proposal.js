@@ -8,14 +8,14 @@ import { duration, figures, percent } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
 
 /**
- * Render the proposal. The button is gone once the model has moved, because the server then proposes nothing.
+ * Render the proposal. The server proposes nothing once the model has moved.
  * @param {{ proposal: ProposalStatus }} props
  */
 export function Proposal({ proposal }) {
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
-  const { model, way, why, gain, load_s: loadTime, loaded, planned } = proposal;
-  const pauses = way === "after";
+  const { model } = proposal;
+  const pauses = proposal.way === "after";
   const move = async () => {
     setBusy(true);
     setProblem("");
@@ -28,13 +28,10 @@ export function Proposal({ proposal }) {
       setBusy(false);
     }
   };
-  const pause = loadTime === null ? "Answers pause meanwhile." : `Answers pause for about ${duration(loadTime)}.`;
+  const { title, details, pause } = explain(proposal);
   return html`<div class="proposal" role="group" aria-label=${`Better split of ${model}`}>
-    <p>
-      <b>${gain === null ? "The machines have less memory than this split counts on." : `Another split is ${percent(gain)} faster.`}</b>
-      ${" "}${describe(planned)} Predicted: ${speeds(planned)}${loaded && `, instead of ${speeds(loaded)} now`}.
-    </p>
-    ${pauses && html`<p class="muted">${pause} ${why}</p>`}
+    <p><b>${title}</b> ${details}</p>
+    ${pause && html`<p class="muted">${pause}</p>`}
     <p>
       <button type="button" disabled=${isBusy} onClick=${onSingleClick(move)}>
         ${isBusy ? "Moving" : pauses ? "Move, with a pause" : "Move without a pause"}
@@ -42,6 +39,23 @@ export function Proposal({ proposal }) {
     </p>
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
   </div>`;
+}
+
+/**
+ * Return the texts of a proposal.
+ * @param {ProposalStatus} proposal
+ */
+export function explain({ way, why, gain, load_s: loadTime, loaded, planned }) {
+  const length = loadTime === null ? "meanwhile" : `for about ${duration(loadTime)}`;
+  const before = loaded ? `, instead of ${speeds(loaded)} now` : "";
+  return {
+    title:
+      gain === null
+        ? "The machines have less memory than this split counts on."
+        : `Another split is ${percent(gain)} faster.`,
+    details: `${describe(planned)} Predicted: ${speeds(planned)}${before}.`,
+    pause: way === "after" ? `Answers pause ${length}. ${why ?? ""}` : "",
+  };
 }
 
 /** @param {PlannedSplit} split */

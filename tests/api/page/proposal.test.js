@@ -1,0 +1,38 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { explain } from "../../../src/mlx_ring/api/page/web/cluster/proposal.js";
+
+const loaded = { stages: [{ nodes: ["mini"], layers: [0, 8] }], tokens_per_s: 8, first_token_s: 0.5, request_s: 9 };
+const planned = {
+  stages: [
+    { nodes: ["mini"], layers: [0, 7] },
+    { nodes: ["a", "b"], layers: [7, 8] },
+  ],
+  tokens_per_s: 10,
+  first_token_s: 0.25,
+  request_s: 7,
+};
+/** @param {object} [more] @returns {any} */
+const proposal = (more = {}) => ({ gain: 0.25, loaded, planned, way: "beside", why: null, load_s: 3, ...more });
+
+test("a proposal says what it gains, where the layers go, and how fast both are", () => {
+  assert.deepEqual(explain(proposal()), {
+    title: "Another split is 25 % faster.",
+    details:
+      "mini: layers 0 to 6; a and b: layer 7. Predicted: 10 tokens/s, first token after 250 ms, " +
+      "instead of 8 tokens/s, first token after 500 ms now.",
+    pause: "",
+  });
+});
+
+test("a pause is announced with its reason and length", () => {
+  const more = { way: "after", why: "There is no room." };
+  assert.equal(explain(proposal(more)).pause, "Answers pause for about 3 s. There is no room.");
+  assert.equal(explain(proposal({ ...more, load_s: null })).pause, "Answers pause meanwhile. There is no room.");
+});
+
+test("memory that no longer suffices has no gain", () => {
+  const { title, details } = explain(proposal({ gain: null, loaded: null }));
+  assert.equal(title, "The machines have less memory than this split counts on.");
+  assert.ok(details.endsWith("Predicted: 10 tokens/s, first token after 250 ms."));
+});

@@ -1,0 +1,79 @@
+"""Models that move to a better split of their layers while they serve, and answers that do not change."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.loopback_cluster import end_head_members, running_head
+from tests.end_to_end.test_drain import FLAGS, STREAMS, Streams, expected, nodes, nodes_in_use
+from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
+from tests.processes import Server, give_profile, joining
+
+from mlx_ring.agent.profiling import PROFILE_FILE
+
+AUTO = ("--strategy", "auto", *FLAGS[2:], "--learn-speeds", "off")
+
+
+def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: float) -> None:
+    """Let a machine join whose profile says that it is faster than this one by a factor."""
+    state = folder / "state"
+    give_profile(state)
+    kept = json.loads((state / PROFILE_FILE).read_text())
+    profile = kept["profile"]
+    for rate in profile["rates"]:
+        for name in ("bandwidth", "flops"):
+            rate[name] *= factor
+        rate["row_s"] /= factor
+    costs = {name: value for name, value in profile["costs"].items() if isinstance(value, float)}
+    profile["costs"] |= {name: seconds / factor for name, seconds in costs.items()}
+    (state / PROFILE_FILE).write_text(json.dumps(kept))
+    stack.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=folder))
+
+
+def replan(server: Server, **body: object) -> dict[str, Any]:
+    answer = server.http.post("/cluster/replan", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_path: Path) -> None:
+    tokens: list[str] = []
+    with ExitStack() as stack:
+        port = free_pair_of_ports()
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join_faster(stack, port, tokens[0], tmp_path / "node-1", 1.0)
+
+        stack.callback(end_head_members, tmp_path)
+        server = stack.enter_context(running_head("demo", 2, tmp_path, port, *AUTO, on_line=read))
+        texts, used = expected(server), nodes_in_use(server)
+        before = {node["id"] for node in nodes(server)}
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", 20.0)
+        eventually(lambda: len(nodes(server)), lambda count: count == 3)
+        (faster,) = {node["id"] for node in nodes(server)} - before
+
+        only_shown = replan(server, dry_run=True)
+        assert only_shown["moved"] is None
+        assert nodes_in_use(server) == used
+        proposal = only_shown["proposal"]
+        assert (proposal["way"], proposal["why"]) == ("beside", None)
+        assert proposal["gain"] > 0.15
+        assert proposal["planned"]["request_s"] < proposal["loaded"]["request_s"]
+
+        streams = Streams(server)
+        moved = replan(server)["moved"]
+        assert streams.finish() == texts
+        assert (moved["model"], moved["way"], moved["why"]) == ("demo", "beside", None)
+        assert moved["requests"] <= STREAMS
+        assert faster in nodes_in_use(server)
+        assert expected(server) == texts
+        again = replan(server, dry_run=True)
+        assert (again["proposal"], again["moved"]) == (None, None)
+        assert server.http.post("/cluster/replan", json={"model": "other"}).status_code == 404
