@@ -44,6 +44,20 @@ class ControlGroup:
         enter = "".join(f"echo $$ > {shlex.quote(str(folder))}/cgroup.procs && " for folder in self.folders)
         return ["sh", "-c", f'{enter}exec "$@"', "sh", *arguments]
 
+    def add(self, pid: int) -> None:
+        """Move a process into this group."""
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def set_cores(self, cores: float, period_us: int = _PERIOD_US) -> None:
+        """Change the limit on cores."""
+        quota = str(round(cores * period_us))
+        for folder in self.folders:
+            if (folder / "cpu.max").exists():
+                (folder / "cpu.max").write_text(f"{quota} {period_us}")
+            elif (folder / "cpu.cfs_quota_us").exists():
+                (folder / "cpu.cfs_quota_us").write_text(quota)
+
 
 def skip_without_groups() -> None:
     """Skip the test, with the reason, where this process may not make control groups."""

@@ -21,6 +21,18 @@ from mlx_ring.cluster.lifecycle import verbs
         ("[{ssh: localhost}]", ("start",), "cluster.json names no model: give --model."),
         ("[{ssh: localhost}]", ("logs", "--lines", "0"), "--lines is 0; it must be"),
         ("[{ssh: localhost}]", ("status", "--url", "http://x"), "--config and --url were both given"),
+        ("[{ssh: localhost}]", ("restart", "--force"), "--force is for one machine: give its name"),
+        ("[{ssh: localhost}]", ("restart", "mini", "--model", "demo"), "--model and mini are given"),
+        (
+            "[{ssh: localhost}, {ssh: b}]",
+            ("restart", "mini"),
+            "mini is no machine of the file: it has localhost, b.",
+        ),
+        (
+            "[{ssh: localhost}, {ssh: b}]",
+            ("restart", "localhost"),
+            "localhost has the head, so that all would end",
+        ),
         (
             "{devices: [{hostname: localhost}], model: demo, serve: {nodes: 2}}",
             ("start",),

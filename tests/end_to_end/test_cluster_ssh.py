@@ -205,6 +205,34 @@ def check_settings_of_each_machine(status: dict[str, Any], second: SshHost) -> N
 
 
 @pytest.mark.timeout(600)
+def test_one_machine_restarts_while_the_other_serves(hosts: Hosts) -> None:
+    first, second = hosts
+    hosts.start(DEVICES_WITH_ADDRESSES)
+    (before,) = [found.pid for found in running_here(second.state) if found.kind == "agent"]
+    head = head_of(first)
+    with ThreadPoolExecutor(1) as pool:
+        restarting = pool.submit(hosts.cluster, first, "restart", "second")
+        answers = 0
+        while not restarting.done():
+            assert "Paris" in output_of(hosts.cluster(first, "test"))
+            answers += 1
+    restarted = restarting.result()
+    assert output_of(restarted) == ""
+    assert answers
+    for sentence in (
+        "second: its layers move to other machines",
+        "second: demo has moved in",
+        "second: it is back",
+        "second: the layers",
+    ):
+        assert sentence in restarted.stderr
+    (after,) = [found.pid for found in running_here(second.state) if found.kind == "agent"]
+    assert (after != before, head_of(first)) == (True, head)
+    status = json.loads(output_of(hosts.cluster(first, "status", "--json")))
+    assert [node["state"] for node in status["nodes"]] == ["attending", "attending"]
+
+
+@pytest.mark.timeout(600)
 def test_stop_ends_the_agent_that_a_killed_head_leaves(
     hosts: Hosts, record_property: Callable[[str, object], None]
 ) -> None:

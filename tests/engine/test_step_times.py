@@ -38,7 +38,9 @@ def test_drafted_steps_bare_operations_and_chunks_of_several_prompts_are_left_ou
         timing(3, 90, rows=2, tokens=64, is_decode=False),
         timing(4, 90, rank=RankId(0, 1)),
     )
-    assert steps.read().stages == ()
+    (stage,) = steps.read().stages
+    assert (stage.decode, stage.chunks) == ((), ())
+    assert [(row.rows, row.tokens, row.compute_us) for row in stage.last] == [(1, 5, 50)]
 
 
 def test_chunks_are_reported_by_stage_and_tokens_with_their_context() -> None:

@@ -46,7 +46,7 @@ class Instance:
             for place, ratio in enumerate(self.decode)
         ]
         chunks = [alike(256, ratio * PLAIN.chunk_s(0, 256, 0), 0, self.steps) for ratio in self.prefill]
-        return StepTimes((StageTimes(0, tuple(decode), tuple(chunks)),))
+        return StepTimes((StageTimes(0, tuple(decode), tuple(chunks), tuple(decode)),))
 
 
 def alike(tokens: int, seconds: float, context: int, steps: int) -> AlikeSteps:

@@ -83,12 +83,32 @@ def stop(config: Annotated[Path, CONFIG]) -> None:
 @app.command("restart")
 def restart(
     config: Annotated[Path, CONFIG],
+    node: Annotated[
+        str | None, typer.Argument(metavar="[NODE]", help="Name of one machine in the file; all by default.")
+    ] = None,
+    *,
     model: Annotated[str | None, MODEL] = None,
     timeout: Annotated[float, TIMEOUT] = 1800.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Restart the machine even if no other has room for its layers.")
+    ] = False,
 ) -> None:
-    """Stop everything and start it again."""
-    stop(config)
-    start(config, model, timeout)
+    """Stop everything and start it again, or restart one machine while the others serve."""
+    from mlx_ring.cluster.lifecycle import verbs
+
+    if node is None:
+        if force:
+            raise ConfigError("--force is for one machine: give its name, or leave it out.")
+        stop(config)
+        start(config, model, timeout)
+        return
+    if model is not None:
+        raise ConfigError(
+            f"--model and {node} are given, but a machine restarts with the models that are served."
+        )
+    file, beside = _read(config), (Path.cwd(), config.resolve().parent)
+    store = _store(file, beside, config)
+    verbs.restart_machine(file, node, report=_report, store=store, timeout_s=timeout, force=force)
 
 
 @app.command("status")

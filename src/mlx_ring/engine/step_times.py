@@ -341,6 +341,8 @@ class StageTimes:
     """Decode steps, by rows."""
     chunks: tuple[AlikeSteps, ...]
     """Chunks, by tokens."""
+    last: tuple[AlikeSteps, ...] = ()
+    """The last decode steps, by tokens. A row has several tokens in a step with drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,12 +371,15 @@ class StepWindow:
     def __init__(self) -> None:
         self._decode: dict[int, deque[StepTiming]] = defaultdict(_window)
         self._chunks: dict[int, deque[StepTiming]] = defaultdict(_window)
+        self._last: dict[int, deque[StepTiming]] = defaultdict(_window)
 
     def record(self, timing: StepTiming) -> None:
         """Record a step that did not fail."""
         stage, rank = timing.rank
         if rank or not timing.rows:
             return
+        if timing.is_decode:
+            self._last[stage].append(timing)
         if timing.is_decode and timing.tokens == timing.rows:
             self._decode[stage].append(timing)
         elif not timing.is_decode and timing.rows == 1:
@@ -382,12 +387,13 @@ class StepWindow:
 
     def read(self) -> StepTimes:
         """Return the times of the recorded steps."""
-        stages = sorted({*self._decode, *self._chunks})
+        stages = sorted({*self._last, *self._chunks})
         times = tuple(
             StageTimes(
                 stage,
                 _alike(self._decode.get(stage, ()), by_rows=True),
                 _alike(self._chunks.get(stage, ()), by_rows=False),
+                _alike(self._last.get(stage, ()), by_rows=False),
             )
             for stage in stages
         )

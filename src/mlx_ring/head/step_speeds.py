@@ -116,27 +116,28 @@ class StepSpeeds:
         if not self._learns:
             return
         instances = list(views)
-        workers = Counter(node for view in instances for stage in view.nodes for node in stage)
-        found: dict[tuple[str, StepKind], list[_Measured]] = defaultdict(list)
-        for view in instances:
-            for node, kind, measured in _measured(view, workers):
-                found[node, kind].append(measured)
+        for (node, kind), ratio in _ratios(instances, are_last=True):
+            self._note_now(node, kind, ratio)
         profiles = {member.node: member.profile for member in members}
         changed = [
-            self._note(node, kind, _median(measured), profiles[node])
-            for (node, kind), measured in found.items()
-            if node in profiles and _are_enough(kind, measured)
+            self._note(node, kind, ratio, profiles[node])
+            for (node, kind), ratio in _ratios(instances, are_last=False)
+            if node in profiles
         ]
         if any(changed):
             self._write()
 
+    def _note_now(self, node: str, kind: StepKind, ratio: float) -> None:
+        """Count a ratio outside the bounds while it lasts."""
+        if _LEAST <= ratio <= _MOST:
+            self._now[node].pop(kind, None)
+        else:
+            self._now[node][kind] = min(max(ratio, _LEAST_NOW), _MOST_NOW), self._clock()
+
     def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
         """Keep a ratio; return False if it is about the same as before."""
         bounded = min(max(ratio, _LEAST), _MOST)
-        self._now[node].pop(kind, None)
         before = self._kept_of(node, profile)
-        if ratio != bounded:
-            self._now[node][kind] = min(max(ratio, _LEAST_NOW), _MOST_NOW), self._clock()
         if abs(bounded / asdict(before)[kind] - 1) < _CHANGE:
             return False
         changes: Mapping[str, float] = {kind: bounded}
@@ -197,14 +198,30 @@ class _Measured:
     """Tokens of each step."""
 
 
+def _ratios(
+    views: Sequence[MeasuredInstance], *, are_last: bool
+) -> Iterator[tuple[tuple[str, StepKind], float]]:
+    """Yield node and kind of steps that are enough, with their median ratio; `are_last` as in `_measured`."""
+    workers = Counter(node for view in views for stage in view.nodes for node in stage)
+    found: dict[tuple[str, StepKind], list[_Measured]] = defaultdict(list)
+    for view in views:
+        for node, kind, measured in _measured(view, workers, are_last=are_last):
+            found[node, kind].append(measured)
+    for (node, kind), measured in found.items():
+        if _are_enough(kind, measured):
+            yield (node, kind), _median(measured)
+
+
 def _measured(
-    view: MeasuredInstance, workers: Mapping[str, int]
+    view: MeasuredInstance, workers: Mapping[str, int], *, are_last: bool
 ) -> Iterator[tuple[str, StepKind, _Measured]]:
     """Yield node, kind and alike steps, for stages of one rank that have their machine's whole speed.
 
     Args:
         view: the instance.
         workers: number of workers by node, of all instances together.
+        are_last: True for the last decode steps, also those with drafts, whose tokens count as rows. False for the last
+            ones without drafts, which may be older.
     """
     if view.forecast is None:
         return
@@ -215,7 +232,7 @@ def _measured(
         if len(view.nodes[times.stage]) > 1 or crowded or node.cpu_quota is not None:
             continue
         chunks = [alike for alike in times.chunks if alike.tokens >= _LEAST_CHUNK]
-        for kind, alike in (("decode", times.decode), ("prefill", chunks)):
+        for kind, alike in (("decode", times.last if are_last else times.decode), ("prefill", chunks)):
             for steps in alike:
                 predicted_s = _predicted_s(profile, times.stage, steps, cast("StepKind", kind))
                 ratio = steps.compute_us / 1e6 / predicted_s
@@ -264,7 +281,7 @@ def _half_way(forecast: Forecast) -> AlikeSteps:
 
 def _predicted_s(forecast: Forecast, stage: int, steps: AlikeSteps, kind: StepKind) -> float:
     if kind == "decode":
-        return forecast.decode_s(stage, steps.rows, steps.context_tokens)
+        return forecast.decode_s(stage, steps.tokens, steps.context_tokens)
     return forecast.chunk_s(stage, steps.tokens, steps.context_tokens)
 
 

@@ -19,7 +19,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
 from mlx_ring.cluster.lifecycle.programs import ReadyMachine, any_program, find_program, make_ready
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
-from mlx_ring.core.errors import HostFailed, HostUnreached
+from mlx_ring.core.errors import ConfigError, HostFailed, HostUnreached
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.running import ProcessKind, Running, arguments_digest
 from mlx_ring.settings.devices_file import DevicesFile
@@ -30,6 +30,7 @@ _ANSWER_S = 660.0
 _STOP_S = 120.0
 _MOST_UNREACHED = 3
 _AGAIN_S = 2.0
+_LOOK_S = 0.5
 Report = Callable[[str], None]
 
 
@@ -108,6 +109,65 @@ def stop(file: DevicesFile, *, report: Report) -> None:
     _head_first(find_machines(file.devices), lambda machine: _stop(machine, report))
 
 
+def restart_machine(
+    file: DevicesFile, name: str, *, report: Report, store: WheelStore, timeout_s: float, force: bool
+) -> None:
+    """Restart one machine's agent while the cluster serves: its layers move to others first, and back where that is faster.
+
+    Args:
+        file: the machines.
+        name: name of the machine in the file.
+        report: the callback that reports progress.
+        store: the packages for machines of other systems.
+        timeout_s: the time limit for its return.
+        force: True to take its layers even if no other machine has room. Answers then wait until it is back.
+
+    Raises:
+        ConfigError: the file has no such machine, or it has the head.
+        HostFailed: a machine out of reach, no head that runs, or layers for which the others have no room.
+    """
+    device = next((each for each in file.devices if each.name == name), None)
+    if device is None:
+        names = ", ".join(each.name for each in file.devices)
+        raise ConfigError(f"{name} is no machine of the file: it has {names}.")
+    if device.is_coordinator:
+        raise ConfigError(f"{name} has the head, so that all would end: restart the cluster without a name.")
+    both = [each for each in file.devices if each.is_coordinator or each is device]
+    readies = on_all(find_machines(both), lambda each: make_ready(each, store=store, report=report))
+    head = next(found for found in readies if found.machine.device.is_coordinator)
+    (other,) = (found for found in readies if found is not head)
+    if not any(found.kind == "head" for found in head.installation.running):
+        raise HostFailed(f"{head.machine.name}: no head runs there; `mlx-ring cluster start` starts it.")
+    node, joining = other.installation.node, _Joining(file, head)
+    if node in _connected(head, file):
+        report(f"{name}: its layers move to other machines")
+        for moved in _ask(head, file, "POST", "/cluster/drain", {"node": node, "force": force})["moved"]:
+            report(f"{name}: {moved['model']} has moved in {moved['seconds']:.1f} s")
+    _stop_with(other, report)
+    joining.join(other, joining.token(1), report)
+    end = time.monotonic() + timeout_s
+    while node not in _connected(head, file):
+        if time.monotonic() > end:
+            raise HostFailed(
+                f"{name}: it is not back after {timeout_s:g} s: see `mlx-ring cluster logs`, or give a longer --timeout."
+            )
+        time.sleep(_LOOK_S)
+    report(f"{name}: it is back")
+    try:
+        moved = _ask(head, file, "POST", "/cluster/replan", {})["moved"]
+    except HostFailed as error:
+        report(f"{name}: the layers stay where they are: {error}")
+    else:
+        where = "stay where they are, which is as fast" if moved is None else "are split anew"
+        report(f"{name}: the layers {where}")
+
+
+def _connected(head: ReadyMachine, file: DevicesFile) -> set[str]:
+    """Return the nodes that are connected with the head."""
+    nodes = _ask(head, file, "GET", "/cluster/status")["nodes"]
+    return {node["id"] for node in nodes if node["state"] != "gone"}
+
+
 def standings(file: DevicesFile) -> list[Standing]:
     """Return the state of each machine; a machine out of reach is no error here."""
     return on_all(find_machines(file.devices), _standing)
@@ -144,6 +204,34 @@ def log_commands(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
     return on_all(find_machines(file.devices), find)
 
 
+class _Joining:
+    """Start of agents that join a head."""
+
+    def __init__(self, file: DevicesFile, head: ReadyMachine) -> None:
+        self._file, self._head = file, head
+
+    def token(self, uses: int) -> str:
+        """Make a token with which so many machines can join."""
+        state = ("--state-dir", self._head.installation.state)
+        more = ("--uses", str(uses), "--expires", _TOKEN_LIFE, "--name", "cluster start")
+        return run_on(self._head.machine, (*self._head.program, "token", "create", *more, *state)).strip()
+
+    def join(self, other: ReadyMachine, token: str, report: Report) -> None:
+        """Start a machine's agent."""
+        report(f"{other.machine.name}: joining")
+        other.on_host("enrol", str(self._address(other)), stdin=token)
+        other.on_host("run", "--", *self.agent_words(other))
+
+    def agent_words(self, other: ReadyMachine) -> list[str]:
+        """Return the arguments of a machine's agent."""
+        return agent_arguments(
+            self._file, other.machine.device, self._address(other), other.installation.state
+        )
+
+    def _address(self, other: ReadyMachine) -> HeadAddress:
+        return HeadAddress(head_host(self._head.machine, other.machine), self._file.coordinator.port)
+
+
 class _Run:
     """The machines of one file, all with the same program."""
 
@@ -151,6 +239,7 @@ class _Run:
         self._file = file
         self._head = next(found for found in readies if found.machine.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
+        self._joining = _Joining(file, self._head)
         ids = {found.machine.name: found.installation.node for found in readies}
         self._head_words = head_arguments(file, model, self._head.installation.state, ids)
         self._pid = next(_like(self._head.installation.running, "head", self._head_words), 0)
@@ -159,7 +248,7 @@ class _Run:
         """Return True if the head and all agents run with exactly these arguments."""
         return _runs(self._head.installation.running, "head", self._head_words) and all(
             other.installation.cluster == self._head.installation.cluster
-            and _runs(other.installation.running, "agent", self._agent_words(other))
+            and _runs(other.installation.running, "agent", self._joining.agent_words(other))
             for other in self._others
         )
 
@@ -175,10 +264,10 @@ class _Run:
         port = str(self._file.coordinator.port + 1)
         words = ("wait-for-port", *limit, str(self._pid), port)
         self._head.on_host(*words, timeout_s=timeout_s + _SLICE_S)
-        token = self._token()
+        token = self._joining.token(len(self._others))
         on_all(
             [other.machine for other in self._others],
-            lambda machine: self._join(self._other(machine), token, report),
+            lambda machine: self._joining.join(self._other(machine), token, report),
         )
 
     def wait(self, timeout_s: float) -> str:
@@ -209,24 +298,6 @@ class _Run:
 
     def _other(self, machine: Machine) -> ReadyMachine:
         return next(other for other in self._others if other.machine is machine)
-
-    def _token(self) -> str:
-        state = ("--state-dir", self._head.installation.state)
-        uses = ("--uses", str(len(self._others)), "--expires", _TOKEN_LIFE, "--name", "cluster start")
-        return run_on(self._head.machine, (*self._head.program, "token", "create", *uses, *state)).strip()
-
-    def _join(self, other: ReadyMachine, token: str, report: Report) -> None:
-        report(f"{other.machine.name}: joining")
-        other.on_host("enrol", str(self._address(other)), stdin=token)
-        other.on_host("run", "--", *self._agent_words(other))
-
-    def _address(self, other: ReadyMachine) -> HeadAddress:
-        return HeadAddress(head_host(self._head.machine, other.machine), self._file.coordinator.port)
-
-    def _agent_words(self, other: ReadyMachine) -> list[str]:
-        return agent_arguments(
-            self._file, other.machine.device, self._address(other), other.installation.state
-        )
 
     def _check_agents(self) -> None:
         """Raise an error if an agent has ended; ignore machines that are out of reach just now."""
