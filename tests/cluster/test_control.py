@@ -18,7 +18,8 @@ from tests.profiles import made_up_profile
 
 from mlx_ring.agent import member as attendance
 from mlx_ring.agent.enrolment import join
-from mlx_ring.agent.member import Leave, Registration, Revoke, stay_registered
+from mlx_ring.agent.leaving import Leave
+from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.control import Control, energy_of, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
@@ -272,7 +273,7 @@ def test_only_a_node_that_says_so_has_left_for_good(
             task = asyncio.create_task(attends)
             await control.wait_for(1)
             with control.watching(events.append):
-                (leave.ended.set if end == "leave" else task.cancel)()
+                (leave.end if end == "leave" else task.cancel)()
                 await until(control, 0)
                 await asyncio.wait((task,))
         return [(event.reason, event.is_final) for event in events if isinstance(event, SessionEnded)]

@@ -16,7 +16,7 @@ import pytest
 from tests.cgroups import limited, skip_without_groups
 from tests.eventually import eventually
 
-from mlx_ring.host.unresponsive_time import UnresponsiveTime
+from mlx_ring.host.child import UnresponsiveTime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what threads wait for")
 

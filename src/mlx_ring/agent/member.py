@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 
 from mlx_ring.agent.enrolment import renew_if_due
+from mlx_ring.agent.leaving import LEAVE_WITHIN_S, Leave, PowerWatch
 from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
 from mlx_ring.agent.loading import FetchedModels
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
@@ -32,9 +33,9 @@ from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.host.energy import EnergyMeter
-from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import recorded
@@ -64,63 +65,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
-_LEAVE_WITHIN_S = 60.0
-"""Time for the layers to move elsewhere after SIGTERM: an operating system that shuts down waits somewhat longer."""
-
 Revoke = Callable[[tuple[str, ...]], None]
-
-
-class Leave:
-    """Request to leave, which the head prepares by moving the machine's layers, and the end of the agent."""
-
-    def __init__(self, ended: asyncio.Event | None = None) -> None:
-        """Start without a request; `ended` is set once the agent ends, which the head then knows at once."""
-        self.ended = ended or asyncio.Event()
-        self.is_wanted = False
-        self.is_connected = False
-        """True while the head answers."""
-        self._reason = ""
-        self._is_patient = True
-
-    def want(self, *, has_workers: bool, is_patient: bool) -> None:
-        """Ask the head, or end at once: if the machine has no layers, without a head, or at the second request.
-
-        Args:
-            has_workers: True if the machine has layers.
-            is_patient: True to stay if no other machine has room for the layers; False to end then.
-        """
-        if self.is_wanted or not has_workers or not self.is_connected:
-            self.ended.set()
-            return
-        self.is_wanted, self._is_patient = True, is_patient
-        log.warning("Moving this machine's layers to others before it leaves. Ctrl-C again leaves at once.")
-        if not is_patient:
-            asyncio.get_running_loop().call_later(_LEAVE_WITHIN_S, self.ended.set)
-
-    def received(self, reply: cluster_pb2.AttendReply) -> None:
-        """Receive an answer of the head."""
-        self.is_connected = True
-        if not self.is_wanted:
-            return
-        if reply.may_leave:
-            self.ended.set()
-        if reply.stay_reason and reply.stay_reason != self._reason:
-            self._reason = reply.stay_reason
-            log.error(
-                "This machine's layers cannot move: %s %s",
-                reply.stay_reason,
-                "Ctrl-C again leaves nevertheless; answers then wait until another machine has room."
-                if self._is_patient
-                else "It leaves nevertheless.",
-            )
-            if not self._is_patient:
-                self.ended.set()
-
-    def silent(self) -> None:
-        """Record that the call to the head has ended: nobody moves the layers."""
-        self.is_connected = False
-        if self.is_wanted:
-            self.ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +98,7 @@ async def stay_registered(
         credentials: returns this node's credentials before each call, because they may be renewed.
         who: description of this node.
         revoke: called with the revoked certificates at each answer of the head.
-        leave: request to leave, and the end; None: it never leaves.
+        leave: request to leave, after which this returns; None: it never leaves.
 
     Raises:
         PeerRefused: the head refuses this node.
@@ -166,7 +111,7 @@ async def stay_registered(
                 pause_s = _FIRST_PAUSE_S
                 leave.received(reply)
                 revoke(tuple(reply.revoked))
-            if leave.ended.is_set():
+            if leave.left.is_set():
                 return
             log.warning("The head at %s ended; asking again", head)
         except (PeerRefused, VersionMismatch):
@@ -176,7 +121,7 @@ async def stay_registered(
         finally:
             leave.silent()
         _raise_cancellation()
-        if leave.ended.is_set():
+        if leave.left.is_set():
             return
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
@@ -234,9 +179,9 @@ async def _messages(
     while not message.leaves:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
-                await leave.ended.wait()
+                await leave.left.wait()
         message = _now(who)
-        message.leaves, message.wants_to_leave = leave.ended.is_set(), leave.is_wanted
+        message.leaves, message.wants_to_leave = leave.left.is_set(), leave.is_wanted
         yield message
 
 
@@ -307,7 +252,7 @@ def run_member(
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
-    with recorded(state, "agent", ending_s=_LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
+    with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         asyncio.run(serve_as_member(MemberOptions(head, node, state, run_dir, settings, bracketed(listen))))
 
 
@@ -370,16 +315,18 @@ async def serve_as_member(options: MemberOptions) -> None:
             probes_guard.end_refused()
 
     who = Registration(options.node, port, profile, settings.memory_utilization, links_port, trust)
-    leave = Leave(service.stop_requested)
+    leave = Leave(service.stop_requested, has_workers=lambda: bool(supervisor.workers))
     attending = asyncio.create_task(
-        stay_registered(options.head, credentials, who, revoke, leave), name="attendance"
+        leave.attend(lambda: stay_registered(options.head, credentials, who, revoke, leave)),
+        name="attendance",
     )
     beside = (
+        asyncio.create_task(PowerWatch(leave, settings.min_battery).run(), name="power"),
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )
     try:
-        await _until_end(attending, leave, lambda: bool(supervisor.workers))
+        await _until_end(attending, leave)
     finally:
         await asyncio.wait((attending,), timeout=_LEAVE_WAIT_S)
         for task in (attending, *beside):
@@ -417,11 +364,11 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
         await asyncio.sleep(_RENEWAL_S)
 
 
-async def _until_end(work: asyncio.Task[None], leave: Leave, has_workers: Callable[[], bool]) -> None:
+async def _until_end(work: asyncio.Task[None], leave: Leave) -> None:
     """Wait until the agent ends, for the head or a signal asks for it, or the work ends; raise its error, if any."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, _on_signal, number, leave, has_workers)
+        loop.add_signal_handler(number, _on_signal, number, leave)
     waiting = asyncio.create_task(leave.ended.wait())
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -429,7 +376,8 @@ async def _until_end(work: asyncio.Task[None], leave: Leave, has_workers: Callab
             work.result()
     finally:
         waiting.cancel()
+        leave.end()
 
 
-def _on_signal(number: signal.Signals, leave: Leave, has_workers: Callable[[], bool]) -> None:
-    leave.want(has_workers=has_workers(), is_patient=number == signal.SIGINT)
+def _on_signal(number: signal.Signals, leave: Leave) -> None:
+    leave.want(is_patient=number == signal.SIGINT)

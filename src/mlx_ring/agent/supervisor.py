@@ -18,9 +18,8 @@ from mlx_ring.agent.mpi.places import give_places
 from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, own_gpu
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
-from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess
+from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess, UnresponsiveTime
 from mlx_ring.host.trusted_interfaces import Trust
-from mlx_ring.host.unresponsive_time import UnresponsiveTime
 from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS

@@ -41,8 +41,8 @@ from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, is_loopback, local_url
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.interfaces import lan_addresses, lan_urls, own_names
-from mlx_ring.host.keep_awake import KeepAwake
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
+from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.process import usable_cores
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings

@@ -13,7 +13,7 @@ from pydantic_settings import SettingsConfigDict
 
 from mlx_ring.core.logs import LogFormat, LogLevel
 from mlx_ring.core.types import CpuWeights
-from mlx_ring.host.keep_awake import KeepAwakeMode
+from mlx_ring.host.power import KeepAwakeMode
 from mlx_ring.rpc.backends import BackendSetting, Link
 from mlx_ring.settings.fields import (
     SIZE_TAKES,
@@ -290,6 +290,12 @@ class Settings(PlacementSettings):
     )
     keep_awake: KeepAwakeMode = setting(
         "auto", "Stay awake to answer: if plugged in (auto), always, or never.", _PROCESS, metavar="MODE"
+    )
+    min_battery: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.1,
+        "Share of this machine's battery below which its layers move to others, with `join`; 0: none.",
+        _PROCESS,
+        metavar="SHARE",
     )
     spare_worker: Spare = setting(
         "auto",

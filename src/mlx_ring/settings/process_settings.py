@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from mlx_ring.core.logs import LogFormat, LogLevel
-from mlx_ring.host.keep_awake import KeepAwakeMode
+from mlx_ring.host.power import KeepAwakeMode
 
 BlasMode = Literal["auto", "openblas", "off"]
 SpareMode = Literal["auto", "on", "off"]
@@ -58,6 +58,7 @@ class MemberSettings(AgentSettings):
     """In bytes."""
     trusted_interface: tuple[str, ...]
     keep_awake: KeepAwakeMode
+    min_battery: float
 
 
 PassedOn = TypeVar("PassedOn", bound=WorkerSettings)

@@ -20,8 +20,7 @@ from tests.processes import serving
 from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.host import keep_awake
-from mlx_ring.host.keep_awake import KeepAwake, awake_program
+from mlx_ring.host.power import KeepAwake, KeepAwakeMode, awake_program
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 pytestmark = pytest.mark.processes
@@ -62,7 +61,7 @@ def test_the_program_runs_exactly_while_there_is_work() -> None:
     ("auto", True, False), ("always", True, True), ("never", False, False),
 ])  # fmt: skip
 def test_the_mode_and_the_power_supply_decide(
-    mode: keep_awake.KeepAwakeMode, plugged_in: object, on_battery: object
+    mode: KeepAwakeMode, plugged_in: object, on_battery: object
 ) -> None:
     power = Power()
     awake = KeepAwake(mode, lambda: WAITS, power)
@@ -78,7 +77,7 @@ def test_the_mode_and_the_power_supply_decide(
 
 def test_a_system_that_refuses_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     awake = KeepAwake("auto", lambda: REFUSES, Power())
-    caplog.set_level("INFO", keep_awake.__name__)
+    caplog.set_level("INFO", "mlx_ring.host.power")
     awake.hold(has_work=True)
     assert awake.process is not None
     awake.process.wait()

@@ -1,0 +1,254 @@
+"""Power of this machine: it stays awake while it has work, and warns before it sleeps, shuts down or its battery is empty.
+
+While it stays awake, the display may sleep, and a closed lid may end the work. On battery the machine may sleep unless
+the user says `always`.
+
+macOS: `caffeinate -i` prevents idle sleep, and with `-w` it ends with the process that it watches (caffeinate(8)).
+Linux: `systemd-inhibit` holds a lock on `sleep` for as long as its command runs. The command reads a pipe from this
+process, so it ends with it, even after SIGKILL (systemd-inhibit(1)). Warnings come from logind over D-Bus, which waits
+for holders of a delay lock, but not longer than `InhibitDelayMaxSec` (org.freedesktop.login1(5), logind.conf(5)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from jeepney import DBusAddress, Message
+    from jeepney.io.blocking import DBusConnection
+
+log = logging.getLogger(__name__)
+
+KeepAwakeMode = Literal["auto", "always", "never"]
+_END_S = 2.0
+_CAFFEINATE = "caffeinate"
+_INHIBIT = (
+    "systemd-inhibit",
+    "--what=sleep",
+    "--mode=block",
+    "--who=mlx-ring",
+    "--why=It answers a request.",
+    "--no-ask-password",
+    "cat",
+)
+
+
+def awake_program() -> Sequence[str]:
+    """Return the command that keeps this machine awake until its input ends; empty where there is none."""
+    programs = {"darwin": (_CAFFEINATE, "-i", "-w", str(os.getpid())), "linux": _INHIBIT}
+    command = programs.get(sys.platform, _INHIBIT)
+    return command if shutil.which(command[0]) else ()
+
+
+def is_on_battery() -> bool:
+    """Report whether this machine runs on its battery. One without a battery, or that does not say, has power."""
+    return battery_left() is not None
+
+
+def battery_left() -> float | None:
+    """Return the share of the battery that is left while the machine runs on it; None while it has power."""
+    import psutil  # modules that start quickly import this one
+
+    try:
+        battery = psutil.sensors_battery()
+    except (OSError, RuntimeError, AttributeError):  # some systems and containers do not say
+        return None
+    return None if battery is None or battery.power_plugged is not False else battery.percent / 100
+
+
+class KeepAwake:
+    """Hold on this machine's sleep. Only one thread uses it."""
+
+    def __init__(
+        self,
+        mode: KeepAwakeMode,
+        program: Callable[[], Sequence[str]] = awake_program,
+        on_battery: Callable[[], bool] = is_on_battery,
+    ) -> None:
+        """Start without a hold."""
+        self._mode = mode
+        self._program, self._on_battery = program, on_battery
+        self.process: subprocess.Popen[bytes] | None = None
+        """The program, from its start to the end of the hold."""
+        self._is_refused = False
+        """True once the program has ended by itself: it is not tried again."""
+
+    @property
+    def is_held(self) -> bool:
+        """True while the program runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def hold(self, *, has_work: bool) -> None:
+        """Begin or end the hold. Call it again while there is work, so that it ends when the power is cut off."""
+        wanted = has_work and self._mode != "never" and (self._mode == "always" or not self._on_battery())
+        if not wanted:
+            self.release()
+        elif self.process is None and not self._is_refused:
+            self._begin()
+        elif self.process is not None and (code := self.process.poll()) is not None:
+            self._note_refusal(code)
+
+    def release(self) -> None:
+        """End the hold, if there is one."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _begin(self) -> None:
+        command = self._program()
+        if not command:
+            self._is_refused = True
+            log.debug("Found no program that keeps this machine awake")
+            return
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._is_refused = True
+            log.warning(
+                "%s cannot be started (%s): this machine may sleep during an answer", command[0], error
+            )
+
+    def _note_refusal(self, code: int) -> None:
+        self._is_refused = True
+        log.info("The system refused to stay awake (exit code %d): it may sleep during an answer", code)
+        self.release()
+
+
+# ---- warnings
+
+Warned = Literal["sleep", "shutdown", "awake"]
+"""Content of a warning: the machine is about to sleep or to shut down, or it is awake again."""
+_LOGIND = "org.freedesktop.login1"
+_SIGNALS = {"PrepareForSleep": "sleep", "PrepareForShutdown": "shutdown"}
+_RECEIVE_S = 1.0
+"""Time after which the thread looks whether it is to end."""
+
+
+class SystemWarnings:
+    """Warnings of logind before the machine sleeps or shuts down, which waits for `let_go`."""
+
+    def __init__(self, on_warning: Callable[[Warned], None], bus: str = "SYSTEM") -> None:
+        """Prepare.
+
+        Args:
+            on_warning: called by a thread.
+            bus: address of the D-Bus, or its name.
+        """
+        self.delay_s = 0.0
+        """Time for which the system waits; 0 without warnings."""
+        self._on_warning, self._bus = on_warning, bus
+        self._lock: int | None = None
+        """Descriptor whose end lets the system go on."""
+        self._changes = threading.Lock()
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Ask for warnings. Without logind there are none."""
+        if sys.platform != "linux":
+            return
+        try:
+            self._open()
+        except (OSError, RuntimeError, ValueError, ImportError) as error:
+            # Containers and many servers have no system bus, or no logind.
+            log.debug("This machine gives no warnings of sleep: %s", error)
+
+    def _open(self) -> None:
+        from jeepney import DBusAddress, MatchRule, Properties, message_bus
+        from jeepney.io.blocking import open_dbus_connection
+
+        connection = open_dbus_connection(self._bus, enable_fds=True)
+        try:
+            logind = DBusAddress(f"/{_LOGIND.replace('.', '/')}", _LOGIND, f"{_LOGIND}.Manager")
+            ((_, delay_us),) = _ask(connection, Properties(logind).get("InhibitDelayMaxUSec"))
+            for name in _SIGNALS:
+                rule = MatchRule(type="signal", interface=logind.interface, member=name)
+                _ask(connection, message_bus.AddMatch(rule))
+            self._take_lock(connection, logind)
+        except BaseException:
+            connection.close()
+            raise
+        self.delay_s = delay_us / 1e6
+        self._thread = threading.Thread(
+            target=self._listen, args=(connection, logind), name="power warnings", daemon=True
+        )
+        self._thread.start()
+
+    def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
+        from jeepney import new_method_call
+
+        what = ("sleep:shutdown", "mlx-ring", "Its layers move to other machines.", "delay")
+        (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
+        with self._changes:
+            self._lock = lock.to_raw_fd()
+
+    def _listen(self, connection: DBusConnection, logind: DBusAddress) -> None:
+        with contextlib.closing(connection):
+            while not self._has_ended.is_set():
+                try:
+                    self._receive(connection.receive(timeout=_RECEIVE_S), connection, logind)
+                except TimeoutError:
+                    continue
+                except (OSError, RuntimeError, ValueError) as error:
+                    log.warning("There are no more warnings before this machine sleeps: %s", error)
+                    break
+        self.let_go()
+
+    def _receive(self, message: Message, connection: DBusConnection, logind: DBusAddress) -> None:
+        from jeepney import HeaderFields
+
+        warned = _SIGNALS.get(str(message.header.fields.get(HeaderFields.member)))
+        if warned is None:
+            return
+        (begins,) = message.body
+        if begins:
+            self._on_warning("sleep" if warned == "sleep" else "shutdown")
+        else:
+            self.let_go()
+            self._take_lock(connection, logind)
+            self._on_warning("awake")
+
+    def let_go(self) -> None:
+        """Let the system sleep or shut down now. Once it is awake again, there is a new lock."""
+        with self._changes:
+            lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def close(self) -> None:
+        """End the warnings."""
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _ask(connection: DBusConnection, message: Message) -> tuple[Any, ...]:
+    """Return the content of an answer. Raises RuntimeError for an error."""
+    from jeepney import MessageType
+
+    reply = connection.send_and_get_reply(message, timeout=_END_S)
+    if reply.header.message_type == MessageType.error:
+        raise RuntimeError(str(reply.body))
+    return reply.body
