@@ -64,7 +64,10 @@ def test_replan_shows_both_splits_and_what_moved(tmp_path: Path) -> None:
 
 def test_replan_pauses_only_where_that_is_allowed(tmp_path: Path) -> None:
     shown = replan(tmp_path, "after", "--dry-run").stdout
-    assert "`mlx-ring replan --pause` moves to it, and answers pause for about 3 s: There is no room" in shown
+    assert (
+        "`mlx-ring replan org/twin --pause` moves to it, and answers pause for about 3 s: There is no room"
+        in shown
+    )
     refused = replan(tmp_path, "after")
     assert (refused.returncode, "Answers would pause." in refused.stderr) == (1, True)
     assert "2 requests paused, because" in replan(tmp_path, "after", "--pause").stdout

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Drained, Membership
-from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError, WorkerLost
 from mlx_ring.head.moves import Moves
 
 NO_ROOM = PlanError("There is no room for 4 layers.")
@@ -21,7 +21,11 @@ class FakeReplica:
     """Replica with layers on some nodes."""
 
     def __init__(self, *nodes: str) -> None:
-        self.service: Any = SimpleNamespace(error=None, engine=SimpleNamespace(requests=lambda: [1, 2]))
+        self.service: Any = SimpleNamespace(
+            error=None,
+            engine=SimpleNamespace(requests=lambda: [1, 2]),
+            info=SimpleNamespace(name="demo-1"),
+        )
         self.place(*nodes)
         self.refusal: RingError | None = None
         self.drained: list[frozenset[str]] = []
@@ -35,8 +39,11 @@ class FakeReplica:
             raise self.refusal
 
     def drain(self, nodes: frozenset[str], why: str) -> None:
-        assert why == "b is needed for something else."
         self.drained.append(nodes)
+        if why == "The layers of demo are split again.":
+            self.service.info.name = "demo-2"
+        else:
+            assert why == "b is needed for something else."
         self.place("a")
 
 
@@ -142,3 +149,42 @@ def test_no_layers_move_while_the_head_ends() -> None:
     head.moves.stop()
     with pytest.raises(NotReady):
         drain(head)
+
+
+def split_again(
+    hosted: FakeHosted, way: Literal["beside", "after"] | None, *, may_pause: bool = False
+) -> Moved | None:
+    async def choose() -> Literal["beside", "after"] | None:
+        return way
+
+    moves = Head(hosted, "a", "b").moves
+    return asyncio.run(moves.split_again(cast("Any", hosted), choose, may_pause=may_pause))
+
+
+def test_a_better_split_is_loaded_beside_the_present_one_or_instead_of_it() -> None:
+    replica = FakeReplica("a", "b")
+    hosted = FakeHosted(replica)
+    assert split_again(hosted, None) is None
+    moved = split_again(hosted, "after", may_pause=True)
+    assert moved is not None
+    assert (moved.way, moved.requests, replica.drained) == ("after", 2, [frozenset("ab")])
+    assert hosted.replicas == [replica]
+    moved = split_again(hosted, "beside")
+    assert moved is not None
+    assert moved.way == "beside"
+    assert hosted.replicas != [replica]
+
+
+def test_only_a_lack_of_room_makes_answers_pause_instead() -> None:
+    replica = FakeReplica("a", "b")
+    hosted = FakeHosted(replica, NO_ROOM)
+    with pytest.raises(PlanError, match="no room for 4 layers"):
+        split_again(hosted, "beside")
+    assert not replica.drained
+    moved = split_again(hosted, "beside", may_pause=True)
+    assert moved is not None
+    assert (moved.way, moved.why) == ("after", str(NO_ROOM))
+    broken = FakeReplica("a", "b")
+    with pytest.raises(WorkerLost, match="A worker died"):
+        split_again(FakeHosted(broken, WorkerLost("A worker died.")), "beside", may_pause=True)
+    assert not broken.drained

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.eventually import run_tasks_until
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.planner.test_replan import REQUEST, Clock, loaded_on, machines
 
@@ -14,12 +20,19 @@ from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.engine.step_times import StageTimes, StepTimes
-from mlx_ring.head.replanning import ReplanMode, Replanning, describe
+from mlx_ring.head import replanning as subject
+from mlx_ring.head.moves import Choose
+from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe
 from mlx_ring.head.status import ClusterView
-from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.replan import Situation, compare, stages_of
+from mlx_ring.planner.profiles import ClusterProfile, StepRatios
+from mlx_ring.planner.replan import Comparison, Situation, compare, stages_of
 
 LOOK_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "sizes_of", lambda *_: model_of(28))
 
 
 class FakeHosted:
@@ -28,13 +41,14 @@ class FakeHosted:
     model_id = "demo"
 
     def __init__(self) -> None:
-        self.settings: Any = SimpleNamespace(strategy="auto", tp=1, tp_shares=())
-        self.error: RingError | None = None
+        self.settings: Any = SimpleNamespace(strategy="auto", tp=1, tp_shares=(), resume="on")
+        self.served: Any = SimpleNamespace(folder=None, names=["demo"])
+        self.state, self.open_requests = "ready", 0
         self.steps = 0
         self.service: Any = SimpleNamespace(
             info=SimpleNamespace(name="demo-1"),
             engine=SimpleNamespace(step_times=self.times),
-            recoveries=SimpleNamespace(last_load_s=5.0),
+            recoveries=SimpleNamespace(load_s=5.0),
         )
         self.instances = [self.service]
 
@@ -47,7 +61,8 @@ class Head(Replanning):
     """Proposals for one model, whose machines change by hand."""
 
     def __init__(self, mode: ReplanMode = "ask", problem: RingError | None = None) -> None:
-        self.hosted, self.problem, self.moves = FakeHosted(), problem, list[bool]()
+        self.hosted, self.problem, self.moves = FakeHosted(), problem, list[str]()
+        self.refusal, self.is_comparable = "", True
         self.clock = Clock()
         models = cast("Any", [self.hosted])
         super().__init__(mode, lambda: cast("Any", self), lambda: models, cast("Any", self), self.clock)
@@ -56,21 +71,24 @@ class Head(Replanning):
 
     def _why_not(self, hosted: Any) -> str:
         del hosted
-        return ""
+        return "" if self.is_comparable else "it is loading"
 
-    def _compared(self, hosted: Any, machines: Any) -> Situation:
+    def _compared(self, hosted: Any, machines: Any) -> Present:
         del hosted, machines
-        return Situation(model_of(28), REQUEST, self.loaded, self.now, self.beside)
+        return Present(REQUEST, self.loaded, self.now, self.beside, self.refusal)
 
-    async def split_again(self, hosted: FakeHosted, *, may_pause: bool) -> Moved:
-        self.moves.append(may_pause)
-        if self.problem is not None:
+    async def split_again(self, hosted: FakeHosted, choose: Choose, *, may_pause: bool) -> Moved | None:
+        way = await choose()
+        if way is None:
+            return None
+        self.moves.append(way)
+        if self.problem is not None and not may_pause:
             raise self.problem
-        found = compare(self._compared(hosted, None))
+        found = compare(Situation(model_of(28), *self._compared(hosted, None)))
         assert found is not None
         self.loaded = stages_of(found.planned)
         self.hosted.service.info.name += "1"
-        return Moved("demo", "beside", 2, 1.0)
+        return Moved("demo", way, 2, 1.0)
 
     def change(self, now: ClusterProfile, beside: ClusterProfile | None = None) -> None:
         self.now, self.beside = now, beside or now
@@ -100,7 +118,7 @@ def test_a_lasting_gain_is_proposed_while_it_lasts_and_logged_once(
         )
         assert proposal.loaded is not None
         assert proposal.loaded.tokens_per_s < proposal.planned.tokens_per_s
-        assert caplog.text.count("Run: mlx-ring replan") == 1
+        assert caplog.text.count("Run: mlx-ring replan demo\n") == 1
         head.change(machines(1, 1))
         await head.look_for(10)
         assert not head.proposals()
@@ -114,9 +132,9 @@ def test_a_model_moves_by_itself_where_no_answer_pauses() -> None:
         head = Head("auto")
         head.change(machines(1, 4))
         await head.look_for(70)
-        assert head.moves == [False]
+        assert head.moves == ["beside"]
         await head.look_for(600)
-        assert head.moves == [False]
+        assert head.moves == ["beside"]
         assert not head.proposals()
 
     asyncio.run(run())
@@ -131,13 +149,13 @@ def test_a_model_that_would_pause_asks() -> None:
         (proposal,) = head.proposals()
         assert proposal.way == "after"
         with pytest.raises(
-            Conflict, match=r"would pause for about 5 s: .* allow a pause: `mlx-ring replan --pause`"
+            Conflict, match=r"would pause for about 5 s\. .* allow that: mlx-ring replan demo --pause"
         ):
             await head.replan(cast("Any", head.hosted), may_pause=False)
         assert not head.moves
         _, moved = await head.replan(cast("Any", head.hosted), may_pause=True)
         assert moved is not None
-        assert head.moves == [True]
+        assert head.moves == ["after"]
 
     asyncio.run(run())
 
@@ -147,10 +165,10 @@ def test_a_failed_move_is_not_repeated_at_once(caplog: pytest.LogCaptureFixture)
         head = Head("auto", PlanError("There is no room."))
         head.change(machines(1, 4))
         await head.look_for(70 + 240)
-        assert head.moves == [False]
+        assert head.moves == ["beside"]
         assert "demo keeps its split: There is no room." in caplog.text
         await head.look_for(20)
-        assert head.moves == [False, False]
+        assert head.moves == ["beside", "beside"]
 
     asyncio.run(run())
 
@@ -174,10 +192,17 @@ def test_memory_that_no_longer_suffices_is_said_without_a_gain() -> None:
     first, second = machines(1, 1).nodes
     smaller = node_of("node-1", second.memory_bytes / 16e9)
     head.change(cluster_of(first, smaller))
-    proposal = asyncio.run(head.propose(cast("Any", head.hosted)))
-    assert proposal is not None
-    assert (proposal.gain, proposal.loaded) == (None, None)
-    found = compare(head._compared(head.hosted, None))
+
+    async def run() -> None:
+        head.change(machines(1, 1))
+        await head.look_for(10)
+        head.change(cluster_of(first, smaller))
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert (proposal.gain, proposal.loaded) == (None, None)
+
+    asyncio.run(run())
+    found = compare(Situation(model_of(28), *head._compared(head.hosted, None), has_less_memory=True))
     assert found is not None
     assert describe("demo", found).startswith("The machines of demo no longer have the memory")
 
@@ -207,10 +232,131 @@ def test_it_is_said_why_there_is_nothing_to_choose() -> None:
     def why(members: int = 2) -> str:
         return Refused(hosted, members)._why_not(cast("Any", hosted))
 
-    assert why(1) == "only one machine may have layers"
+    assert why(0) == why(1) == "fewer than two machines may have layers"
     hosted.settings.strategy = "custom"
     assert "--strategy custom, or --tp" in why()
-    hosted.settings.strategy, hosted.error = "auto", PlanError("It is lost.")
-    assert why() == "it does not serve now"
-    with pytest.raises(Conflict, match="No other split of demo can be looked for: it does not serve now"):
+    hosted.settings.strategy, hosted.state = "auto", "loading"
+    assert why() == "it is loading"
+    with pytest.raises(Conflict, match="No other split of demo can be looked for: it is loading"):
         asyncio.run(Refused(hosted, 2).propose(cast("Any", hosted)))
+
+
+def test_a_machine_that_joins_without_a_gain_shortens_no_later_wait() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        await head.look_for(20)
+        first, second = machines(1, 1).nodes
+        slow = node_of("new", gb_s=1, tflops=0.01)
+        head.change(cluster_of(first, second, slow))
+        await head.look_for(20)
+        head.change(cluster_of(first, replace(second, ratios=StepRatios(4, 4)), slow))
+        await head.look_for(60)
+        assert not head.moves
+        await head.look_for(10)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+def test_time_without_a_look_does_not_count() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.change(machines(1, 4))
+        await head.look_for(20)
+        head.clock.now += 3600
+        await head.look_for(10)
+        head.is_comparable = False
+        await head.look_for(600)
+        head.is_comparable = True
+        await head.look_for(60)
+        assert not head.moves
+        await head.look_for(10)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+def test_a_model_that_may_have_no_second_instance_asks_for_a_pause() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.refusal = "--model-memory allows one."
+        head.change(machines(1, 4))
+        await head.look_for(120)
+        assert not head.moves
+        assert [(one.way, one.why) for one in head.proposals()] == [("after", "--model-memory allows one.")]
+        head.hosted.settings.resume, head.hosted.open_requests = "off", 2
+        with pytest.raises(Conflict, match="2 requests of demo would end, because of --resume off"):
+            await head.replan(cast("Any", head.hosted), may_pause=True)
+        assert not head.moves
+
+    asyncio.run(run())
+
+
+def test_the_split_that_another_caller_has_moved_to_is_not_loaded_again() -> None:
+    async def run() -> None:
+        head = Head()
+        head.change(machines(1, 4))
+        await head.look_for(120)
+        assert head.proposals()
+        assert (await head.replan(cast("Any", head.hosted), may_pause=False))[1] is not None
+        assert not head.proposals()
+        assert await head.replan(cast("Any", head.hosted), may_pause=False) == (None, None)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+def test_the_loop_survives_errors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    errors = [PlanError("There is no room."), ZeroDivisionError("It is broken.")]
+    monkeypatch.setattr(subject, "_LOOK_S", 0.0)
+
+    async def run() -> None:
+        head = Head()
+
+        def fail(*_: object) -> Present:
+            if errors:
+                raise errors.pop()
+            head.is_comparable = False
+            raise PlanError("There is no room.")
+
+        monkeypatch.setattr(head, "_compared", fail)
+        looking = asyncio.create_task(head.keep_looking())
+        await run_tasks_until(lambda: not head.is_comparable)
+        assert not looking.done()
+        looking.cancel()
+
+    asyncio.run(run())
+    assert "It is broken." in caplog.text
+
+
+RATIOS = st.sampled_from((1.0, 4.0))
+
+
+@given(st.lists(st.tuples(RATIOS, RATIOS, st.integers(1, 60)), min_size=1, max_size=20))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_speeds_that_come_and_go_move_a_model_a_few_times_a_day(
+    phases: list[tuple[float, float, int]],
+) -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head._compare = remembered(head._compare)
+        for first, second, looks in phases:
+            head.change(machines(first, second))
+            await head.look_for(looks * LOOK_S)
+        # Each move needs four times the patience of the one before.
+        assert len(head.moves) <= math.log(head.clock.now / 60 * 3 + 1, 4) + 1
+
+    asyncio.run(run())
+
+
+def remembered(compare_now: Callable[..., Awaitable[Comparison | None]]) -> Any:
+    """Return a comparison that remembers what it found, because a search takes a while."""
+    found: dict[object, Comparison | None] = {}
+
+    async def compared(hosted: Any, now: Present) -> Comparison | None:
+        key = now.loaded, tuple(node.ratios for node in now.cluster.nodes)
+        if key not in found:
+            found[key] = await compare_now(hosted, now)
+        return found[key]
+
+    return compared

@@ -34,9 +34,13 @@ def loaded_on(cluster: ClusterProfile) -> LoadedStages:
 
 
 def compared(
-    loaded: LoadedStages, now: ClusterProfile, beside: ClusterProfile | None = None
+    loaded: LoadedStages,
+    now: ClusterProfile,
+    beside: ClusterProfile | None = None,
+    *,
+    has_less_memory: bool = False,
 ) -> Comparison | None:
-    return compare(Situation(MODEL, REQUEST, loaded, now, beside or now))
+    return compare(Situation(MODEL, REQUEST, loaded, now, beside or now, has_less_memory=has_less_memory))
 
 
 def layers(stages: LoadedStages) -> list[int]:
@@ -85,10 +89,20 @@ def test_answers_pause_where_the_machines_have_no_room_for_both() -> None:
 def test_a_split_that_no_longer_fits_is_infinitely_worse() -> None:
     loaded, (first, second) = loaded_on(machines(1, 1)), machines(1, 1).nodes
     smaller = cluster_of(first, replace(second, memory_bytes=second.memory_bytes // 16))
-    found = compared(loaded, smaller)
+    found = compared(loaded, smaller, has_less_memory=True)
     assert found is not None
     assert found.loaded is None
     assert math.isinf(found.gain)
+
+
+def test_programs_that_grow_do_not_make_a_split_too_large() -> None:
+    loaded, (first, second) = loaded_on(machines(1, 1)), machines(1, 1).nodes
+    needed = place(MODEL, machines(1, 1), REQUEST).stages[1].memory_bytes
+    tight = replace(second, memory_bytes=needed - 1)
+    found = compared(loaded, cluster_of(first, tight))
+    assert found is not None
+    assert found.loaded is not None
+    assert found.gain < LEAST_GAIN
 
 
 class Clock:

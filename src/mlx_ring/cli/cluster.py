@@ -106,9 +106,7 @@ def restart(
         raise ConfigError(
             f"--model and {node} are given, but a machine restarts with the models that are served."
         )
-    file, beside = _read(config), (Path.cwd(), config.resolve().parent)
-    store = _store(file, beside, config)
-    verbs.restart_machine(file, node, report=_report, store=store, timeout_s=timeout, force=force)
+    verbs.restart_machine(_read(config), node, report=_report, timeout_s=timeout, force=force)
 
 
 @app.command("status")
@@ -182,7 +180,7 @@ def logs(
         raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
     flags = ("--lines", str(lines), *(("--follow",) if follow else ()))
     tails: list[tuple[Any, subprocess.Popen[str]]] = []
-    for _, found in verbs.log_commands(_read(config)):
+    for _, found in verbs.installed_programs(_read(config)):
         words = (*found.program, *ON_HOST, "logs", "--state-dir", found.installation.state, *flags)
         tail = subprocess.Popen(
             command_on(found.machine, words),

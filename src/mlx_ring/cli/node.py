@@ -190,7 +190,8 @@ def readmit_node(
 
 def replan(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Name of the model; the head's first by default.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Name of the model; only needed if the head serves several."),
     ] = None,
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the best split.")] = False,
@@ -249,11 +250,15 @@ def _show_splits(proposal: Mapping[str, Any]) -> None:
 
 def _show_way(proposal: Mapping[str, Any]) -> None:
     if proposal["way"] == "beside":
-        print("`mlx-ring replan` loads it beside the present one, so that no answer pauses.")
+        print(
+            f"`mlx-ring replan {proposal['model']}` loads it beside the present one, so that no answer pauses."
+        )
         return
     load_s = proposal["load_s"]
     pause = "" if load_s is None else f" for about {max(1.0, load_s):.0f} s"
-    print(f"`mlx-ring replan --pause` moves to it, and answers pause{pause}: {proposal['why']}")
+    print(
+        f"`mlx-ring replan {proposal['model']} --pause` moves to it, and answers pause{pause}: {proposal['why']}"
+    )
 
 
 def _moved(moved: Mapping[str, Any]) -> str:

@@ -62,6 +62,7 @@ class Recoveries:
         self._phase: RecoveryPhase | None = None
         self._lost_at = self._phase_at = 0.0
         self._has_served = False
+        self._longest_load_s: float | None = None
         self._parts: dict[str, float] = {}
         """Seconds of the ended parts of the present recovery."""
         self._last_s: dict[RecoveryPhase, float] = {}
@@ -98,6 +99,7 @@ class Recoveries:
     def record_load(self) -> None:
         """Record that the instance serves."""
         self._has_served, self._served_at = True, self._clock()
+        self._longest_load_s = max(self._longest_load_s or 0.0, self._served_at - self._phase_at)
         if self._phase is None:
             self._last_s["loading"] = self._clock() - self._phase_at
         else:
@@ -150,9 +152,9 @@ class Recoveries:
     # ---- reports
 
     @property
-    def last_load_s(self) -> float | None:
-        """Seconds that the last load took; None before the first."""
-        return self._last_s.get("loading")
+    def load_s(self) -> float | None:
+        """Longest time that a load took, because some load only a part; None before the first."""
+        return self._longest_load_s
 
     @property
     def status(self) -> RecoveryStatus | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 Result = TypeVar("Result")
+Choose = Callable[[], Awaitable[Literal["beside", "after"] | None]]
 
 
 class MakeReplica(Protocol):
@@ -73,21 +74,20 @@ class Moves:
             self._drain(machines, find_node(machines, node), node, force=force), f"drain {node}"
         )
 
-    async def split_again(self, hosted: HostedModel, *, may_pause: bool) -> Moved:
-        """Move a model with one replica to the best split of its layers.
-
-        The move continues if the caller is cancelled.
+    async def split_again(self, hosted: HostedModel, choose: Choose, *, may_pause: bool) -> Moved | None:
+        """Move a model with one replica to the best split of its layers. The move continues if the caller is cancelled.
 
         Args:
             hosted: the model.
-            may_pause: True to load it again if no second instance can be loaded beside the first.
+            choose: returns the way to move, once no other load or move is in progress; None: there is no better split.
+            may_pause: True to load the model again if the machines turn out to have no room for both.
 
         Raises:
             RingError: the other split cannot be loaded. The present one serves, unless answers have paused.
         """
         self._check_running()
         return await self._to_its_end(
-            self._split_again(hosted, may_pause=may_pause), f"replan {hosted.model_id}"
+            self._split_again(hosted, choose, may_pause=may_pause), f"replan {hosted.model_id}"
         )
 
     def _check_running(self) -> None:
@@ -100,21 +100,23 @@ class Moves:
         moving.add_done_callback(self._moving.discard)
         return await asyncio.shield(moving)
 
-    async def _split_again(self, hosted: HostedModel, *, may_pause: bool) -> Moved:
+    async def _split_again(self, hosted: HostedModel, choose: Choose, *, may_pause: bool) -> Moved | None:
         async with self._one_at_a_time:
-            if hosted.error is not None or len(hosted.replicas) != 1:
-                raise NotReady(f"{hosted.model_id} does not serve just now. Try again in a moment.")
+            way = await choose()
+            if way is None:
+                return None
             (replica,) = hosted.replicas
-            started, requests = time.monotonic(), len(replica.service.engine.requests())
-            try:
-                moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
-            except RingError as error:
-                if not may_pause:
-                    raise
-                why = str(error)
-            else:
-                return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
-            _log_pause(hosted, why)
+            started, requests, why = time.monotonic(), len(replica.service.engine.requests()), ""
+            if way == "beside":
+                try:
+                    moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+                except PlanError as error:
+                    if not may_pause:
+                        raise
+                    why = str(error)
+                else:
+                    return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+            log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
             before = replica.service.info.name
             sites = () if replica.placement is None else replica.placement.nodes
             why_lost = f"The layers of {hosted.model_id} are split again."
@@ -177,7 +179,11 @@ class Moves:
             return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
         if not force:
             await replica.check_drain(frozenset({node}))
-        _log_pause(hosted, why)
+        log.warning(
+            "%s pauses while it is loaded again, because no second instance could be loaded: %s",
+            hosted.model_id,
+            why,
+        )
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
                 if force:
@@ -187,14 +193,6 @@ class Moves:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
         return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
-
-
-def _log_pause(hosted: HostedModel, why: str) -> None:
-    log.warning(
-        "%s pauses while it is loaded again, because no second instance could be loaded: %s",
-        hosted.model_id,
-        why,
-    )
 
 
 def _uses(replica: Replica, node: str) -> bool:

@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from mlx_ring.api.ops.status import PlannedSplit, PlannedStage, ProposalStatus
 from mlx_ring.api.service import ModelService, Moved
-from mlx_ring.core.errors import Conflict, RingError
+from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.engine.step_times import StepTimes
-from mlx_ring.head.model import HostedModel, promised_bytes
+from mlx_ring.head.model import HostedModel, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.placing import plan_request
@@ -28,8 +28,9 @@ from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
-from mlx_ring.planner.replan import Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.replan import LEAST_GAIN, Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.settings.rank_settings import rank_shares
 
 ReplanMode = Literal["auto", "ask", "off"]
@@ -48,14 +49,19 @@ class _Watched:
 
     patience: Patience
     instance: str = ""
-    machines: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Memory of each machine when the instance was first compared, in bytes."""
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Memory of each machine when the instance was loaded, or when there was no better split, in bytes."""
     times: StepTimes = field(default_factory=StepTimes)
     basis: object = None
     """Facts on which the last comparison depends."""
     found: Comparison | None = None
     is_due: bool = False
-    """True if a move to what was found pays."""
+    """True if a move to the better split pays."""
+
+    def forget(self) -> None:
+        """Begin anew: there is nothing to compare, or another instance."""
+        self.found, self.basis, self.is_due = None, None, False
+        self.patience.forget()
 
 
 class Replanning:
@@ -89,49 +95,58 @@ class Replanning:
             for hosted in [*self._hosted()]:
                 try:
                     await self.look(hosted)
-                except RingError as error:
-                    log.debug("No other split of %s is looked for: %s", hosted.model_id, error)
+                except Exception as error:
+                    self._of(hosted).forget()
+                    if isinstance(error, RingError):
+                        log.debug("No other split of %s is looked for: %s", hosted.model_id, error)
+                    else:
+                        log.exception("No other split of %s could be looked for", hosted.model_id)
 
     async def look(self, hosted: HostedModel) -> None:
         """Compare once, and report or make the move that pays."""
-        watched = self._of(hosted)
-        now = self._situation(hosted)
-        if now is None:
-            watched.found, watched.is_due, watched.basis = None, False, None
+        watched, machines = self._of(hosted), self._machines()
+        if machines is None or self._why_not(hosted):
+            watched.forget()
             return
-        service = hosted.instances[0]
-        machines = {node.name: node.memory_bytes for node in now.cluster.nodes}
+        service, now = hosted.instances[0], self._compared(hosted, machines)
+        memory = _memory_of(now)
         if watched.instance != service.info.name:
-            watched.instance, watched.machines, watched.is_due = service.info.name, machines, False
-        basis = now.loaded, _known(now.cluster.nodes), _known(now.beside.nodes), dict(now.cluster.links)
+            watched.forget()
+            watched.instance, watched.memory = service.info.name, memory
+        basis = now.loaded, _known(now.cluster), _known(now.beside), dict(now.cluster.links), now.refusal
         if basis != watched.basis:
-            watched.found, watched.basis = await asyncio.to_thread(compare, now), basis
+            watched.found, watched.basis = await self._compare(hosted, now), basis
         times = service.engine.step_times()
         is_measured, watched.times = times != watched.times, times
-        found, load_s = watched.found, service.recoveries.last_load_s or _USUAL_LOAD_S
-        was_due, watched.is_due = (
-            watched.is_due,
-            watched.patience.look(
-                0.0 if found is None else found.gain,
-                load_s,
-                is_measured=is_measured,
-                has_changed=machines != watched.machines,
-            ),
+        found, was_due = watched.found, watched.is_due
+        gain = 0.0 if found is None else found.gain
+        watched.is_due = watched.patience.look(
+            gain,
+            service.recoveries.load_s or _USUAL_LOAD_S,
+            is_measured=is_measured,
+            has_changed=memory != watched.memory,
         )
+        if gain < LEAST_GAIN:
+            # A machine that joined without a gain says nothing about later changes of speed.
+            watched.memory = memory
         if found is None or not watched.is_due:
             return
         if self._mode == "auto" and found.way == "beside":
             await self._move(hosted, watched, found)
         elif not was_due:
-            log.warning("%s. Run: mlx-ring replan", describe(hosted.model_id, found))
+            pause = "" if found.way == "beside" else " --pause"
+            log.warning(
+                "%s. Run: mlx-ring replan %s%s", describe(hosted.model_id, found), hosted.model_id, pause
+            )
 
     async def _move(self, hosted: HostedModel, watched: _Watched, found: Comparison) -> None:
         log.warning("%s. It moves there now.", describe(hosted.model_id, found))
         try:
-            await self._moves.split_again(hosted, may_pause=False)
+            _, moved = await self._replan(hosted, may_pause=False)
+            if moved is None:
+                log.warning("%s keeps its split, which is as fast now", hosted.model_id)
         except RingError as error:
             log.warning("%s keeps its split: %s", hosted.model_id, error)
-        finally:
             # A failed move is not repeated at once, either.
             watched.patience.moved()
             watched.is_due = False
@@ -156,29 +171,47 @@ class Replanning:
         self, model: ModelService, *, may_pause: bool
     ) -> tuple[ProposalStatus | None, Moved | None]:
         """Move a model to the best split; return what was proposed, and the move. Without a better split, nothing moves."""
-        hosted = self._own(model)
-        found = await self._better(hosted)
-        if found is None:
-            return None, None
-        proposal = _status(hosted, found, is_due=self._of(hosted).is_due)
-        if found.way == "after" and not may_pause:
-            pause = "" if proposal.load_s is None else f" for about {max(1.0, proposal.load_s):.0f} s"
-            raise Conflict(
-                f"Answers of {hosted.model_id} would pause{pause}: {found.why} "
-                "To move all the same, allow a pause: `mlx-ring replan --pause`."
-            )
-        try:
-            moved = await self._moves.split_again(hosted, may_pause=may_pause)
-        finally:
-            self._of(hosted).patience.moved()
-        return proposal, moved
+        return await self._replan(self._own(model), may_pause=may_pause)
+
+    async def _replan(
+        self, hosted: HostedModel, *, may_pause: bool
+    ) -> tuple[ProposalStatus | None, Moved | None]:
+        proposals: list[ProposalStatus] = []
+
+        async def choose() -> Literal["beside", "after"] | None:
+            found = await self._better(hosted)
+            if found is None:
+                return None
+            proposal = _status(hosted, found, is_due=self._of(hosted).is_due)
+            if found.way == "after":
+                _check_pause(hosted, proposal, may_pause=may_pause)
+            proposals.append(proposal)
+            return found.way
+
+        moved = await self._moves.split_again(hosted, choose, may_pause=may_pause)
+        watched = self._of(hosted)
+        watched.forget()
+        if moved is not None:
+            watched.patience.moved()
+        return next(iter(proposals), None), moved
 
     async def _better(self, hosted: HostedModel) -> Comparison | None:
-        now = self._situation(hosted)
-        if now is None:
-            raise Conflict(f"No other split of {hosted.model_id} can be looked for: {self._why_not(hosted)}.")
-        found = await asyncio.to_thread(compare, now)
+        machines, why_not = self._machines(), self._why_not(hosted)
+        if machines is None or why_not:
+            raise Conflict(f"No other split of {hosted.model_id} can be looked for: {why_not}.")
+        found = await self._compare(hosted, self._compared(hosted, machines))
         return None if found is None or found.gain < _NOTICED_GAIN else found
+
+    async def _compare(self, hosted: HostedModel, now: Present) -> Comparison | None:
+        """Compare in a thread, where the sizes of the layers are read, too."""
+        served, memory = hosted.served, self._of(hosted).memory
+
+        def work() -> Comparison | None:
+            sizes = sizes_of(served.folder, served.names[0], now.cluster)
+            has_less = any(now_bytes < memory.get(node, 0) for node, now_bytes in _memory_of(now).items())
+            return compare(Situation(sizes, *now, has_less_memory=has_less))
+
+        return await asyncio.to_thread(work)
 
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted() if each is model)
@@ -188,21 +221,16 @@ class Replanning:
             self._watched[hosted] = _Watched(Patience(self._clock))
         return self._watched[hosted]
 
-    def _situation(self, hosted: HostedModel) -> Situation | None:
-        """Return what a comparison needs; None if there is nothing to compare, or nothing to choose."""
-        machines = self._machines()
-        return None if machines is None or self._why_not(hosted) else self._compared(hosted, machines)
-
     def _why_not(self, hosted: HostedModel) -> str:
         """Return the reason why a model's split is not compared with others; empty if it is."""
         machines, settings = self._machines(), hosted.settings
         view = ClusterView("") if machines is None else _steady(machines.cluster_view())
-        if machines is None or len(view.membership.members) == 1:
-            return "only one machine may have layers"
+        if machines is None or len(view.membership.members) <= 1:
+            return "fewer than two machines may have layers"
         if settings.strategy == "custom" or len(rank_shares(settings)) > 1:
             return "its settings give the split (--strategy custom, or --tp)"
-        if hosted.error is not None:
-            return "it does not serve now"
+        if hosted.state != "ready":
+            return f"it is {hosted.state}"
         if len(hosted.replicas) != 1:
             return f"it has {len(hosted.replicas)} replicas, and only the split of a single one can change"
         used = {name for _, ranks in _loaded(hosted, view) for name, _ in ranks}
@@ -210,20 +238,55 @@ class Replanning:
             return f"{' and '.join(sorted(left))} has layers, and is excluded from plans"
         return ""
 
-    def _compared(self, hosted: HostedModel, machines: Machines) -> Situation:
-        view, served = _steady(machines.cluster_view()), hosted.served
+    def _compared(self, hosted: HostedModel, machines: Machines) -> Present:
+        view = _steady(machines.cluster_view())
         others = [each for each in self._hosted() if each is not hosted]
 
         def nodes(loaded: Sequence[HostedModel]) -> ClusterProfile:
             return measured_cluster(hosted.settings, view, machines.link_profiles, promised_bytes(loaded))
 
-        cluster = nodes(others)
-        return Situation(
-            sizes_of(served.folder, served.names[0], cluster),
-            plan_request(hosted.settings, served),
+        try:
+            check_room(hosted, 1, self._hosted(), hosted.settings.model_memory)
+        except PlanError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+        return Present(
+            plan_request(hosted.settings, hosted.served),
             _loaded(hosted, view),
-            cluster,
+            nodes(others),
             nodes([*others, hosted]),
+            refusal,
+        )
+
+
+class Present(NamedTuple):
+    """Instance and machines as they are now: `Situation` without the sizes of the model."""
+
+    request: PlanRequest
+    loaded: LoadedStages
+    cluster: ClusterProfile
+    beside: ClusterProfile
+    refusal: str
+
+
+def _memory_of(now: Present) -> Mapping[str, int]:
+    """Return the memory of each machine in bytes."""
+    return {node.name: node.memory_bytes for node in now.cluster.nodes}
+
+
+def _check_pause(hosted: HostedModel, proposal: ProposalStatus, *, may_pause: bool) -> None:
+    """Raise `Conflict` if answers would pause without permission, or would end."""
+    model = hosted.model_id
+    if hosted.settings.resume == "off" and (busy := hosted.open_requests):
+        raise Conflict(
+            f"{busy} {'request' if busy == 1 else 'requests'} of {model} would end, because of --resume off: "
+            f"wait for the end. {proposal.why}"
+        )
+    if not may_pause:
+        pause = "" if proposal.load_s is None else f" for about {max(1.0, proposal.load_s):.0f} s"
+        raise Conflict(
+            f"Answers of {model} would pause{pause}. {proposal.why} To allow that: mlx-ring replan {model} --pause"
         )
 
 
@@ -236,9 +299,9 @@ def _loaded(hosted: HostedModel, view: ClusterView) -> LoadedStages:
     return next(iter(hosted.loaded_stages(readable_names(view))), ())
 
 
-def _known(nodes: Sequence[NodeProfile]) -> object:
-    """Return what may change of machines. The memory of mlx-ring's own processes changes a little all the time."""
-    return [(node.name, node.memory_bytes, node.ratios) for node in nodes]
+def _known(cluster: ClusterProfile) -> object:
+    """Return the facts that may change of machines. The memory of mlx-ring's own processes changes all the time."""
+    return [(node.name, node.memory_bytes, node.ratios) for node in cluster.nodes]
 
 
 # ---- reports
@@ -262,7 +325,7 @@ def _status(hosted: HostedModel, found: Comparison, *, is_due: bool) -> Proposal
         way=found.way,
         why=found.why or None,
         gain=None if math.isinf(found.gain) else found.gain,
-        load_s=next((service.recoveries.last_load_s for service in hosted.instances), None),
+        load_s=next((service.recoveries.load_s for service in hosted.instances), None),
         loaded=None if found.loaded is None else _split(found.loaded),
         planned=_split(found.planned),
         is_due=is_due,

@@ -63,6 +63,17 @@ class _Kept(TypedDict):
 _FILE_FORM = TypeAdapter(dict[str, _Kept])
 
 
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """Ratio that counts while it lasts."""
+
+    ratio: float
+    """Ratio that plans count. It stays if the measured one hardly changes."""
+    measured: float
+    at: float
+    """Time of the measurement."""
+
+
 class MeasuredInstance(Protocol):
     """Instance whose steps are measured."""
 
@@ -90,14 +101,15 @@ class StepSpeeds:
         self._path, self._clock = folder / _FILE, clock
         self._learns = learns
         self._kept = self._read() if learns else {}
-        self._now: dict[str, dict[StepKind, tuple[float, float]]] = defaultdict(dict)
-        """Ratios outside the bounds, by node: how much, and when it was measured."""
+        self._now: dict[str, dict[StepKind, _Now]] = {}
+        """Ratios outside the bounds, by node. The inner ones are replaced, as plans read them in other threads."""
+        self._sessions: dict[str, int] = {}
 
     def of(self, node: str, profile: MachineProfile) -> StepRatios:
         """Return a node's ratios for this profile; 1 for another one, unless they are far from 1 just now."""
         since = self._clock() - _FORGET_S
         now: Mapping[str, float] = {
-            kind: ratio for kind, (ratio, at) in self._now.get(node, {}).items() if at >= since
+            kind: one.ratio for kind, one in self._now.get(node, {}).items() if one.at >= since
         }
         return replace(self._kept_of(node, profile), **now)
 
@@ -115,39 +127,46 @@ class StepSpeeds:
         """Learn from the last steps of all instances, and write what has changed."""
         if not self._learns:
             return
-        instances = list(views)
+        instances, present = list(views), {member.node: member for member in members}
+        for node, member in present.items():
+            if self._sessions.get(node) != member.session:
+                self._sessions[node] = member.session
+                self._now.pop(node, None)
         for (node, kind), ratio in _ratios(instances, are_last=True):
             self._note_now(node, kind, ratio)
-        profiles = {member.node: member.profile for member in members}
         changed = [
-            self._note(node, kind, ratio, profiles[node])
+            self._note(node, kind, ratio, present[node].profile)
             for (node, kind), ratio in _ratios(instances, are_last=False)
-            if node in profiles
+            if node in present
         ]
         if any(changed):
             self._write()
 
     def _note_now(self, node: str, kind: StepKind, ratio: float) -> None:
-        """Count a ratio outside the bounds while it lasts."""
+        """Count a ratio outside the bounds while it lasts. An equal one has no new steps."""
+        before: Mapping[StepKind, _Now] = self._now.get(node, {})
+        others: dict[StepKind, _Now] = {other: one for other, one in before.items() if other != kind}
         if _LEAST <= ratio <= _MOST:
-            self._now[node].pop(kind, None)
-        else:
-            self._now[node][kind] = min(max(ratio, _LEAST_NOW), _MOST_NOW), self._clock()
+            self._now[node] = others
+        elif kind not in before or before[kind].measured != ratio:
+            counted = min(max(ratio, _LEAST_NOW), _MOST_NOW)
+            if kind in before and abs(counted / before[kind].ratio - 1) < _CHANGE:
+                counted = before[kind].ratio
+            self._now[node] = {**others, kind: _Now(counted, ratio, self._clock())}
 
     def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
-        """Keep a ratio; return False if it is about the same as before."""
-        bounded = min(max(ratio, _LEAST), _MOST)
+        """Keep a ratio; return False if it is about the same as before, or far from 1."""
         before = self._kept_of(node, profile)
-        if abs(bounded / asdict(before)[kind] - 1) < _CHANGE:
+        if not _LEAST <= ratio <= _MOST or abs(ratio / asdict(before)[kind] - 1) < _CHANGE:
             return False
-        changes: Mapping[str, float] = {kind: bounded}
+        changes: Mapping[str, float] = {kind: ratio}
         after = replace(before, **changes)
         self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
         log.info(
             "Steps of %s on %s take %.2f of the predicted time, which the next plan counts",
             kind,
             node,
-            bounded,
+            ratio,
         )
         return True
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     from jeepney import DBusAddress, Message
@@ -197,7 +197,7 @@ class SystemWarnings:
         self._thread.start()
 
     def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
-        from jeepney import new_method_call
+        from jeepney import new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
 
         what = ("sleep:shutdown", "mlx-ring", "Its layers move to other machines.", "delay")
         (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
@@ -219,10 +219,11 @@ class SystemWarnings:
     def _receive(self, message: Message, connection: DBusConnection, logind: DBusAddress) -> None:
         from jeepney import HeaderFields
 
-        warned = _SIGNALS.get(str(message.header.fields.get(HeaderFields.member)))
+        fields = cast("dict[HeaderFields, object]", message.header.fields)
+        warned = _SIGNALS.get(str(fields.get(HeaderFields.member)))
         if warned is None:
             return
-        (begins,) = message.body
+        (begins,) = cast("tuple[bool]", message.body)
         if begins:
             self._on_warning("sleep" if warned == "sleep" else "shutdown")
         else:
@@ -250,5 +251,5 @@ def _ask(connection: DBusConnection, message: Message) -> tuple[Any, ...]:
 
     reply = connection.send_and_get_reply(message, timeout=_END_S)
     if reply.header.message_type == MessageType.error:
-        raise RuntimeError(str(reply.body))
-    return reply.body
+        raise RuntimeError(str(cast("object", reply.body)))
+    return cast("tuple[Any, ...]", reply.body)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import LoadedStages, place, place_if_it_fits, plan_loaded
+from mlx_ring.planner.place import LoadedStages, place, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
@@ -23,6 +23,8 @@ _CHANGE_HELD_S = 10.0
 _PATIENCE = 4
 """Factor of both times for each recent move, so that conditions that come and go cause few of them."""
 _RECENT_S = 6 * 3600.0
+_LONGEST_LOOK_S = 30.0
+"""Longest time between two looks that counts: of the rest nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class Situation:
     """Machines, with the memory that the instance would leave."""
     beside: ClusterProfile
     """The same machines, with the memory that they have while it stays loaded."""
+    refusal: str = ""
+    """Reason why no second instance may be loaded, whatever the machines' memory."""
+    has_less_memory: bool = False
+    """True if one of its machines has less memory than when it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +66,14 @@ def compare(now: Situation) -> Comparison | None:
     """Compare the loaded stages with the best plan; return None if they are the best one.
 
     Raises:
-        PlanError: the strategy cannot be used with these machines.
+        PlanError: no plan fits, the strategy cannot be used with these machines, or loaded stages do not reach each other.
     """
-    best = place_if_it_fits(now.model, now.cluster, now.request)
-    if best is None or stages_of(best) == now.loaded:
+    best = place(now.model, now.cluster, now.request)
+    if stages_of(best) == now.loaded:
         return None
-    try:
-        (loaded,) = plan_loaded(now.model, now.cluster, now.request, (now.loaded,))
-    except PlanError:
-        loaded = None
+    loaded = _predict_loaded(now)
+    if now.refusal:
+        return Comparison(loaded, best, "after", now.refusal)
     try:
         second = place(now.model, now.beside, now.request)
     except PlanError as error:
@@ -78,6 +83,20 @@ def compare(now: Situation) -> Comparison | None:
     return Comparison(
         loaded, best, "after", "Beside the present instance, the machines have no room for a faster one."
     )
+
+
+def _predict_loaded(now: Situation) -> Plan | None:
+    """Return the plan of the loaded stages; None if their memory no longer suffices.
+
+    The memory of mlx-ring's own processes grows a little. Without less memory than before, they fit all the same.
+    """
+    try:
+        return plan_loaded(now.model, now.cluster, now.request, (now.loaded,))[0]
+    except PlanError:
+        if now.has_less_memory:
+            return None
+    roomy = tuple(replace(node, memory_bytes=2 * node.memory_bytes) for node in now.cluster.nodes)
+    return plan_loaded(now.model, replace(now.cluster, nodes=roomy), now.request, (now.loaded,))[0]
 
 
 def stages_of(plan: Plan) -> LoadedStages:
@@ -119,7 +138,7 @@ class Patience:
             has_changed: True if machines or their memory are others than when the instance was loaded.
         """
         now = self._clock()
-        passed_s = 0.0 if self._looked_at is None else now - self._looked_at
+        passed_s = 0.0 if self._looked_at is None else min(_LONGEST_LOOK_S, now - self._looked_at)
         self._looked_at = now
         if gain < LEAST_GAIN:
             self._better_s = None
@@ -136,4 +155,8 @@ class Patience:
     def moved(self) -> None:
         """Record a move."""
         self._moves.append(self._clock())
-        self._better_s = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with the same moves: there was nothing to compare, or another instance was loaded."""
+        self._better_s = self._looked_at = None

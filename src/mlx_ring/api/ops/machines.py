@@ -55,7 +55,7 @@ class ReplanRequest(Body):
     """Request to move a model to the best split of its layers."""
 
     model: str | None = None
-    """Name of the model; the default model without one."""
+    """Name of the model; only needed if several are served."""
     dry_run: bool = False
     """True to only return the best split."""
     pause: bool = False

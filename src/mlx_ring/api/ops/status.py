@@ -350,7 +350,7 @@ class ProposalStatus(_Status):
     gain: float | None
     """Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now."""
     load_s: float | None
-    """Time that the last load took."""
+    """Longest time that a load took."""
     loaded: PlannedSplit | None
     """Present split. Null if the machines no longer have the memory that it counts on."""
     planned: PlannedSplit

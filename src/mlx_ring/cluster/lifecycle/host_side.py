@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.1
 _ASK_S = 0.5
 """Pause between requests to a head, each of which writes a log line there."""
-_ANSWER_S = 600.0
+_ANSWER_S = 3600.0
 _LAST_LINES = 3
 _BAD_STATUS = 400
 _OWN = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from mlx_ring.settings.devices_file import DevicesFile
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - a lifetime, not a secret
 _SLICE_S = 10.0
-_ANSWER_S = 660.0
+_ANSWER_S = 3660.0
+"""Time limit for an answer: layers of a large model take long to move."""
 _STOP_S = 120.0
 _MOST_UNREACHED = 3
 _AGAIN_S = 2.0
@@ -109,17 +110,14 @@ def stop(file: DevicesFile, *, report: Report) -> None:
     _head_first(find_machines(file.devices), lambda machine: _stop(machine, report))
 
 
-def restart_machine(
-    file: DevicesFile, name: str, *, report: Report, store: WheelStore, timeout_s: float, force: bool
-) -> None:
+def restart_machine(file: DevicesFile, name: str, *, report: Report, timeout_s: float, force: bool) -> None:
     """Restart one machine's agent while the cluster serves: its layers move to others first, and back where that is faster.
 
     Args:
         file: the machines.
         name: name of the machine in the file.
         report: the callback that reports progress.
-        store: the packages for machines of other systems.
-        timeout_s: the time limit for its return.
+        timeout_s: the time limit for its return, and for the models.
         force: True to take its layers even if no other machine has room. Answers then wait until it is back.
 
     Raises:
@@ -132,34 +130,73 @@ def restart_machine(
         raise ConfigError(f"{name} is no machine of the file: it has {names}.")
     if device.is_coordinator:
         raise ConfigError(f"{name} has the head, so that all would end: restart the cluster without a name.")
+    # Programs are not sent here: that would end whatever runs with another version.
     both = [each for each in file.devices if each.is_coordinator or each is device]
-    readies = on_all(find_machines(both), lambda each: make_ready(each, store=store, report=report))
-    head = next(found for found in readies if found.machine.device.is_coordinator)
-    (other,) = (found for found in readies if found is not head)
-    if not any(found.kind == "head" for found in head.installation.running):
+    found = dict(installed_programs(replace(file, devices=tuple(both))))
+    head, other = found[file.coordinator.name], found[name]
+    if not any(running.kind == "head" for running in head.installation.running):
         raise HostFailed(f"{head.machine.name}: no head runs there; `mlx-ring cluster start` starts it.")
-    node, joining = other.installation.node, _Joining(file, head)
-    if node in _connected(head, file):
-        report(f"{name}: its layers move to other machines")
-        for moved in _ask(head, file, "POST", "/cluster/drain", {"node": node, "force": force})["moved"]:
-            report(f"{name}: {moved['model']} has moved in {moved['seconds']:.1f} s")
+    if head.installation.versions != other.installation.versions:
+        raise HostFailed(f"{name}: it has other versions than the head: restart the cluster without a name.")
+    models = _take_layers(head, file, other, report, force=force)
     _stop_with(other, report)
+    joining, node = _Joining(file, head), other.installation.node
     joining.join(other, joining.token(1), report)
     end = time.monotonic() + timeout_s
-    while node not in _connected(head, file):
-        if time.monotonic() > end:
-            raise HostFailed(
-                f"{name}: it is not back after {timeout_s:g} s: see `mlx-ring cluster logs`, or give a longer --timeout."
-            )
-        time.sleep(_LOOK_S)
+    _wait(lambda: node in _connected(head, file), end, f"{name}: it is not back after {timeout_s:g} s")
+    _ask(head, file, "POST", "/cluster/readmit", {"node": node})
     report(f"{name}: it is back")
+    for model in models:
+        _wait(
+            lambda model=model: _serves(head, file, model),
+            end,
+            f"{model} does not serve after {timeout_s:g} s",
+        )
+        _give_layers(head, file, model, report)
+
+
+def _take_layers(
+    head: ReadyMachine, file: DevicesFile, other: ReadyMachine, report: Report, *, force: bool
+) -> list[str]:
+    """Move a machine's layers to others, and return the models that had some there."""
+    name, node = other.machine.name, other.installation.node
+    if node not in _connected(head, file):
+        return []
+    report(f"{name}: its layers move to other machines")
     try:
-        moved = _ask(head, file, "POST", "/cluster/replan", {})["moved"]
+        answer = _ask(head, file, "POST", "/cluster/drain", {"node": node, "force": force})
     except HostFailed as error:
-        report(f"{name}: the layers stay where they are: {error}")
+        if force:
+            raise
+        raise HostFailed(
+            f"{error}\nNothing has changed. With --force it restarts all the same, and answers wait until it is back."
+        ) from error
+    for moved in answer["moved"]:
+        report(f"{name}: {moved['model']} has moved in {moved['seconds']:.1f} s")
+    return [moved["model"] for moved in answer["moved"]]
+
+
+def _give_layers(head: ReadyMachine, file: DevicesFile, model: str, report: Report) -> None:
+    try:
+        moved = _ask(head, file, "POST", "/cluster/replan", {"model": model})["moved"]
+    except HostFailed as error:
+        report(f"{model} keeps its split: {error}")
     else:
-        where = "stay where they are, which is as fast" if moved is None else "are split anew"
-        report(f"{name}: the layers {where}")
+        report(
+            f"{model} {'keeps its split, which is as fast' if moved is None else 'has moved to a faster split'}"
+        )
+
+
+def _wait(holds: Callable[[], bool], end: float, problem: str) -> None:
+    while not holds():
+        if time.monotonic() > end:
+            raise HostFailed(f"{problem}: see `mlx-ring cluster logs`, or give a longer --timeout.")
+        time.sleep(_LOOK_S)
+
+
+def _serves(head: ReadyMachine, file: DevicesFile, model: str) -> bool:
+    instances = _ask(head, file, "GET", "/cluster/status")["instances"]
+    return any(each["model"] == model and each["state"] == "ready" for each in instances)
 
 
 def _connected(head: ReadyMachine, file: DevicesFile) -> set[str]:
@@ -188,8 +225,8 @@ def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     return _ask(found, file, method, path, body)
 
 
-def log_commands(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
-    """Return each machine's name and the program that prints its logs.
+def installed_programs(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
+    """Return each machine's name and the program there.
 
     Raises:
         HostFailed: a machine out of reach, or without mlx-ring.

@@ -550,7 +550,7 @@ export interface ProposalStatus {
   why: string | null;
   /** Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now. */
   gain: number | null;
-  /** Time that the last load took. */
+  /** Longest time that a load took. */
   load_s: number | null;
   /** Present split. Null if the machines no longer have the memory that it counts on. */
   loaded: PlannedSplit | null;
