@@ -24,7 +24,7 @@ class Logind:
     def __init__(self, path: Path, delay_us: int) -> None:
         self.address = f"unix:path={path}"
         self.asked: list[tuple[str, ...]] = []
-        """What, who, why and mode of each lock."""
+        """Arguments of `Inhibit` for each lock."""
         self.matches: list[str] = []
         self.is_locked = threading.Semaphore(0)
         """Released for each lock that is granted."""

@@ -16,21 +16,21 @@ LIMIT_S = 30
 
 
 def test_the_system_waits_until_it_may_sleep_and_for_a_new_lock_each_time(tmp_path: Path) -> None:
-    heard: SimpleQueue[Warned] = SimpleQueue()
+    received: SimpleQueue[Warned] = SimpleQueue()
     with logind(tmp_path, 7_000_000) as system:
-        warnings = SystemWarnings(heard.put, system.address)
+        warnings = SystemWarnings(received.put, system.address)
         warnings.open()
         assert warnings.delay_s == 7.0
         assert system.asked == [("sleep:shutdown", "mlx-ring", "Its layers move to other machines.", "delay")]
         assert [match.count("PrepareFor") for match in system.matches] == [1, 1]
         for number, signal, says in ((0, "PrepareForSleep", "sleep"), (1, "PrepareForShutdown", "shutdown")):
             system.warn(signal, begins=True)
-            assert heard.get(timeout=LIMIT_S) == says
+            assert received.get(timeout=LIMIT_S) == says
             assert system.is_held(number)
             warnings.let_go()
             system.wait_for_release(number)
             system.warn(signal, begins=False)
-            assert heard.get(timeout=LIMIT_S) == "awake"
+            assert received.get(timeout=LIMIT_S) == "awake"
         assert len(system.asked) == 3
         assert system.is_held(2)
         warnings.close()
@@ -38,13 +38,13 @@ def test_the_system_waits_until_it_may_sleep_and_for_a_new_lock_each_time(tmp_pa
 
 
 def test_a_bus_that_breaks_ends_the_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    heard: SimpleQueue[Warned] = SimpleQueue()
+    received: SimpleQueue[Warned] = SimpleQueue()
     with logind(tmp_path) as system:
-        warnings = SystemWarnings(heard.put, system.address)
+        warnings = SystemWarnings(received.put, system.address)
         warnings.open()
     eventually(lambda: "There are no more warnings" in caplog.text, bool)
     warnings.close()
-    assert heard.empty()
+    assert received.empty()
 
 
 def test_without_a_bus_there_are_no_warnings(tmp_path: Path) -> None:

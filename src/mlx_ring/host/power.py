@@ -160,7 +160,7 @@ class SystemWarnings:
         """Time for which the system waits; 0 without warnings."""
         self._on_warning, self._bus = on_warning, bus
         self._lock: int | None = None
-        """Descriptor whose end lets the system go on."""
+        """Descriptor whose end ends the wait of the system."""
         self._changes = threading.Lock()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
