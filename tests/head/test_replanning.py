@@ -24,6 +24,7 @@ from mlx_ring.head import replanning as subject
 from mlx_ring.head.moves import Choose
 from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe
 from mlx_ring.head.status import ClusterView
+from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, StepRatios
 from mlx_ring.planner.replan import Comparison, Situation, compare, stages_of
 
@@ -49,6 +50,7 @@ class FakeHosted:
             info=SimpleNamespace(name="demo-1"),
             engine=SimpleNamespace(step_times=self.times),
             recoveries=SimpleNamespace(load_s=5.0),
+            placement=None,
         )
         self.instances = [self.service]
 
@@ -72,6 +74,9 @@ class Head(Replanning):
     def _why_not(self, hosted: Any) -> str:
         del hosted
         return "" if self.is_comparable else "it is loading"
+
+    def cluster_view(self) -> ClusterView:
+        return ClusterView("node-0")
 
     def _compared(self, hosted: Any, machines: Any) -> Present:
         del hosted, machines
@@ -183,6 +188,20 @@ def test_machines_that_join_count_sooner_than_speeds_and_without_steps() -> None
         await head.look_for(20)
         (proposal,) = head.proposals()
         assert "new" in {node for stage in proposal.planned.stages for node in stage.nodes}
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_joins_before_the_first_look_counts_as_new() -> None:
+    async def run() -> None:
+        head = Head()
+        head.hosted.service.engine.step_times = StepTimes
+        plan = place(model_of(28), head.now, REQUEST)
+        head.hosted.service.placement = SimpleNamespace(plan=plan)
+        first, second = head.now.nodes
+        head.change(cluster_of(first, second, node_of("new", gb_s=800, tflops=30)))
+        await head.look_for(20)
+        assert len(head.proposals()) == 1
 
     asyncio.run(run())
 

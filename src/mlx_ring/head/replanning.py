@@ -19,6 +19,7 @@ from mlx_ring.api.ops.status import PlannedSplit, PlannedStage, ProposalStatus
 from mlx_ring.api.service import ModelService, Moved
 from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.engine.step_times import StepTimes
+from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.model import HostedModel, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Machines
@@ -112,7 +113,11 @@ class Replanning:
         memory = _memory_of(now)
         if watched.instance != service.info.name:
             watched.forget()
-            watched.instance, watched.memory = service.info.name, memory
+            planned = _planned_nodes(service, machines)
+            watched.memory = {
+                name: size for name, size in memory.items() if planned is None or name in planned
+            }
+            watched.instance = service.info.name
         basis = now.loaded, _known(now.cluster), _known(now.beside), dict(now.cluster.links), now.refusal
         if basis != watched.basis:
             watched.found, watched.basis = await self._compare(hosted, now), basis
@@ -295,6 +300,16 @@ def _steady(view: ClusterView) -> ClusterView:
     return replace(view, membership=view.membership.usable.without(view.held))
 
 
+def _planned_nodes(service: InstanceService, machines: Machines) -> set[str] | None:
+    """Return the machines that were there when an instance was planned; None if that is not known."""
+    plan = None if service.placement is None else service.placement.plan
+    if plan is None:
+        return None
+    names = readable_names(_steady(machines.cluster_view()))
+    nodes = [rank.node for stage in plan.stages for rank in stage.ranks]
+    return {names.get(node, node) for node in (*nodes, *(left.node for left in plan.left_out))}
+
+
 def _loaded(hosted: HostedModel, view: ClusterView) -> LoadedStages:
     return next(iter(hosted.loaded_stages(readable_names(view))), ())
 
@@ -316,7 +331,8 @@ def describe(model: str, found: Comparison) -> str:
     if math.isinf(found.gain):
         return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
     pause = "" if found.way == "beside" else ", after a pause"
-    return f"{model} would be {found.gain:.0%} faster with another split{pause}: layers of {layers}"
+    faster = f"{found.gain:.0%} faster" if found.gain < 1 else f"{1 + found.gain:.1f} times as fast"
+    return f"{model} would be {faster} with another split{pause}: layers of {layers}"
 
 
 def _status(hosted: HostedModel, found: Comparison, *, is_due: bool) -> ProposalStatus:

@@ -25,6 +25,10 @@ test("a proposal says what it gains, where the layers go, and how fast both are"
   });
 });
 
+test("a gain of more than double is a multiple", () => {
+  assert.equal(explain(proposal({ gain: 2.51 })).title, "Another split is 3.5 times as fast.");
+});
+
 test("a pause is announced with its reason and length", () => {
   const more = { way: "after", why: "There is no room." };
   assert.equal(explain(proposal(more)).pause, "Answers pause for about 3 s. There is no room.");

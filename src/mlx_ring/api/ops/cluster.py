@@ -211,6 +211,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         nodes=parts.nodes,
         instances=parts.instances,
         hung_backends=parts.hung_backends,
+        proposals=parts.proposals,
         joules_per_token=parts.joules_per_token,
         status="ready" if error is None else "unavailable",
         reason=None if error is None else str(error),

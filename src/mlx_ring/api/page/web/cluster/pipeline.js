@@ -43,7 +43,9 @@ const TIME_LEGEND = [
 export function Pipeline({ instance, cluster, cache, pace, names }) {
   const { name, model, state, reason, stages } = instance;
   const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
-  const proposal = cluster.proposals.find((each) => each.model === model);
+  // While another instance is loaded beside it, the first one has the proposal.
+  const isFirst = cluster.instances.find((each) => each.model === model)?.name === name;
+  const proposal = isFirst ? cluster.proposals.find((each) => each.model === model) : undefined;
   return html`<section class="panel pipeline" aria-label=${`Pipeline of ${model}`}>
     <header>
       <h2>${model}</h2>

@@ -52,7 +52,7 @@ export function explain({ way, why, gain, load_s: loadTime, loaded, planned }) {
     title:
       gain === null
         ? "The machines have less memory than this split counts on."
-        : `Another split is ${percent(gain)} faster.`,
+        : `Another split is ${gain < 1 ? `${percent(gain)} faster` : `${figures(1 + gain, 2)} times as fast`}.`,
     details: `${describe(planned)} Predicted: ${speeds(planned)}${before}.`,
     pause: way === "after" ? `Answers pause ${length}. ${why ?? ""}` : "",
   };
