@@ -25,7 +25,7 @@ from mlx_ring.head.moves import Choose
 from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile, StepRatios
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
 from mlx_ring.planner.replan import Comparison, Situation, compare, stages_of
 
 LOOK_S = 10.0
@@ -33,7 +33,10 @@ LOOK_S = 10.0
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "sizes_of", lambda *_: model_of(28))
+    def sizes_of(*_: object) -> ModelProfile:
+        return model_of(28)
+
+    monkeypatch.setattr(subject, "sizes_of", sizes_of)
 
 
 class FakeHosted:
@@ -221,7 +224,7 @@ def test_memory_that_no_longer_suffices_is_said_without_a_gain() -> None:
         assert (proposal.gain, proposal.loaded) == (None, None)
 
     asyncio.run(run())
-    found = compare(Situation(model_of(28), *head._compared(head.hosted, None), has_less_memory=True))
+    found = compare(Situation(model_of(28), *head._compared(head.hosted, None), has_less_memory=True))  # pyright: ignore[reportPrivateUsage]
     assert found is not None
     assert describe("demo", found).startswith("The machines of demo no longer have the memory")
 
@@ -249,7 +252,7 @@ def test_it_is_said_why_there_is_nothing_to_choose() -> None:
     hosted = FakeHosted()
 
     def why(members: int = 2) -> str:
-        return Refused(hosted, members)._why_not(cast("Any", hosted))
+        return Refused(hosted, members)._why_not(cast("Any", hosted))  # pyright: ignore[reportPrivateUsage]
 
     assert why(0) == why(1) == "fewer than two machines may have layers"
     hosted.settings.strategy = "custom"
@@ -358,7 +361,7 @@ def test_speeds_that_come_and_go_move_a_model_a_few_times_a_day(
 ) -> None:
     async def run() -> None:
         head = Head("auto")
-        head._compare = remembered(head._compare)
+        head._compare = remembered(head._compare)  # pyright: ignore[reportPrivateUsage]
         for first, second, looks in phases:
             head.change(machines(first, second))
             await head.look_for(looks * LOOK_S)

@@ -11,8 +11,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import cast
 
-from jeepney import DBusAddress, HeaderFields, Message, new_method_return, new_signal
+from jeepney import (
+    DBusAddress,
+    HeaderFields,
+    Message,
+    new_method_return,  # pyright: ignore[reportUnknownVariableType] - it has no types
+    new_signal,  # pyright: ignore[reportUnknownVariableType] - it has no types
+)
 from jeepney.low_level import Parser
 
 MANAGER = DBusAddress("/org/freedesktop/login1", "org.freedesktop.login1", "org.freedesktop.login1.Manager")
@@ -90,21 +97,21 @@ class Logind:
             "AddMatch": self._match,
             "Get": lambda asked: new_method_return(asked, "v", (("t", self._delay_us),)),
         }
-        name = str(message.header.fields[HeaderFields.member])
+        name = str(cast("dict[HeaderFields, object]", message.header.fields)[HeaderFields.member])
         if name == "Inhibit":
             self._lock(message)
         else:
             self._send(answers[name](message))
 
     def _match(self, asked: Message) -> Message:
-        self.matches.append(asked.body[0])
+        self.matches.append(cast("tuple[str]", asked.body)[0])
         return new_method_return(asked)
 
     def _lock(self, asked: Message) -> None:
         """Answer with the writing end of a pipe, whose last copy the client then has."""
         reading, writing = os.pipe()
         self._ends.append(reading)
-        self.asked.append(asked.body)
+        self.asked.append(cast("tuple[str, ...]", asked.body))
         fds = array.array("i")
         reply = new_method_return(asked, "h", (writing,)).serialise(next(self._numbers), fds=fds)
         assert self._client is not None

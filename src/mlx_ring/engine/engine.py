@@ -367,7 +367,7 @@ class Engine:
         """End every request and free its KV, because the workers may continue to run."""
         if self._ended is not None:
             return
-        self.fail(NotReady("The server is shutting down."))
+        self.fail(NotReady("This instance of the model is not needed any more."))
         self._scheduler.reset()
         self._send_all(self._clock())
 

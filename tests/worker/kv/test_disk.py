@@ -349,7 +349,7 @@ def test_blocks_that_were_read_before_a_disk_hangs_count(
             expire.append(partial(self.function, *self.args))
 
     hanging = HangingDisk(tmp_path, monkeypatch)
-    monkeypatch.setattr(subject.threading, "Timer", Timer)
+    monkeypatch.setattr(threading, "Timer", Timer)
     hanging.fetch(1)
     assert hanging.hangs.wait(60)
     assert not hanging.answers

@@ -39,7 +39,9 @@ function describeCluster({ cluster, draining }) {
   if (draining) return { tone: "busy", label: "shutting down" };
   const states = cluster.models.map((model) => model.state);
   if (states.includes("ready")) {
-    const isComplete = cluster.nodes.every((node) => node.state === "attending") && !states.includes("unavailable");
+    // A drained machine has no layers because somebody wants it so.
+    const isThere = cluster.nodes.every(({ state }) => state === "attending" || state === "drained");
+    const isComplete = isThere && !states.includes("unavailable");
     return isComplete ? { tone: "good", label: "ready" } : { tone: "busy", label: "degraded" };
   }
   if (states.includes("loading")) return { tone: "busy", label: "loading" };

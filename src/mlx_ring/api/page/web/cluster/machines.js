@@ -64,7 +64,7 @@ function Machine({ node, cluster, name }) {
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
   return html`<article class=${`machine ${state}`}>
     <h3>
-      ${name} ${state !== "attending" && html`<span class="state bad">${STATES[state]}</span>`}
+      ${name} ${state !== "attending" && html`<span class=${`state ${state === "drained" ? "busy" : "bad"}`}>${STATES[state]}</span>`}
     </h3>
     <p>${describeHardware(node, workers)}</p>
     <p>${describeRole(node, workers)}</p>
