@@ -223,7 +223,7 @@ class PowerWatch:
                 self.look_at_battery()
                 await asyncio.sleep(_LOOK_S)
         finally:
-            await asyncio.shield(asyncio.to_thread(warnings.close))
+            warnings.close()
 
     def on_warning(self, what: Warned, warnings: SystemWarnings) -> None:
         """Leave within the time that the system waits, or come back."""

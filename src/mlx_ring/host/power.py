@@ -163,7 +163,6 @@ class SystemWarnings:
         """Descriptor whose end ends the wait of the system."""
         self._changes = threading.Lock()
         self._has_ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def open(self) -> None:
         """Ask for warnings. Without logind there are none."""
@@ -191,10 +190,9 @@ class SystemWarnings:
             connection.close()
             raise
         self.delay_s = delay_us / 1e6
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._listen, args=(connection, logind), name="power warnings", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
         from jeepney import new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
@@ -239,10 +237,9 @@ class SystemWarnings:
             os.close(lock)
 
     def close(self) -> None:
-        """End the warnings."""
+        """End the warnings, and let the system sleep or shut down. The thread ends a moment later."""
         self._has_ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.let_go()
 
 
 def _ask(connection: DBusConnection, message: Message) -> tuple[Any, ...]:
