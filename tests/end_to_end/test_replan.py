@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.loopback_cluster import end_head_members, running_head
-from tests.end_to_end.test_drain import FLAGS, STREAMS, Streams, expected, nodes, nodes_in_use
+import pytest
+from tests.cgroups import limited, skip_without_groups
+from tests.end_to_end.loopback_cluster import end_head_members, running_cluster, running_head
+from tests.end_to_end.test_drain import (
+    FLAGS,
+    STREAMS,
+    TOKENS,
+    Streams,
+    body_of,
+    expected,
+    nodes,
+    nodes_in_use,
+)
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, give_profile, joining
+from tests.processes import Server, client_of, give_profile, joining
 
 from mlx_ring.agent.profiling import PROFILE_FILE
 
@@ -77,3 +90,66 @@ def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_pa
         again = replan(server, dry_run=True)
         assert (again["proposal"], again["moved"]) == (None, None)
         assert server.http.post("/cluster/replan", json={"model": "other"}).status_code == 404
+
+
+class Askers:
+    """Clients that ask for the same answers again and again, and compare each with the first one."""
+
+    def __init__(self, server: Server, texts: Sequence[str]) -> None:
+        self.answers = 0
+        self.differing: list[str] = []
+        self._has_ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(server, number, text))
+            for number, text in enumerate(texts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, server: Server, number: int, text: str) -> None:
+        with client_of(str(server.http.base_url)) as client:
+            while not self._has_ended.is_set():
+                answer = client.post("/v1/completions", json=body_of(number, TOKENS), timeout=300)
+                if answer.status_code != 200 or answer.json()["choices"][0]["text"] != text:
+                    self.differing.append(answer.text)
+                self.answers += 1
+
+    def end(self) -> None:
+        self._has_ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_model_moves_once_away_from_a_machine_that_gets_a_quarter_of_a_core(tmp_path: Path) -> None:
+    skip_without_groups()
+    flags = ("--optimize-for", "throughput", "--expected-users", "4", "--replicas", "1", "--replan", "auto")
+    with ExitStack() as stack:
+        cluster = running_cluster(
+            "demo", 2, tmp_path, free_pair_of_ports(), "--strategy", "auto", *FLAGS[2:], *flags
+        )
+        server = stack.enter_context(cluster)
+        (slow,) = [node["id"] for node in nodes(server) if not node["is_head"]]
+        layers = {stage["node"]: stage for stage in server.status()["instances"][0]["stages"]}
+        assert slow in layers
+        askers = Askers(server, expected(server))
+        stack.callback(askers.end)
+        group = stack.enter_context(limited(8 << 30, 0.25))
+        group.add(layers[slow]["pid"])
+
+        def instances() -> list[str]:
+            return [instance["name"] for instance in server.status()["instances"]]
+
+        (first,) = instances()
+        (second,) = eventually(instances, lambda names: len(names) == 1 and names != [first], pause_s=0.5)
+        stages = server.status()["instances"][0]["stages"]
+        now = {stage["node"]: stage["layers"][1] - stage["layers"][0] for stage in stages}
+        before = layers[slow]["layers"][1] - layers[slow]["layers"][0]
+        assert now.get(slow, 0) < before
+        # The machine is still slow: nothing moves back.
+        count = askers.answers
+        eventually(lambda: askers.answers >= count + 8 * STREAMS, pause_s=0.5)
+        assert instances() == [second]
+        askers.end()
+        assert not askers.differing
