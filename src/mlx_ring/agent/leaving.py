@@ -110,7 +110,8 @@ class Leave:
             await stay_registered()
             self._call_on_left()
             if not self.ended.is_set():
-                log.warning("This machine has left its cluster for now")
+                reasons = " and ".join(sorted(self._absences)) or "its layers have moved"
+                log.warning("This machine has left its cluster, because %s", reasons)
                 await self._returned.wait()
             if self.ended.is_set():
                 return
