@@ -133,6 +133,41 @@ def test_a_machine_that_has_power_again_while_its_layers_move_joins_anew() -> No
     asyncio.run(run())
 
 
+def test_a_low_battery_takes_no_layers_away_while_the_head_does_not_answer() -> None:
+    async def run() -> None:
+        member = Member()
+        async with running(member):
+            member.go_away("battery")
+            member.leave.received(MUST_STAY)
+            member.leave.silent()
+            assert not member.leave.left.is_set()
+            member.leave.come_back("battery")
+            member.leave.received(MUST_STAY)
+            assert not member.leave.is_wanted
+            member.leave.silent()
+            member.go_away("battery")
+            assert (member.leave.left.is_set(), member.leave.is_wanted) == (False, True)
+            member.go_away("sleep", within_s=3600)
+            assert member.leave.left.is_set()
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_is_awake_again_keeps_its_new_lock() -> None:
+    """Let it be awake before its head knows that it has left."""
+
+    async def run() -> None:
+        member = Member()
+        async with running(member):
+            member.go_away("sleep", within_s=3600)
+            member.leave.come_back("sleep")
+            member.leave.received(MAY_LEAVE)
+            await run_tasks_until(lambda: member.joined == 2)
+            assert not member.left
+
+    asyncio.run(run())
+
+
 def test_an_agent_that_is_away_ends_at_the_first_signal() -> None:
     async def run() -> None:
         member = Member(has_workers=False)
@@ -151,12 +186,25 @@ def test_a_signal_counts_more_than_sleep() -> None:
         member = Member()
         async with running(member) as task:
             member.leave.want(is_patient=True)
-            member.go_away(within_s=0.0)
+            member.go_away(within_s=3600)
             assert not member.leave.left.is_set()
             member.leave.received(MAY_LEAVE)
             await task
             assert member.leave.ended.is_set()
             assert member.left == ["sleep"]
+
+    asyncio.run(run())
+
+
+def test_an_agent_that_stays_after_a_signal_delays_no_sleep_for_long() -> None:
+    async def run() -> None:
+        member = Member()
+        async with running(member) as task:
+            member.leave.want(is_patient=True)
+            member.leave.received(MUST_STAY)
+            member.go_away(within_s=0.0)
+            await task
+            assert (member.left, member.leave.ended.is_set()) == (["sleep"], True)
 
     asyncio.run(run())
 

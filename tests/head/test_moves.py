@@ -72,13 +72,16 @@ class Head:
     """Moves between machines, of which `b` is drained."""
 
     def __init__(self, hosted: FakeHosted, *nodes: str) -> None:
-        members: Any = {node: SimpleNamespace(node=node, machine=f"{node}-machine") for node in nodes}
+        members: Any = {
+            node: SimpleNamespace(node=node, machine=f"{node}-machine", session=1) for node in nodes
+        }
         self.membership = Membership(members)
+        self.one_at_a_time = asyncio.Lock()
         moves = Moves(
             lambda: cast("Any", self),
             lambda: cast("Any", [hosted]),
             cast("Any", replacement),
-            asyncio.Lock(),
+            self.one_at_a_time,
             cast("Any", print),
         )
         self.moves = moves
@@ -188,3 +191,35 @@ def test_only_a_lack_of_room_makes_answers_pause_instead() -> None:
     with pytest.raises(WorkerLost, match="A worker died"):
         split_again(FakeHosted(broken, WorkerLost("A worker died.")), "beside", may_pause=True)
     assert not broken.drained
+
+
+def test_a_machine_that_has_left_meanwhile_is_not_drained_when_it_is_back() -> None:
+    head = Head(FakeHosted(FakeReplica("a", "b")), "a", "b")
+
+    async def run() -> None:
+        async with head.one_at_a_time:
+            draining = asyncio.create_task(head.moves.drain("b", force=False))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            cast("Any", head.membership.members["b"]).session = 2
+        with pytest.raises(Conflict, match="b has left the cluster, or joined it again"):
+            await draining
+
+    asyncio.run(run())
+    assert not head.membership.drained
+
+
+def test_layers_of_a_machine_that_leaves_during_a_move_are_left_to_the_recovery() -> None:
+    replica = FakeReplica("a", "b")
+    hosted = FakeHosted(replica)
+    head = Head(hosted, "a", "b")
+
+    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del old, new, ready
+        # It has layers again, as it has left and joined.
+        head.membership = head.membership.apply(Drained("b", is_drained=False))
+        return 2
+
+    hosted.replace = replace
+    assert [moved.way for moved in drain(head)] == ["beside"]
+    assert hosted.replicas == [replica]

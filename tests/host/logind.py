@@ -17,6 +17,7 @@ from jeepney import (
     DBusAddress,
     HeaderFields,
     Message,
+    new_error,  # pyright: ignore[reportUnknownVariableType] - it has no types
     new_method_return,  # pyright: ignore[reportUnknownVariableType] - it has no types
     new_signal,  # pyright: ignore[reportUnknownVariableType] - it has no types
 )
@@ -33,6 +34,8 @@ class Logind:
         self.asked: list[tuple[str, ...]] = []
         """Arguments of `Inhibit` for each lock."""
         self.matches: list[str] = []
+        self.refusals = 0
+        """Number of locks that are refused from now on."""
         self.is_locked = threading.Semaphore(0)
         """Released for each lock that is granted."""
         self._ends: list[int] = []
@@ -98,7 +101,10 @@ class Logind:
             "Get": lambda asked: new_method_return(asked, "v", (("t", self._delay_us),)),
         }
         name = str(cast("dict[HeaderFields, object]", message.header.fields)[HeaderFields.member])
-        if name == "Inhibit":
+        if name == "Inhibit" and self.refusals:
+            self.refusals -= 1
+            self._send(new_error(message, "org.freedesktop.login1.OperationInProgress"))
+        elif name == "Inhibit":
             self._lock(message)
         else:
             self._send(answers[name](message))

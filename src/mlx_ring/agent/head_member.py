@@ -23,7 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # gRPC reads its log level on import, and this module imports it.
     from mlx_ring.agent.member import run_member
 
-    run_member(parse_head_address(given.head), given.node, given.state, given.settings, listen=given.listen)
+    # The API sleeps and ends with this machine, so that moving its layers would gain nothing.
+    run_member(
+        parse_head_address(given.head),
+        given.node,
+        given.state,
+        given.settings,
+        listen=given.listen,
+        may_be_away=False,
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

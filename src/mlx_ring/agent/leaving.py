@@ -46,7 +46,8 @@ class Leave:
         self._returned = asyncio.Event()
         """Set while there are none."""
         self._returned.set()
-        self._on_left: list[Callable[[], None]] = []
+        self._on_left: dict[str, Callable[[], None]] = {}
+        """Callback for each reason, until it is called or the reason has ended."""
         self._limit: asyncio.TimerHandle | None = None
 
     def want(self, *, is_patient: bool) -> None:
@@ -79,16 +80,14 @@ class Leave:
         """
         if why in self._absences:
             return
-        self._on_left.append(on_left)
+        self._on_left[why] = on_left
         self._absences.add(why)
         self._returned.clear()
         if self.left.is_set():
             self._call_on_left()
             return
-        if self.is_wanted and self._is_final:
-            return
-        self._is_final = False
-        if not self._must_ask:
+        self._is_final = self._is_final and self.is_wanted
+        if not self._has_workers() or (within_s is not None and not self.is_connected):
             self._leave()
         elif not self.is_wanted or within_s is not None:
             log.warning("Moving this machine's layers to others, because %s", why)
@@ -97,8 +96,14 @@ class Leave:
     def come_back(self, why: str) -> None:
         """End a reason to be away. Without another one, the machine is or becomes a member."""
         self._absences.discard(why)
-        if not self._absences:
-            self._returned.set()
+        self._on_left.pop(why, None)
+        if self._absences:
+            return
+        self._returned.set()
+        if not self._is_final:
+            # The head may still move its layers. The machine leaves if they have moved, to join anew.
+            self._cancel_limit()
+            self._is_patient = True
 
     async def attend(self, stay_registered: Callable[[], Awaitable[None]]) -> None:
         """Be a member, and again after each absence, until the end.
@@ -109,9 +114,10 @@ class Leave:
         while True:
             await stay_registered()
             self._call_on_left()
-            if not self.ended.is_set():
-                reasons = " and ".join(sorted(self._absences)) or "its layers have moved"
-                log.warning("This machine has left its cluster, because %s", reasons)
+            while self._absences and not self.ended.is_set():
+                log.warning(
+                    "This machine is not in its cluster, because %s", " and ".join(sorted(self._absences))
+                )
                 await self._returned.wait()
             if self.ended.is_set():
                 return
@@ -120,8 +126,8 @@ class Leave:
             self.left.clear()
 
     def _call_on_left(self) -> None:
-        calls, self._on_left = self._on_left, []
-        for call in calls:
+        calls, self._on_left = self._on_left, {}
+        for call in calls.values():
             call()
 
     @property
@@ -129,10 +135,11 @@ class Leave:
         return self._has_workers() and self.is_connected
 
     def _ask(self, *, is_patient: bool, within_s: float | None) -> None:
-        self._cancel_limit()
-        self.is_wanted, self._is_patient = True, is_patient
-        if within_s is not None:
-            self._limit = asyncio.get_running_loop().call_later(within_s, self._leave)
+        loop = asyncio.get_running_loop()
+        if within_s is not None and (self._limit is None or loop.time() + within_s < self._limit.when()):
+            self._cancel_limit()
+            self._limit = loop.call_later(within_s, self._leave)
+        self.is_wanted, self._is_patient = True, is_patient and self._limit is None
 
     def _withdraw(self) -> None:
         self._cancel_limit()
@@ -177,9 +184,9 @@ class Leave:
         return "Ctrl-C again leaves nevertheless; answers then wait until another machine has room."
 
     def silent(self) -> None:
-        """Record that the call to the head has ended: nobody moves the layers."""
+        """Record that the call to the head has ended: nobody moves the layers, unless there is another call."""
         self.is_connected = False
-        if self.is_wanted:
+        if self.is_wanted and (self._is_final or not self._is_patient):
             self._leave()
 
 
@@ -218,8 +225,8 @@ class PowerWatch:
             loop.call_soon_threadsafe(self.on_warning, what, warnings)
 
         warnings = SystemWarnings(warned, self._bus)
+        warnings.open()
         try:
-            await asyncio.to_thread(warnings.open)
             while True:
                 self.look_at_battery()
                 await asyncio.sleep(_LOOK_S)

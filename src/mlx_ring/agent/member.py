@@ -219,6 +219,8 @@ class MemberOptions:
     settings: MemberSettings
     listen: str = "[::]"
     """Address to listen on for other machines."""
+    may_be_away: bool = True
+    """True if it leaves before its machine sleeps, and while the battery is low."""
 
 
 def run_member(
@@ -229,6 +231,7 @@ def run_member(
     *,
     listen: str,
     to_stderr: bool = True,
+    may_be_away: bool = True,
 ) -> None:
     """Start this process's log, and serve as `serve_as_member` does.
 
@@ -239,6 +242,7 @@ def run_member(
         settings: this machine's settings.
         listen: address to listen on for other machines.
         to_stderr: True to write log lines to stderr too.
+        may_be_away: True to leave before the machine sleeps, and while its battery is low.
     """
     configure_logging(
         process="agent",
@@ -253,7 +257,8 @@ def run_member(
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
-        asyncio.run(serve_as_member(MemberOptions(head, node, state, run_dir, settings, bracketed(listen))))
+        options = MemberOptions(head, node, state, run_dir, settings, bracketed(listen), may_be_away)
+        asyncio.run(serve_as_member(options))
 
 
 async def serve_as_member(options: MemberOptions) -> None:
@@ -321,7 +326,11 @@ async def serve_as_member(options: MemberOptions) -> None:
         name="attendance",
     )
     beside = (
-        asyncio.create_task(PowerWatch(leave, settings.min_battery).run(), name="power"),
+        *(
+            (asyncio.create_task(PowerWatch(leave, settings.min_battery).run(), name="power"),)
+            if options.may_be_away
+            else ()
+        ),
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )

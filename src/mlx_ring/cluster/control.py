@@ -53,6 +53,7 @@ _SETTLED_WITHIN_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
 _RETURNS_WITHIN_S = 1.5
 """Silence within which a node whose connection broke may be back, for example because it missed the head's messages."""
+_REFUSED_S = 30.0
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
 _LONGEST_PROBLEM = 400
@@ -258,11 +259,11 @@ class Control:
 
     async def _received(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
         if not said.wants_to_leave:
-            self._letting_go.pop(member.node, None)
+            if self._letting_go.pop(member.node, None) is not None:
+                await self.drain(member.node, is_drained=False)
         elif member.node not in self._letting_go:
             leaving = asyncio.create_task(self.let_go(member.node), name="let go")
-            # Its error is also retrieved if nobody asks for it.
-            leaving.add_done_callback(lambda done: done.cancelled() or done.exception())
+            leaving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
             self._letting_go[member.node] = leaving
         await self._happens(
             Reported(
@@ -275,6 +276,16 @@ class Control:
                 energy_of(said),
             )
         )
+
+    def _ask_again_later(self, node: str, done: asyncio.Task[None]) -> None:
+        """Forget a refusal after a while, because a machine with room may join. Its error is retrieved in any case."""
+
+        def forget() -> None:
+            if self._letting_go.get(node) is done:
+                del self._letting_go[node]
+
+        if not done.cancelled() and done.exception() is not None:
+            asyncio.get_running_loop().call_later(_REFUSED_S, forget)
 
     def _reply(self, node: str) -> cluster_pb2.AttendReply:
         reply = cluster_pb2.AttendReply(revoked=self._members.revoked_serials())

@@ -158,7 +158,6 @@ def ensure_head_member(
         log_dir=settings.log_dir.absolute(),
         blas_threads=settings.blas_threads or share_cores(1),
         keep_awake="never",  # the head keeps its machine awake
-        min_battery=0.0,  # the API ends with this machine
     )
     return subprocess.Popen(
         [

@@ -129,7 +129,12 @@ class Moves:
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         moved: list[Moved] = []
+        session = _session(machines, node)
         async with self._one_at_a_time:
+            if _session(machines, node) != session:
+                raise Conflict(
+                    f"{name} has left the cluster, or joined it again, before its layers could move."
+                )
             if not machines.cluster_view().membership.usable.without({node}).members:
                 raise Conflict(
                     f"{name} is the only machine that may have layers, so they cannot move elsewhere."
@@ -137,7 +142,8 @@ class Moves:
             await machines.drain(node)
             log.warning("%s is drained: its layers move to other machines", name)
             try:
-                while (found := self._using(node)) is not None:
+                # Once it has left, recoveries place its layers.
+                while _is_drained(machines, node) and (found := self._using(node)) is not None:
                     hosted, replica = found
                     if replica.service.error is None:
                         moved.append(await self._move(hosted, replica, node, force=force))
@@ -193,6 +199,15 @@ class Moves:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
         return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+
+
+def _session(machines: Machines, node: str) -> int | None:
+    member = machines.cluster_view().membership.members.get(node)
+    return None if member is None else member.session
+
+
+def _is_drained(machines: Machines, node: str) -> bool:
+    return node in machines.cluster_view().membership.drained
 
 
 def _uses(replica: Replica, node: str) -> bool:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 KeepAwakeMode = Literal["auto", "always", "never"]
 _END_S = 2.0
+_SUPPLIES = Path("/sys/class/power_supply")
+"""Power supplies of Linux (sysfs-class-power). The `scope` of one that powers a peripheral is `Device`."""
 _CAFFEINATE = "caffeinate"
 _INHIBIT = (
     "systemd-inhibit",
@@ -59,9 +62,21 @@ def battery_left() -> float | None:
 
     try:
         battery = psutil.sensors_battery()
-    except (OSError, RuntimeError, AttributeError):  # some systems and containers do not say
+    except (OSError, RuntimeError, AttributeError, ValueError):  # some systems and containers do not say
+        return None
+    if battery is not None and _is_of_device():
         return None
     return None if battery is None or battery.power_plugged is not False else battery.percent / 100
+
+
+def _is_of_device() -> bool:
+    """Report whether psutil reads the battery of a wireless mouse or the like: it takes the first that Linux names."""
+    try:
+        names = [path.name for path in _SUPPLIES.iterdir()]
+        names = [name for name in names if name.startswith("BAT") or "battery" in name.lower()]
+        return bool(names) and (_SUPPLIES / min(names) / "scope").read_text().strip() == "Device"
+    except OSError:
+        return False
 
 
 class KeepAwake:
@@ -163,18 +178,36 @@ class SystemWarnings:
         """Descriptor whose end ends the wait of the system."""
         self._changes = threading.Lock()
         self._has_ended = threading.Event()
+        self._is_awake = True
 
     def open(self) -> None:
-        """Ask for warnings. Without logind there are none."""
-        if sys.platform != "linux":
-            return
-        try:
-            self._open()
-        except (OSError, RuntimeError, ValueError, ImportError) as error:
-            # Containers and many servers have no system bus, or no logind.
-            log.debug("This machine gives no warnings of sleep: %s", error)
+        """Ask for warnings, in a thread: a bus may hang. Without logind there are none."""
+        if sys.platform == "linux":
+            threading.Thread(target=self._run, name="power warnings", daemon=True).start()
 
-    def _open(self) -> None:
+    def _run(self) -> None:
+        try:
+            connection, logind = self._connect()
+        except Exception as error:  # noqa: BLE001 - containers and many servers have no system bus, or no logind
+            log.debug("This machine gives no warnings of sleep: %s", error)
+            return
+        with contextlib.closing(connection):
+            try:
+                while not self._has_ended.is_set():
+                    self._take_lock(connection, logind)
+                    try:
+                        message = connection.receive(timeout=_RECEIVE_S)
+                    except TimeoutError:
+                        continue
+                    self._receive(message)
+            except Exception as error:  # noqa: BLE001 - the machine must neither wait for this lock nor stay away
+                log.warning("There are no more warnings before this machine sleeps: %s", error)
+            finally:
+                self.let_go()
+        if not self._has_ended.is_set():
+            self._on_warning("awake")
+
+    def _connect(self) -> tuple[DBusConnection, DBusAddress]:
         from jeepney import DBusAddress, MatchRule, Properties, message_bus
         from jeepney.io.blocking import open_dbus_connection
 
@@ -182,39 +215,31 @@ class SystemWarnings:
         try:
             logind = DBusAddress(f"/{_LOGIND.replace('.', '/')}", _LOGIND, f"{_LOGIND}.Manager")
             ((_, delay_us),) = _ask(connection, Properties(logind).get("InhibitDelayMaxUSec"))
+            self.delay_s = delay_us / 1e6
             for name in _SIGNALS:
                 rule = MatchRule(type="signal", interface=logind.interface, member=name)
                 _ask(connection, message_bus.AddMatch(rule))
-            self._take_lock(connection, logind)
         except BaseException:
             connection.close()
             raise
-        self.delay_s = delay_us / 1e6
-        threading.Thread(
-            target=self._listen, args=(connection, logind), name="power warnings", daemon=True
-        ).start()
+        return connection, logind
 
     def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
+        """Take a lock if there is none, unless the machine is about to sleep. What fails now is tried again later."""
         from jeepney import new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
 
+        if not self._is_awake or self._lock is not None:
+            return
         what = ("sleep:shutdown", "mlx-ring", "Its layers move to other machines.", "delay")
-        (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
+        try:
+            (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
+        except (TimeoutError, RuntimeError) as error:
+            log.debug("logind gives no lock: %s", error)
+            return
         with self._changes:
             self._lock = lock.to_raw_fd()
 
-    def _listen(self, connection: DBusConnection, logind: DBusAddress) -> None:
-        with contextlib.closing(connection):
-            while not self._has_ended.is_set():
-                try:
-                    self._receive(connection.receive(timeout=_RECEIVE_S), connection, logind)
-                except TimeoutError:
-                    continue
-                except (OSError, RuntimeError, ValueError) as error:
-                    log.warning("There are no more warnings before this machine sleeps: %s", error)
-                    break
-        self.let_go()
-
-    def _receive(self, message: Message, connection: DBusConnection, logind: DBusAddress) -> None:
+    def _receive(self, message: Message) -> None:
         from jeepney import HeaderFields
 
         fields = cast("dict[HeaderFields, object]", message.header.fields)
@@ -222,11 +247,12 @@ class SystemWarnings:
         if warned is None:
             return
         (begins,) = cast("tuple[bool]", message.body)
+        self._is_awake = not begins
         if begins:
             self._on_warning("sleep" if warned == "sleep" else "shutdown")
         else:
+            # A machine that was quickly awake again may still hold the lock of before.
             self.let_go()
-            self._take_lock(connection, logind)
             self._on_warning("awake")
 
     def let_go(self) -> None:

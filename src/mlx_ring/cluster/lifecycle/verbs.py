@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,9 +140,14 @@ def restart_machine(file: DevicesFile, name: str, *, report: Report, timeout_s: 
     if head.installation.versions != other.installation.versions:
         raise HostFailed(f"{name}: it has other versions than the head: restart the cluster without a name.")
     models = _take_layers(head, file, other, report, force=force)
-    _stop_with(other, report)
     joining, node = _Joining(file, head), other.installation.node
-    joining.join(other, joining.token(1), report)
+    try:
+        _stop_with(other, report)
+        joining.join(other, joining.token(1), report)
+    except HostFailed:
+        with contextlib.suppress(HostFailed):
+            _ask(head, file, "POST", "/cluster/readmit", {"node": node})
+        raise
     end = time.monotonic() + timeout_s
     _wait(lambda: node in _connected(head, file), end, f"{name}: it is not back after {timeout_s:g} s")
     _ask(head, file, "POST", "/cluster/readmit", {"node": node})
@@ -165,12 +171,15 @@ def _take_layers(
     report(f"{name}: its layers move to other machines")
     try:
         answer = _ask(head, file, "POST", "/cluster/drain", {"node": node, "force": force})
+    except HostUnreached:
+        raise
     except HostFailed as error:
-        if force:
-            raise
-        raise HostFailed(
-            f"{error}\nNothing has changed. With --force it restarts all the same, and answers wait until it is back."
-        ) from error
+        if not force:
+            raise HostFailed(
+                f"{error}\nWith --force, {name} restarts all the same, and answers wait until it is back."
+            ) from error
+        report(f"{name}: it restarts with its layers: {error}")
+        return []
     for moved in answer["moved"]:
         report(f"{name}: {moved['model']} has moved in {moved['seconds']:.1f} s")
     return [moved["model"] for moved in answer["moved"]]
@@ -188,7 +197,11 @@ def _give_layers(head: ReadyMachine, file: DevicesFile, model: str, report: Repo
 
 
 def _wait(holds: Callable[[], bool], end: float, problem: str) -> None:
-    while not holds():
+    """Wait until something holds, also over short failures of the network."""
+    while True:
+        with contextlib.suppress(HostUnreached):
+            if holds():
+                return
         if time.monotonic() > end:
             raise HostFailed(f"{problem}: see `mlx-ring cluster logs`, or give a longer --timeout.")
         time.sleep(_LOOK_S)
