@@ -17,7 +17,7 @@ LIMIT_S = 30
 
 
 class Listener:
-    """What the system warns of, in order."""
+    """Warnings of the system, in order."""
 
     def __init__(self, bus: str) -> None:
         self._received: SimpleQueue[Warned] = SimpleQueue()

@@ -225,7 +225,7 @@ class SystemWarnings:
         return connection, logind
 
     def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
-        """Take a lock if there is none, unless the machine is about to sleep. What fails now is tried again later."""
+        """Take a lock if there is none, unless the machine is about to sleep. A failure is tried again later."""
         from jeepney import new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
 
         if not self._is_awake or self._lock is not None:
@@ -234,7 +234,7 @@ class SystemWarnings:
         try:
             (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
         except (TimeoutError, RuntimeError) as error:
-            log.debug("logind gives no lock: %s", error)
+            log.debug("There is no lock of logind yet: %s", error)
             return
         with self._changes:
             self._lock = lock.to_raw_fd()
