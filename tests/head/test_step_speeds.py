@@ -106,9 +106,9 @@ def test_nothing_is_learned_while_other_instances_compute_on_the_machine(tmp_pat
     assert learned(tmp_path, Instance(decode=[1.5]), elsewhere).decode == pytest.approx(1.5)
 
 
-def test_a_ratio_far_from_one_is_bounded_and_not_kept(tmp_path: Path) -> None:
+def test_a_ratio_that_was_always_far_from_one_is_kept_within_bounds(tmp_path: Path) -> None:
     assert learned(tmp_path, Instance(decode=[90.0], prefill=[0.001])) == StepRatios(50.0, 0.05)
-    assert not list(tmp_path.iterdir())
+    assert StepSpeeds(tmp_path, learns=True).of("a", made_up_profile()) == StepRatios(2.0, 0.5)
 
 
 def test_a_ratio_far_from_one_counts_while_it_lasts(tmp_path: Path) -> None:
@@ -119,6 +119,7 @@ def test_a_ratio_far_from_one_counts_while_it_lasts(tmp_path: Path) -> None:
         speeds.learn([Instance(decode=measured)], MEMBERS)
         return speeds.of("a", made_up_profile()).decode
 
+    assert ratio(1.0) == 1.0
     assert ratio(4.0) == pytest.approx(4.0)
     now = 1799.0
     assert ratio() == pytest.approx(4.0)
@@ -137,8 +138,10 @@ def test_a_ratio_far_from_one_counts_while_it_lasts(tmp_path: Path) -> None:
 
 def test_a_machine_that_joins_again_may_be_as_fast_as_before(tmp_path: Path) -> None:
     speeds = StepSpeeds(tmp_path, learns=True)
-    speeds.learn([Instance(decode=[4.0])], MEMBERS)
+    for measured in (1.0, 4.0):
+        speeds.learn([Instance(decode=[measured])], MEMBERS)
     assert speeds.of("a", made_up_profile()).decode == pytest.approx(4.0)
+    assert not list(tmp_path.iterdir())
     speeds.learn([], [replace(one, session=one.session + 1) for one in MEMBERS])
     assert speeds.of("a", made_up_profile()) == StepRatios()
 

@@ -4,7 +4,8 @@ A machine's profile is measured with synthetic layers. The steps of a served mod
 Plans multiply by that ratio. It is always that of the measured times to the profile's own prediction, without any ratio, so
 it cannot add up. Decode steps and prompts have one each.
 
-A ratio far from 1 says that something else slows the machine down just now. It counts while it lasts, and is not kept.
+A ratio far from 1 of a machine that had another one says that something slows it down just now. It counts while it lasts,
+and is not kept.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class StepSpeeds:
         self._now: dict[str, dict[StepKind, _Now]] = {}
         """Ratios outside the bounds, by node. The inner ones are replaced, as plans read them in other threads."""
         self._sessions: dict[str, int] = {}
+        self._usual = set[tuple[str, StepKind]]()
+        """Nodes and kinds of steps that have had a ratio within the bounds: one far off will pass."""
 
     def of(self, node: str, profile: MachineProfile) -> StepRatios:
         """Return a node's ratios for this profile; 1 for another one, unless they are far from 1 just now."""
@@ -155,18 +158,23 @@ class StepSpeeds:
             self._now[node] = {**others, kind: _Now(counted, ratio, self._clock())}
 
     def _note(self, node: str, kind: StepKind, ratio: float, profile: MachineProfile) -> bool:
-        """Keep a ratio; return False if it is about the same as before, or far from 1."""
-        before = self._kept_of(node, profile)
-        if not _LEAST <= ratio <= _MOST or abs(ratio / asdict(before)[kind] - 1) < _CHANGE:
+        """Keep a ratio within the bounds; return False if it is about the same as before, or will pass."""
+        before, bounded = self._kept_of(node, profile), min(max(ratio, _LEAST), _MOST)
+        kept: float = asdict(before)[kind]
+        if ratio == bounded:
+            self._usual.add((node, kind))
+        elif (node, kind) in self._usual or (kept != 1.0 and _LEAST < kept < _MOST):
             return False
-        changes: Mapping[str, float] = {kind: ratio}
+        if abs(bounded / kept - 1) < _CHANGE:
+            return False
+        changes: Mapping[str, float] = {kind: bounded}
         after = replace(before, **changes)
         self._kept[node] = _Kept(profile=_checksum(profile), decode=after.decode, prefill=after.prefill)
         log.info(
             "Steps of %s on %s take %.2f of the predicted time, which the next plan counts",
             kind,
             node,
-            ratio,
+            bounded,
         )
         return True
 

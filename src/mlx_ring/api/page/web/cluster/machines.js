@@ -62,9 +62,10 @@ function Machine({ node, cluster, name }) {
   const { memory, reason, state } = node;
   const power = describePower(node.energy);
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
+  const tone = state === "drained" ? "busy" : "bad";
   return html`<article class=${`machine ${state}`}>
     <h3>
-      ${name} ${state !== "attending" && html`<span class=${`state ${state === "drained" ? "busy" : "bad"}`}>${STATES[state]}</span>`}
+      ${name} ${state !== "attending" && html`<span class=${`state ${tone}`}>${STATES[state]}</span>`}
     </h3>
     <p>${describeHardware(node, workers)}</p>
     <p>${describeRole(node, workers)}</p>
