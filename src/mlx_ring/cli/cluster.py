@@ -84,7 +84,7 @@ def stop(config: Annotated[Path, CONFIG]) -> None:
 def restart(
     config: Annotated[Path, CONFIG],
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", help="Name of one machine in the file; all by default.")
+        str | None, typer.Argument(metavar="NODE", help="Name of one machine in the file; all by default.")
     ] = None,
     *,
     model: Annotated[str | None, MODEL] = None,

@@ -31,7 +31,7 @@ def join(
     head: Annotated[
         str | None,
         typer.Argument(
-            metavar="[HEAD[:PORT]]",
+            metavar="HEAD[:PORT]",
             help="Address of the head. By default the last one, or the only one on this LAN.",
         ),
     ] = None,

@@ -191,7 +191,7 @@ def readmit_node(
 def replan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Name of the model; only needed if the head serves several."),
+        typer.Argument(metavar="MODEL", help="Name of the model; only needed if the head serves several."),
     ] = None,
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the best split.")] = False,

@@ -22,7 +22,7 @@ _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow",
 def doctor(
     head: Annotated[
         str | None,
-        typer.Argument(metavar="[HEAD[:PORT]]", help="Head to compare versions and clocks with."),
+        typer.Argument(metavar="HEAD[:PORT]", help="Head to compare versions and clocks with."),
     ] = None,
     peer: Annotated[
         list[str] | None,
