@@ -9,13 +9,14 @@ from mlx_ring.api.anthropic.dialect import ANTHROPIC
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialects
 from mlx_ring.api.errors import install_error_handlers
+from mlx_ring.api.journal import Journal
 from mlx_ring.api.metrics import page as metrics
 from mlx_ring.api.middleware.access_log import AccessLog
 from mlx_ring.api.middleware.guard import Admission, BodyMemoryMiddleware, Guard, RequestBodyMemory
 from mlx_ring.api.middleware.telemetry import HttpMeter, HttpMetricsMiddleware, TracingMiddleware
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.api.openai.dialect import OPENAI
-from mlx_ring.api.openapi import describe_api
+from mlx_ring.api.openapi import ApiRoute, describe_api
 from mlx_ring.api.ops import cache, cluster, events, health, machines, models, what_if
 from mlx_ring.api.page import routes as page
 from mlx_ring.api.service import ModelCatalog
@@ -32,10 +33,11 @@ def build_app(
     settings: ApiSettings,
     tracing: Tracing | None = None,
     admission: Admission | None = None,
+    journal: Journal | None = None,
 ) -> Starlette:
     """Build the HTTP side of the served models; once `admission` is closed, new requests are refused."""
     admission = admission or Admission()
-    context = ApiContext(catalog, settings, admission)
+    context = ApiContext(catalog, settings, admission, journal=journal)
     http = HttpMeter()
     routers = [
         *(routes(context) for dialect in DIALECTS for routes in dialect.routes),
@@ -44,7 +46,17 @@ def build_app(
     ]
     app = Starlette(routes=[route for router in routers for route in router.routes])
     app.router.redirect_slashes = False
+    if journal is not None:
+        journal.serve(
+            app,
+            {
+                route.path: route.plain
+                for route in app.routes
+                if isinstance(route, ApiRoute) and route.method == "POST"
+            },
+        )
     app.state.keep_alive_s = settings.keep_alive_s
+    app.state.rest_of_answer = context.rest
     describe_api(app, settings, DIALECTS)
     install_error_handlers(app, DIALECTS)
     app.add_middleware(

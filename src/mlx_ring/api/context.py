@@ -7,17 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from mlx_ring.api.chat.answer_grammars import GrammarChecks
 from mlx_ring.api.chat.model_format import ChatFormats
+from mlx_ring.api.journal import Journal
 from mlx_ring.api.middleware.access_log import note_model
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.prompts import PromptEncoder
-from mlx_ring.api.request_body import Body, read_body
+from mlx_ring.api.request_body import BODY, Body, read_body
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import note_stream
-from mlx_ring.core.errors import NotReady, RequestError, UnknownModel, WorkerLost, WorkerStuck
+from mlx_ring.api.streaming import PLAYBACK, note_stream
+from mlx_ring.core.errors import NotReady, RequestError, UnknownAnswer, UnknownModel, WorkerLost, WorkerStuck
+from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import WorkerInfo
 
@@ -32,12 +35,31 @@ class ApiContext:
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
     formats: ChatFormats = field(default_factory=ChatFormats)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    journal: Journal | None = None
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings
         fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
         note_stream(request, fields)
+        body: bytes = request.scope.pop(BODY)
+        if self.journal is not None and getattr(fields, "is_kept", False):
+            self.journal.record(request, body)
         return fields
+
+    @property
+    def kept(self) -> Journal:
+        """Journal of the server.
+
+        Raises:
+            UnknownAnswer: it has none.
+        """
+        if self.journal is None:
+            raise UnknownAnswer("This server keeps no answers: start it with `--journal SIZE`.")
+        return self.journal
+
+    async def rest(self, request: Request) -> Response:
+        """Return the events of a kept answer that follow the one in `Last-Event-ID`. Raises what `kept` raises."""
+        return await self.kept.rest(request)
 
     @property
     def default(self) -> ModelService:
@@ -73,6 +95,9 @@ class ApiContext:
         Raises:
             RingError: the model cannot answer now. After a loss of workers it is loaded again automatically.
         """
+        playback = PLAYBACK.get()
+        if playback is not None and playback.ended is not None:
+            return _NO_ENGINE
         if model.keeps_requests:
             return model.engine
         if model.state in ("unloaded", "loading"):
@@ -90,6 +115,16 @@ class ApiContext:
         for model in self.catalog.models:
             for instance in model.instances:
                 yield model, instance
+
+
+class _NoEngine:
+    """Engine of an answer that has ended."""
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        raise NotReady(f"{len(requests)} requests belong to an answer that has ended.")
+
+
+_NO_ENGINE = _NoEngine()
 
 
 def workers_of(instance: ServedInstance) -> tuple[WorkerInfo, ...]:

@@ -42,6 +42,8 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     RequestError: _Reply(400, INVALID),
     errors.ContextExceeded: _Reply(400, INVALID, "context_length_exceeded"),
     errors.UnknownModel: _Reply(404, INVALID, "model_not_found"),
+    errors.UnknownAnswer: _Reply(404, INVALID, "answer_not_found"),
+    errors.AnswerCancelled: _Reply(409, INVALID, "answer_cancelled"),
     errors.Refused: _Reply(403, INVALID, "foreign_request"),
     errors.Unauthenticated: _Reply(401, INVALID, "invalid_api_key"),
     errors.BodyTooLarge: _Reply(413, INVALID, "body_too_large"),

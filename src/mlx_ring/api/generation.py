@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -11,18 +11,17 @@ from typing import Protocol, Self
 from mlx_ring.api.middleware.access_log import Counted, note_answers, note_resumed
 from mlx_ring.api.openai.schemas import Costs, Performance, Usage
 from mlx_ring.api.service import Answering
-from mlx_ring.api.streaming import QuietReason
+from mlx_ring.api.streaming import PLAYBACK, QuietReason
 from mlx_ring.core.errors import ContextExceeded, NotReady, RingError
-from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream, RequestTimings
+from mlx_ring.core.generation import (
+    ChoiceDelta,
+    Delta,
+    GenerateRequest,
+    RequestStream,
+    RequestTimings,
+    Source,
+)
 from mlx_ring.core.types import FinishReason, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """Delta of the answer with that index."""
-
-    index: int
-    delta: Delta
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class Generation:
         self._requests = requests
         self._prompt_field = prompt_field
         self._answers_per_prompt = answers_per_prompt
-        self._streams: list[RequestStream] = []
+        self._source: Source = _EngineSource(())
         self._arrived = asyncio.Event()
         self.answers = [Answer() for _ in requests]
         self.counted: Sequence[Counted] = self.answers
@@ -88,20 +87,23 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         """Submit the sequences. Raise the engine's `RingError` if it refuses them."""
+        playback = PLAYBACK.get()
         try:
-            self._streams = self._engine.submit_all(*self._requests)
+            if playback is None:
+                self._source = _EngineSource(self._engine.submit_all(*self._requests))
+            else:
+                self._source = await playback.open(self._engine.submit_all, self._requests)
         except ContextExceeded as error:
             error.param = self._prompt_field
             raise
-        for stream in self._streams:
-            stream.set_listener(self._arrived.set)
+        self._source.set_listener(self._arrived.set)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         note_answers(self.counted, self._answers_per_prompt)
-        if any(stream.was_resumed for stream in self._streams):
+        if self._source.was_resumed:
             note_resumed()
-        await self._stop()
+        await self._source.aclose()
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[ChoiceDelta]]:
         """Yield batches of new pieces until every answer has ended.
@@ -114,7 +116,7 @@ class Generation:
         open_answers = len(self.answers)
         while open_answers:
             await self._wait(quiet_s)
-            batch, failure = self._take()
+            batch, failure = self._source.take()
             for piece in batch:
                 self.answers[piece.index].add(piece.delta)
                 open_answers -= piece.delta.finish_reason is not None
@@ -128,7 +130,7 @@ class Generation:
     @property
     def silence(self) -> QuietReason:
         """Reason why there is no new piece."""
-        return QuietReason.PAUSED if any(stream.is_paused for stream in self._streams) else QuietReason.QUIET
+        return QuietReason.PAUSED if self._source.is_paused else QuietReason.QUIET
 
     async def run(self) -> list[Answer]:
         """Return all answers when they have ended."""
@@ -138,7 +140,7 @@ class Generation:
 
     def stop(self, index: int) -> None:
         """End a complete answer now with a last piece without text."""
-        self._streams[index].stop()
+        self._source.stop(index)
 
     async def _wait(self, quiet_s: float | None) -> None:
         """Wait for an update, `quiet_s` seconds at most. It runs for every token, so it creates no task."""
@@ -152,23 +154,49 @@ class Generation:
                     alarm.cancel()
         self._arrived.clear()
 
-    def _take(self) -> tuple[list[ChoiceDelta], RingError | None]:
-        """Return the pieces of every stream, and the error of the first failed one."""
-        batch: list[ChoiceDelta] = []
-        failure: RingError | None = None
-        for index, stream in enumerate(self._streams):
-            for delta in stream.take():
-                problem = _no_end(delta)
-                if problem is None:
-                    batch.append(ChoiceDelta(index, delta))
-                failure = failure or problem
-            failure = failure or stream.error
-        return batch, failure
 
-    async def _stop(self) -> None:
+class _EngineSource:
+    """Answers as the engine makes them."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+
+    @property
+    def is_paused(self) -> bool:
+        return any(stream.is_paused for stream in self._streams)
+
+    @property
+    def was_resumed(self) -> bool:
+        return any(stream.was_resumed for stream in self._streams)
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        for stream in self._streams:
+            stream.set_listener(listener)
+
+    def take(self) -> tuple[list[ChoiceDelta], RingError | None]:
+        return take_deltas(dict(enumerate(self._streams)))
+
+    def stop(self, index: int) -> None:
+        self._streams[index].stop()
+
+    async def aclose(self) -> None:
         async with AsyncExitStack() as closing:
             for stream in self._streams:
                 closing.push_async_callback(stream.aclose)
+
+
+def take_deltas(streams: Mapping[int, RequestStream]) -> tuple[list[ChoiceDelta], RingError | None]:
+    """Take the new deltas of every stream by its answer's index. Return them, and the error of the first failed one."""
+    batch: list[ChoiceDelta] = []
+    failure: RingError | None = None
+    for index, stream in streams.items():
+        for delta in stream.take():
+            problem = _no_end(delta)
+            if problem is None:
+                batch.append(ChoiceDelta(index, delta))
+            failure = failure or problem
+        failure = failure or stream.error
+    return batch, failure
 
 
 def _no_end(delta: Delta) -> RingError | None:

@@ -30,6 +30,7 @@ from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import (
     EVENT_STREAM,
     AnswerT,
+    Endpoint,
     EventT,
     JsonAnswer,
     JsonStream,
@@ -165,6 +166,8 @@ class ApiRoute(Route):
         self.method = method
         self.doc = doc
         self.schema = schema
+        self.plain: Endpoint = endpoint
+        """Endpoint without what `start_in_time` adds."""
 
 
 def documented_post(
@@ -177,7 +180,9 @@ def documented_post(
     """Add a POST route that reads a body of this schema. An event stream starts early, with comments if necessary."""
     respond = json_endpoint(endpoint)
     in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
-    router.routes.append(ApiRoute(path, in_time, "POST", doc, schema))
+    route = ApiRoute(path, in_time, "POST", doc, schema)
+    route.plain = respond
+    router.routes.append(route)
 
 
 def documented_get(

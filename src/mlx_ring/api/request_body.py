@@ -242,7 +242,7 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     """
     _check_headers(request, max_bytes)
     data = await _read_bytes(request, max_bytes, timeout_s)
-    request.scope[_LANE] = _lane_of(data)
+    request.scope[_LANE], request.scope[BODY] = _lane_of(data), data
     return await convert(request, lambda: _read(data, schema))
 
 
@@ -252,6 +252,8 @@ async def convert(request: Request, work: Callable[[], T]) -> T:
     return work() if lane is None else await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
+BODY = "mlx_ring.body"
+"""Key of a request's scope: the bytes of its body."""
 _LANE = "mlx_ring.body_lane"
 """Key of a request's scope: the executor that reads its body; None for the event loop."""
 _quick = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")

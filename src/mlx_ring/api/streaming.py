@@ -6,11 +6,14 @@ A stream may begin before its answer, because loading a model takes a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Never, TypeVar
+from typing import Any, Generic, Literal, Never, Protocol, TypeVar
 
 import typing_extensions
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_ring.api.errors import log_failure, stream_failure
+from mlx_ring.core.errors import Suspended
+from mlx_ring.core.generation import GenerateRequest, RequestStream, Source
 
 T = TypeVar("T")
 
@@ -62,6 +67,85 @@ class QuietReason(Enum):
     PAUSED = "paused"
 
 
+class Submit(Protocol):
+    """Function that submits requests to an engine."""
+
+    def __call__(self, *requests: GenerateRequest) -> list[RequestStream]: ...
+
+
+class Playback(Protocol):
+    """One writing of an answer that the journal keeps: the first, or a repetition for a client that comes back.
+
+    All of them make the same events, because they read the same deltas and draw the same random numbers in order.
+    """
+
+    is_first: bool
+
+    @property
+    def created(self) -> int:
+        """Unix seconds at which the request came."""
+        ...
+
+    @property
+    def ended(self) -> int | None:
+        """Unix seconds at which the answer ended; None if it has not."""
+        ...
+
+    @property
+    def unfinished(self) -> Literal["queued", "in_progress"] | None:
+        """State of the answer, for a client that does not wait for its end; None: write the answer."""
+        ...
+
+    def prompt(self, index: int) -> tuple[int, ...] | None:
+        """Return the prompt of a sequence in a repetition; a template may write another one by now."""
+        ...
+
+    def draw(self, bits: int) -> int:
+        """Return so many random bits."""
+        ...
+
+    def numbered(self, event: bytes) -> bytes:
+        """Return a server-sent event with its id; nothing for one that the client has."""
+        ...
+
+    async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Source:
+        """Return the deltas of the answer. Submit what is not yet answered, unless it is in progress."""
+        ...
+
+
+PLAYBACK: ContextVar[Playback | None] = ContextVar("playback", default=None)
+"""Writing of an answer in the current context; None if the journal does not keep it."""
+
+
+def draw_bits(bits: int) -> int:
+    """Return random bits of an answer, such as its seed."""
+    playback = PLAYBACK.get()
+    return secrets.randbits(bits) if playback is None else playback.draw(bits)
+
+
+def new_id(prefix: str, nbytes: int = 12) -> str:
+    """Return a new id of an answer, or of a part of it, with so many random bytes."""
+    return f"{prefix}{draw_bits(8 * nbytes):0{2 * nbytes}x}"
+
+
+def recorded_prompt(index: int) -> tuple[int, ...] | None:
+    """Return the prompt of a sequence of the current request, if its answer is written again; otherwise None."""
+    playback = PLAYBACK.get()
+    return None if playback is None else playback.prompt(index)
+
+
+def time_created() -> int:
+    """Return the Unix seconds at which the current request came."""
+    playback = PLAYBACK.get()
+    return int(time.time()) if playback is None else playback.created
+
+
+def time_ended() -> int:
+    """Return the Unix seconds at which the current answer ended."""
+    playback = PLAYBACK.get()
+    return (None if playback is None else playback.ended) or int(time.time())
+
+
 WorkT = TypeVar("WorkT")
 EventT = typing_extensions.TypeVar("EventT", bound=Mapping[str, object], default=Never)
 """Type of a stream's events; Never for an answer that is not streamed."""
@@ -92,17 +176,22 @@ class StreamedAnswer(Response):
         self._begin = begin
         self._failure = failure
         self._end = end
+        self._playback = PLAYBACK.get()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(scope, send))
 
     async def _send(self, scope: Scope, send: Send) -> None:
+        PLAYBACK.set(self._playback)
         async with self._begin() as pieces:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for data in pieces:
                     await _send_data(send, data)
                 last = self._end
+            except Suspended:
+                # Without an end, the client knows that there is more.
+                raise ClientDisconnect from None
             except Exception as error:  # noqa: BLE001 - the status is out: the stream itself must say it
                 log_failure(error, scope.get("request_id", "-"))
                 failure = self._failure
@@ -124,6 +213,11 @@ class StreamFormat:
     end: bytes = b""
     """Last bytes of a stream without an error."""
 
+    def encode_some(self, events: Iterable[Mapping[str, object]]) -> bytes:
+        """Encode events in one piece, without those that the client has."""
+        playback, encoded = PLAYBACK.get(), map(self.encode, events)
+        return b"".join(encoded if playback is None else map(playback.numbered, encoded))
+
     async def encode_all(
         self, batches: AsyncGenerator[Iterable[Mapping[str, object]] | QuietReason]
     ) -> AsyncGenerator[bytes]:
@@ -132,11 +226,17 @@ class StreamFormat:
             async for batch in batches:
                 match batch:
                     case QuietReason.QUIET:
-                        yield self.keep_alive
+                        yield _beside_ids(self.keep_alive)
                     case QuietReason.PAUSED:
-                        yield self.resuming()
+                        yield _beside_ids(self.resuming())
                     case events:
-                        yield b"".join(map(self.encode, events))
+                        yield self.encode_some(events)
+
+
+def _beside_ids(comment: bytes) -> bytes:
+    """Return a comment without its empty line if the events have ids: OpenAI's SDK for Python would see an empty event."""
+    is_comment = comment.startswith(b":") and PLAYBACK.get() is not None
+    return comment.removesuffix(b"\n") if is_comment else comment
 
 
 class JsonStream(StreamedAnswer, Generic[EventT]):
@@ -213,11 +313,15 @@ def note_stream(request: Request, fields: object) -> None:
 def start_in_time(endpoint: Endpoint) -> Endpoint:
     """Return an endpoint whose streams send comments after some silence, even before the answer starts.
 
-    An earlier error keeps its own status; a later one is the stream's last event.
+    An earlier error keeps its own status; a later one is the stream's last event. A request with the id of the last
+    event that its client has gets the events after it.
     """
 
     async def in_time(request: Request) -> Response:
         quiet_s: float = request.app.state.keep_alive_s
+        if "last-event-id" in request.headers:
+            rest: Endpoint = request.app.state.rest_of_answer
+            return await rest(request)
         work = asyncio.ensure_future(endpoint(request))
         try:
             await asyncio.wait((work,), timeout=quiet_s)

@@ -17,6 +17,8 @@
     ├── RequestError               a client's request; `param` names the field
     │   ├── ContextExceeded
     │   ├── UnknownModel
+    │   ├── UnknownAnswer          the journal keeps no such answer of this client
+    │   ├── AnswerCancelled
     │   ├── Refused                foreign Host or Origin
     │   ├── Unauthenticated        no API key, or a wrong one
     │   ├── BodyTooLarge
@@ -38,6 +40,7 @@
         ├── WeightsMissing         no peer gives the tensors that a stage needs
         └── NotReady               no instance can answer now
             ├── Draining           the server ends, and accepts nothing new
+            ├── Suspended          the server ends, and the journal keeps the answer
             └── BodiesFull         requests hold all the memory that their bodies may take
 
 Each message says what happened, with which value, and what to do. Errors cross
@@ -144,6 +147,14 @@ class ContextExceeded(RequestError):
 
 class UnknownModel(RequestError):
     """The request names a model that is not served here."""
+
+
+class UnknownAnswer(RequestError):
+    """The journal keeps no answer of that id, or another API key sent its request."""
+
+
+class AnswerCancelled(RequestError):
+    """A client cancelled the answer."""
 
 
 class Refused(RequestError):
@@ -289,3 +300,7 @@ class Draining(NotReady):
     """The server is about to end: it finishes its requests, and accepts nothing new."""
 
     retry_after_s = 10.0
+
+
+class Suspended(NotReady):
+    """The server ends before the answer does. The journal keeps the answer, which continues later."""

@@ -67,6 +67,11 @@ def kv_folder(state: Path) -> Path:
     return state / "kv"
 
 
+def journal_folder(state: Path) -> Path:
+    """Return the folder of kept answers, unless `--journal-dir` names another."""
+    return state / "journal"
+
+
 def manifests_folder(state: Path) -> Path:
     """Return the folder of digests of local models. Lost ones are computed again."""
     return state / "manifests"

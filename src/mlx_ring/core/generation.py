@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from mlx_ring.core.errors import ContextExceeded, RingError
 from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
@@ -31,6 +31,8 @@ class GenerateRequest:
     """True if the answer continues the prompt's own text."""
     pooling: PoolingKind | None = None
     """Tokens whose hidden states after the final norm make the prompt's vector; None: off."""
+    answered: tuple[int, ...] = ()
+    """Tokens of the answer that were delivered before. Deltas contain only those after them."""
 
     @property
     def computes_all(self) -> bool:
@@ -100,6 +102,44 @@ class Delta:
     """Text that each of `token_ids` added; joined they are `text`. Without tokens, one piece of held-back text."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """Delta of the answer with that index."""
+
+    index: int
+    delta: Delta
+
+
+class Source(Protocol):
+    """Deltas of the answers to requests that belong together."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True while one of them waits for an engine, or for its first new token after a loss."""
+        ...
+
+    @property
+    def was_resumed(self) -> bool:
+        """True if one of them continued after a loss."""
+        ...
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there are deltas to take, or one of the answers is paused."""
+        ...
+
+    def take(self) -> tuple[list[ChoiceDelta], RingError | None]:
+        """Take the deltas that arrived since the last call, and the error that ended the first failed answer."""
+        ...
+
+    def stop(self, index: int) -> None:
+        """End an answer as complete, because the deltas taken hold all of it."""
+        ...
+
+    async def aclose(self) -> None:
+        """End all answers that have not ended."""
+        ...
+
+
 def _no_action() -> None:
     """Do nothing: the listener of a stream that is iterated."""
 
@@ -123,6 +163,8 @@ class RequestStream(AsyncIterator[Delta]):
         """True while the request waits for an engine, or for its first new token after a loss."""
         self.was_resumed = False
         """True if the answer continued after a loss."""
+        self.keeps_kv = False
+        """True if the KV of an aborted request stays in the prefix cache."""
 
     def pause(self) -> None:
         """Record that the request waits for another engine, and inform the reader."""
@@ -181,12 +223,16 @@ class RequestStream(AsyncIterator[Delta]):
             self._deltas.clear()
             self._stop()
 
-    async def aclose(self) -> None:
-        """Abort: the sequence stops and its KV is freed at once. Deltas that were not taken are lost."""
+    async def aclose(self, *, keeps: bool = False) -> None:
+        """Abort: the sequence stops. Deltas that were not taken are lost.
+
+        Its KV is freed at once. With `keeps` it stays in the prefix cache, for a request that continues the answer.
+        """
         self._deltas.clear()
         if not self._ended:
             self._ended = True
             self._arrived.set()
+            self.keeps_kv = keeps
             self._abort()
 
     async def __aenter__(self) -> Self:

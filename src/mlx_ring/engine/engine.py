@@ -132,6 +132,9 @@ class Engine:
     def _start(self, live: LiveRequest) -> None:
         self._live[live.sequence.id] = live
         self._scheduler.add(live.sequence, self._kept.pop(live, None))
+        if live.completion_tokens and live.sequence.finish_reason is not None:
+            # A smaller context ends here.
+            self._postprocess(Advance(live.sequence), self._clock())
 
     def take_over(self, lives: Iterable[LiveRequest]) -> None:
         """Continue requests that another engine began, or that waited for one, in their order.
@@ -148,9 +151,6 @@ class Engine:
                 continue
             live.home = self
             self._start(live)
-            if live.completion_tokens and live.sequence.finish_reason is not None:
-                # The smaller context ends here.
-                self._postprocess(Advance(live.sequence), now)
         self._scheduler.free_kept(self._kept.values())
         self._kept.clear()
         self._send_steps(now)
@@ -323,7 +323,7 @@ class Engine:
     def _take_out(self, live: LiveRequest, *, keeps: bool, is_spoiled: bool = False) -> None:
         """Remove a request; `keeps` is True if its KV stays in the prefix cache."""
         del self._live[live.sequence.id]
-        if keeps:
+        if keeps or live.stream.keeps_kv:
             self._scheduler.finish(live.sequence)
         else:
             self._scheduler.abort(live.sequence)

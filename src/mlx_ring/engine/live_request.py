@@ -86,12 +86,12 @@ class LiveRequest:
         self.sequence, self.home = sequence, home
         self.stream = RequestStream(lambda: self.home.abort(self), lambda: self.home.stop(self))
         self.text = AnswerText(vocabulary, request.sampling, sequence.ends, request.shown_tokens, before)
+        self.text.read(request.answered, None)
         self.client = CLIENT.get()
         """Client that sent the request."""
-        self.completion_tokens = 0
-        self.is_first = True
+        self.is_first, self.completion_tokens = not request.answered, len(request.answered)
         """True until the first delta."""
-        self.last_at = 0.0
+        self.last_at = sequence.submitted_at
         """Time of the last tokens."""
         self.interrupted_at: float | None = None
         """Time at which its instance was lost; None while an engine works on it, and for new requests."""
@@ -104,7 +104,7 @@ class LiveRequest:
         """Losses in a row of workers while it was in progress. Progress after a loss ends the row."""
         self.stalled_since: float | None = None
         """Time of the first loss since its last token; None if it has a new one, or never ran."""
-        self._is_interrupted = False
+        self._is_interrupted = bool(request.answered)
         """True from a loss until the next tokens."""
         self._paused_s = 0.0
         """Times from the last token before a loss until the next one."""

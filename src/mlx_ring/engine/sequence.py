@@ -293,7 +293,7 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
     # A complete grammar ends the answer, whatever was requested.
     goes_on = sampling.ignore_eos and sampling.grammar is None
     model_ends = frozenset[int]() if goes_on else limits.eos
-    return Sequence(
+    sequence = Sequence(
         id=sequence_id,
         request=request,
         max_length=len(request.prompt_tokens) + answer,
@@ -304,6 +304,17 @@ def make_sequence(sequence_id: int, request: GenerateRequest, limits: Limits, no
         awaits_grammar=sampling.grammar is not None,
         prompt_logprobs=[] if request.prompt_logprobs is None else [None],
     )
+    if request.answered:
+        _add_answered(sequence, request.answered)
+        sequence.is_resumed = True
+        if sequence.length > sequence.max_length:
+            raise ContextExceeded(
+                f"The answer cannot be continued: prompt and answer have {sequence.length} tokens, and the model's "
+                f"context is only {limits.context_length} tokens now.",
+                prompt_tokens=sequence.length,
+                context_tokens=limits.context_length,
+            )
+    return sequence
 
 
 def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Sequence:
@@ -323,6 +334,7 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
     """
     request = before.request
     sequence = make_sequence(sequence_id, request, limits, before.submitted_at)
+    sequence.is_resumed = before.opened_at is not None
     if before.length > sequence.max_length:
         raise ContextExceeded(
             f"The answer cannot be continued: prompt and answer have {before.length} tokens, and the model's context "
@@ -330,17 +342,21 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
             prompt_tokens=before.length,
             context_tokens=limits.context_length,
         )
-    sequence.tokens = list(before.tokens)
     sequence.traceparent = before.traceparent
     sequence.cached_tokens = before.cached_tokens
     sequence.opened_at = before.opened_at
     sequence.first_token_at, sequence.last_token_at = before.first_token_at, before.last_token_at
-    sequence.is_resumed = before.opened_at is not None
     if before.length > before.prompt_length:
-        sequence.fill_to = before.length - 1
-        sequence.redraws = True
+        _add_answered(sequence, before.output)
         sequence.prompt_logprobs = list(before.prompt_logprobs)
     return sequence
+
+
+def _add_answered(sequence: Sequence, answered: Iterable[int]) -> None:
+    """Add delivered tokens to a new sequence. They are prefilled up to the last one, which is drawn again and compared."""
+    sequence.tokens = [*sequence.request.prompt_tokens, *answered]
+    sequence.fill_to = sequence.length - 1
+    sequence.redraws = True
 
 
 def _check_length(request: GenerateRequest, limits: Limits) -> None:

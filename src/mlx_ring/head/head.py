@@ -24,11 +24,12 @@ import uvicorn
 
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.api.app import build_app
+from mlx_ring.api.journal import Journal
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.environment import package_version
-from mlx_ring.core.folders import manifests_folder, state_folder
+from mlx_ring.core.folders import journal_folder, manifests_folder, state_folder
 from mlx_ring.core.traces import Tracing, open_tracing
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.instance_watch import end_tasks
@@ -48,6 +49,14 @@ from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import crowding_remark, rank_shares
 from mlx_ring.settings.settings_sources import api_keys, bodies_mb
+
+
+def open_journal(settings: Settings) -> Journal | None:
+    """Return the journal of the settings; None if they have none."""
+    if settings.journal is None:
+        return None
+    folder = settings.journal_dir or journal_folder(state_folder(settings.state_dir))
+    return Journal(folder, settings.journal, api_keys(settings))
 
 
 class HttpServer(uvicorn.Server):
@@ -70,9 +79,10 @@ def http_config(
     admission: Admission,
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
+    journal: Journal | None = None,
 ) -> HttpConfig:
     """Build the HTTP server's configuration from the settings."""
-    app = build_app(catalog, api_settings(settings, urls), tracing, admission)
+    app = build_app(catalog, api_settings(settings, urls), tracing, admission, journal)
     limits = ConnectionLimits(
         settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
     )
@@ -177,6 +187,7 @@ class Head:
         self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
         self._catalog = Catalog(settings, served, audience, self._announce, self._tracing)
         self._weights = WeightsService(node_name(), None)
+        self._journal = open_journal(settings)
 
     async def run(self) -> None:
         """Load and serve until SIGINT, SIGTERM or SIGHUP; finish open requests before returning.
@@ -197,12 +208,18 @@ class Head:
                         self._admission,
                         self._tls,
                         self._tracing,
+                        self._journal,
                     )
                 )
+                if self._journal is not None:
+                    await self._journal.open()
                 serving = asyncio.create_task(server.serve([self._listener]), name="http")
                 cleanup.push_async_callback(end_http, server, serving)
                 machines = await self._machines(cleanup)
                 cleanup.push_async_callback(self._catalog.end)
+                if self._journal is not None:
+                    self._journal.begin()
+                    cleanup.push_async_callback(self._journal.close)
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(self._catalog.keep_learning()))
                 cleanup.push_async_callback(
                     end_tasks, asyncio.create_task(self._catalog.replanning.keep_looking())
@@ -234,7 +251,8 @@ class Head:
         awake = KeepAwake(self._settings.keep_awake)
         try:
             while True:
-                awake.hold(has_work=self._admission.open > 0)
+                has_work = self._journal is not None and self._journal.has_work
+                awake.hold(has_work=has_work or self._admission.open > 0)
                 await asyncio.sleep(_AWAKE_LOOK_S)
         finally:
             awake.release()

@@ -206,6 +206,17 @@ class Settings(PlacementSettings):
     special_tokens_in_chats: Literal["allow", "escape"] = setting(
         "allow", "Special tokens spelled in messages: tokens (allow) or text (escape).", _HTTP, metavar="MODE"
     )
+    journal: Size = setting(
+        None,
+        "Keep requests and answers of the last day on the disk, up to this size, such as 256MiB, so that streams and "
+        "background responses survive a restart. It reveals them.",
+        _HTTP,
+        metavar="SIZE",
+        takes=SIZE_TAKES,
+    )
+    journal_dir: Path | None = setting(
+        None, "Folder of --journal; `journal` in the state folder by default.", _HTTP, metavar="DIR"
+    )
     api_key: Names = setting(
         (),
         "Accepted API keys; without any, no authentication.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NotRequired
@@ -28,7 +27,7 @@ from mlx_ring.api.openai.sampling import sampling_params
 from mlx_ring.api.openapi import JsonObject, documented_post
 from mlx_ring.api.request_body import convert
 from mlx_ring.api.service import ModelService
-from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat
+from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat, new_id
 from mlx_ring.core.types import SamplingParams
 
 MESSAGES_PATH = "/v1/messages"
@@ -44,7 +43,7 @@ def routes(context: ApiContext) -> Router:
         format_ = context.formats[service.tokenizer]
         conversation = await convert(request, lambda: conversation_of(fields, format_))
         engine = await context.answering(service)
-        message_id = f"msg_{secrets.token_hex(12)}"
+        message_id = new_id("msg_")
         chat = await prepare_chat(
             context,
             service,

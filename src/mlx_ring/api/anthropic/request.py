@@ -221,6 +221,11 @@ class MessagesRequest(PromptFields, SamplingFields):
     stop_sequences: Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """True if a journal keeps the answer, for a client that comes back."""
+        return bool(self.stream)
+
 
 _BILLING = "x-anthropic-billing-header:"
 """Start of a billing line that Claude Code puts before its system prompt.

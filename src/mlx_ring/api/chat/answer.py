@@ -19,10 +19,10 @@ from mlx_ring.api.chat.request import (
     EndReason,
     ReasoningText,
 )
-from mlx_ring.api.generation import ChoiceDelta, Generation
+from mlx_ring.api.generation import Generation
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import EventT, JsonStream, QuietReason, StreamFormat, while_connected
-from mlx_ring.core.generation import Delta, RequestTimings
+from mlx_ring.core.generation import ChoiceDelta, Delta, RequestTimings
 from mlx_ring.core.types import FinishReason, TokenLogprob
 
 

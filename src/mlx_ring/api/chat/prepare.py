@@ -12,6 +12,7 @@ from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import recorded_prompt
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
@@ -62,7 +63,7 @@ async def prepare_chat(
         RequestError: the model's template refuses the conversation, or does not support a part of it.
     """
     format_ = context.formats[service.tokenizer]
-    prompt = await encode_conversation(context, service, conversation)
+    prompt = recorded_prompt(0) or await encode_conversation(context, service, conversation)
     thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
     grammar = answer_grammar(
         format_, conversation, thinking_open=thinking_open, open_schemas=context.settings.open_schemas

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -16,6 +15,7 @@ from typing import cast
 from mlx_ring.api.chat import model_format
 from mlx_ring.api.chat.model_format import CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
+from mlx_ring.api.streaming import new_id
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
 """All characters that JSON has outside strings."""
@@ -102,7 +102,7 @@ _SPELLINGS: Mapping[str, _Spelling] = {
 
 
 def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return new_id("call_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -47,7 +45,15 @@ from mlx_ring.api.openai.sampling import (
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert, needs
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
+from mlx_ring.api.streaming import (
+    EVENT_STREAM,
+    KEEP_ALIVE,
+    RESUMING,
+    JsonStream,
+    StreamFormat,
+    new_id,
+    time_created,
+)
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import TokenLogprob
@@ -100,7 +106,7 @@ def routes(context: ApiContext) -> Router:
         format_ = context.formats[service.tokenizer]
         conversation = await convert(request, lambda: _conversation(fields, format_))
         engine = await context.answering(service)
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        request_id = new_id("chatcmpl-")
         chat = await prepare_chat(
             context,
             service,
@@ -145,7 +151,7 @@ class ChatCompletionWriter:
             self._opening["content"] = ""
         self._id = id_
         self._origin: schemas.ChatOrigin = {
-            "created": int(time.time()),
+            "created": time_created(),
             "model": model,
             "service_tier": "default",
             "system_fingerprint": system_fingerprint(),

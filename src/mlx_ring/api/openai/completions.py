@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -15,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.generation import Answer, ChoiceDelta, Generation, costs
+from mlx_ring.api.generation import Answer, Generation, costs
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
@@ -30,9 +28,9 @@ from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Unsupported, needs
 from mlx_ring.api.service import Answering, Tokenizer
-from mlx_ring.api.streaming import JsonStream, QuietReason, while_connected
+from mlx_ring.api.streaming import JsonStream, QuietReason, new_id, time_created, while_connected
 from mlx_ring.core.errors import RequestError
-from mlx_ring.core.generation import Delta, GenerateRequest
+from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -107,7 +105,7 @@ def routes(context: ApiContext) -> Router:
             for prompt in each(fields.prompt)
         ]
         task = Task(
-            id=f"cmpl-{secrets.token_hex(12)}",
+            id=new_id("cmpl-"),
             model=service.model_id,
             prompts=prompts,
             sampling=[with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
@@ -260,7 +258,7 @@ class Task:
     prompt_field: str
     """Name of the request's field with the prompt, for errors."""
     prompt_logprobs: int | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=time_created)
 
     def generation(self, engine: Answering) -> Generation:
         """Return the answers in the order of their prompts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
@@ -14,6 +13,7 @@ from mlx_ring.api.chat.request import AnswerFormat
 from mlx_ring.api.openapi import JsonObject
 from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import draw_bits
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Sampling, SamplingParams
 
@@ -119,6 +119,13 @@ class AnswerFields(SamplingFields):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    store: bool | None = None
+    """False: a server with a journal does not keep the answer, so that it ends with its connection."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if a journal keeps the answer, for a client that comes back."""
+        return bool(self.stream) and self.store is not False
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -153,7 +160,7 @@ def sampling_params(
         top_p=max(params.top_p, _LEAST_TOP_P),
         top_k=_top_k(params.top_k, service.vocab_size),
         logit_bias=_logit_bias(fields.logit_bias or {}, service.vocab_size),
-        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        seed=draw_bits(63) if fields.seed is None else fields.seed,
         logprobs=top_logprobs is not None,
         top_logprobs=min(top_logprobs or 0, service.vocab_size),
         max_tokens=None if max_tokens is None else min(max_tokens, service.context_length),

@@ -206,7 +206,6 @@ _SEALED = "reasoning.encrypted_content"
 _Stateless = Annotated[
     None, Unsupported("answers are not kept here; send the whole conversation as 'input'.")
 ]
-_Waited = Annotated[None, Unsupported("background answers are not supported; leave it out.", (False,))]
 _Prompt = Annotated[
     None, Unsupported("prompts are not kept here; send its text as 'instructions' and 'input'.")
 ]
@@ -334,18 +333,26 @@ class ResponsesRequest(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    background: bool | None = None
+    """True: compute the answer whether or not the client waits for it. Needs a server with `--journal`."""
+    store: bool | None = None
+    """False: a server with a journal does not keep the answer."""
     previous_response_id: _Stateless = None
     conversation: _Stateless = None
-    background: _Waited = None
     prompt: _Prompt = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    """This field, the ones above and `store` are without effect. The answer repeats them."""
+    """Without effect, as the four fields above. The answer repeats them."""
     client_metadata: dict[str, object] | None = None
     """Accepted without effect: Codex sends it."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if a journal keeps the answer, for a client that comes back."""
+        return self.store is not False
 
     @property
     def wanted_logprobs(self) -> int | None:

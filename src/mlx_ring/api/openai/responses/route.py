@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Router
 
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
@@ -15,7 +14,6 @@ from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.chat.request import ContentText
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
-from mlx_ring.api.errors import error_info
 from mlx_ring.api.openai.chat import DONE
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
@@ -27,13 +25,17 @@ from mlx_ring.api.openai.responses.request import (
     conversation_of,
 )
 from mlx_ring.api.openai.responses.schemas import (
+    CANCELLED_RESPONSE,
+    DELETED_RESPONSE,
     INPUT_TOKENS,
+    KEPT_RESPONSE,
     RESPONSE,
     ChosenTool,
     ChosenTools,
     CountedInput,
     PlainFormat,
     ReasoningConfig,
+    ResponseDeleted,
     ResponseEvent,
     ResponseMade,
     ResponseNamespace,
@@ -46,41 +48,64 @@ from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
 from mlx_ring.api.openai.sampling import JsonObjectFormat, echoed_sampling, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openapi import documented_post
+from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
 from mlx_ring.api.request_body import convert
-from mlx_ring.api.streaming import EVENT_STREAM, KEEP_ALIVE, RESUMING, JsonStream, StreamFormat
+from mlx_ring.api.streaming import (
+    EVENT_STREAM,
+    KEEP_ALIVE,
+    PLAYBACK,
+    RESUMING,
+    JsonStream,
+    StreamFormat,
+    json_endpoint,
+    new_id,
+    time_created,
+)
+from mlx_ring.core.errors import NotReady, RequestError, RingError
 from mlx_ring.core.types import SamplingParams
+
+_LONGEST_NUMBER = 9
 
 
 def routes(context: ApiContext) -> Router:
     router = Router()
 
-    async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent]:
+    async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent] | Response:
         fields = await context.read(request, ResponsesRequest)
         service = context.model(fields.model)
+        _check_background(fields, context)
         max_tokens = fields.max_output_tokens or context.settings.default_max_tokens
         sampling = sampling_params(
             fields, service, max_tokens=max_tokens, top_logprobs=fields.wanted_logprobs
         )
+        response = response_of(fields, sampling, id_=new_id("resp_", 16), model=service.model_id)
+        playback = PLAYBACK.get()
+        if playback is not None and playback.unfinished is not None:
+            return {**response, "status": playback.unfinished}
         format_ = context.formats[service.tokenizer]
         conversation = await convert(request, lambda: conversation_of(fields, format_))
         engine = await context.answering(service)
-        response_id = f"resp_{secrets.token_hex(16)}"
-        chat = await prepare_chat(context, service, conversation, [sampling], request_id=response_id)
-        response = response_of(
-            fields, sampling, id_=response_id, model=service.model_id, created_at=int(time.time())
-        )
+        chat = await prepare_chat(context, service, conversation, [sampling], request_id=response["id"])
         writer = ResponseWriter(
             response,
             seals_reasoning=fields.seals_reasoning,
             namespaces=fields.namespaces,
         )
         stream = ResponseStream(writer, TokenTexts(service.tokenizer))
-        if fields.stream:
-            return stream_chat(
+        begins = bool(fields.background) and playback is not None and playback.is_first
+        if fields.stream or begins:
+            events = stream_chat(
                 engine, chat, stream, keep_alive_s=context.settings.keep_alive_s, failure=stream.failure
             )
-        [answer] = await answer_chat(request, engine, chat, lambda update: list(stream.add(update)))
+            if begins:
+                return await context.kept.run_alone(request, events, streams=bool(fields.stream))
+            return events
+        try:
+            [answer] = await answer_chat(request, engine, chat, lambda update: list(stream.add(update)))
+        except RingError as error:
+            if playback is None or playback.is_first:
+                raise
+            return writer.cut_off(error)
         return writer.whole(_end(answer), _usage(answer))
 
     async def input_tokens(request: Request) -> CountedInput:
@@ -91,8 +116,36 @@ def routes(context: ApiContext) -> Router:
         prompt = await encode_conversation(context, service, conversation)
         return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
+    async def retrieve(request: Request) -> Response:
+        after = request.query_params.get("starting_after", "-1")
+        if not after.removeprefix("-").isdecimal() or len(after) > _LONGEST_NUMBER:
+            raise RequestError(
+                f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
+                param="starting_after",
+            )
+        return await context.kept.write_again(
+            request,
+            request.path_params["response_id"],
+            streams=_wants_events(request),
+            after=int(after),
+        )
+
+    async def cancel(request: Request) -> Response:
+        id_ = request.path_params["response_id"]
+        await context.kept.cancel(id_)
+        return await context.kept.write_again(request, id_, streams=False)
+
+    async def delete(request: Request) -> ResponseDeleted:
+        id_ = request.path_params["response_id"]
+        await context.kept.delete(id_)
+        return {"id": id_, "object": "response", "deleted": True}
+
     for path in ("/v1/responses", "/responses"):
         documented_post(router, path, responses, ResponsesRequest, RESPONSE)
+        one = f"{path}/{{response_id}}"
+        documented_get(router, one, retrieve, KEPT_RESPONSE)
+        router.routes.append(ApiRoute(one, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
+        router.routes.append(ApiRoute(f"{one}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
         documented_post(router, f"{path}/input_tokens", input_tokens, ResponsesRequest, INPUT_TOKENS)
     return router
 
@@ -124,7 +177,7 @@ class ResponseStream:
         return self._writer.closing(_end(answer), _usage(answer))
 
     def failure(self, error: Exception) -> bytes:
-        return b"".join(map(self.stream_format.encode, self._writer.failing(error_info(error))))
+        return self.stream_format.encode_some(self._writer.without_end(error))
 
     def add(self, update: AnswerUpdate) -> Iterator[ResponseEvent]:
         """Yield the events of an update. Only the answer's text has log-probabilities."""
@@ -144,9 +197,29 @@ def _usage(answer: ChatAnswer) -> ResponseUsage:
     )
 
 
-def response_of(
-    fields: ResponsesRequest, sampling: SamplingParams, *, id_: str, model: str, created_at: int
-) -> ResponseMade:
+def _wants_events(request: Request) -> bool:
+    given = request.query_params.get("stream", "false").lower()
+    if given not in ("true", "false"):
+        raise RequestError(f"'stream' is '{given}'; give true or false.", param="stream")
+    return given == "true"
+
+
+def _check_background(fields: ResponsesRequest, context: ApiContext) -> None:
+    if not fields.background or PLAYBACK.get() is not None:
+        return
+    if context.journal is None:
+        raise RequestError(
+            "'background' is true, but this server keeps no answers: start it with `--journal SIZE`, or leave it out.",
+            param="background",
+        )
+    if fields.store is False:
+        raise RequestError(
+            "'background' needs an answer that is kept: leave 'store' out.", param="background"
+        )
+    raise NotReady("The server is shutting down.")
+
+
+def response_of(fields: ResponsesRequest, sampling: SamplingParams, *, id_: str, model: str) -> ResponseMade:
     """Return the response before its answer.
 
     Args:
@@ -154,15 +227,14 @@ def response_of(
         sampling: sampling parameters, with the model's defaults.
         id_: the response's id.
         model: id of the model.
-        created_at: Unix seconds.
     """
     return {
         "id": id_,
         "model": model,
-        "created_at": created_at,
+        "created_at": time_created(),
         "object": "response",
         "status": "in_progress",
-        "background": False,
+        "background": bool(fields.background),
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -177,7 +249,7 @@ def response_of(
         "reasoning": _reasoning(fields),
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": PLAYBACK.get() is not None,
         **echoed_sampling(sampling),
         "text": _text(fields),
         "tool_choice": _tool_choice(fields),

@@ -152,8 +152,8 @@ class ResponseMade(EchoedSampling):
     created_at: int
     """Unix seconds."""
     object: Literal["response"]
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     completed_at: int | None
     """Unix seconds."""
     error: ResponseFailure | None
@@ -170,7 +170,8 @@ class ResponseMade(EchoedSampling):
     reasoning: ReasoningConfig
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
+    """True if a journal keeps it."""
     text: TextFormatConfig
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | ChosenTools
     tools: list[Annotated[ResponseTool | ResponseNamespace, Field(discriminator="type")]]
@@ -190,6 +191,7 @@ class _Event(JsonObject):
 
 StateKind = Literal[
     "response.created",
+    "response.queued",
     "response.in_progress",
     "response.completed",
     "response.incomplete",
@@ -298,9 +300,34 @@ INPUT_TOKENS = RouteDoc(
     tag="OpenAI",
 )
 RESPONSE = RouteDoc(
-    "Answer a chat in items, whole or streamed; nothing is stored",
+    "Answer a chat in items, whole or streamed; only a journal stores it",
     ResponseMade,
     {EVENT_STREAM: ResponseEvent},
     {"input": "What is the capital of France?", "max_output_tokens": 64},
     tag="OpenAI",
+)
+KEPT_RESPONSE = RouteDoc(
+    "Return a response that the journal keeps, or the rest of its stream",
+    ResponseMade,
+    {EVENT_STREAM: ResponseEvent},
+    query={
+        "stream": "`true`: return its events. A response that was interrupted continues.",
+        "starting_after": "`sequence_number` of the last event that the client has.",
+    },
+    more_statuses=(404,),
+    tag="OpenAI",
+)
+CANCELLED_RESPONSE: RouteDoc[ResponseMade] = RouteDoc(
+    "End a response that runs in the background", ResponseMade, more_statuses=(404, 409), tag="OpenAI"
+)
+
+
+class ResponseDeleted(JsonObject):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+DELETED_RESPONSE: RouteDoc[ResponseDeleted] = RouteDoc(
+    "Remove a response from the journal", ResponseDeleted, more_statuses=(404,), tag="OpenAI"
 )

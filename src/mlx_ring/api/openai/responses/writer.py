@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -13,6 +11,7 @@ from typing import Literal
 
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, ReasoningText
 from mlx_ring.api.dialect import ErrorInfo
+from mlx_ring.api.errors import error_info
 from mlx_ring.api.openai.responses.schemas import (
     ErrorFields,
     ItemPlace,
@@ -32,6 +31,8 @@ from mlx_ring.api.openai.responses.schemas import (
     StateKind,
 )
 from mlx_ring.api.openai.schemas import ScoredToken
+from mlx_ring.api.streaming import new_id, time_ended
+from mlx_ring.core.errors import AnswerCancelled
 
 _SEAL_PREFIX = "mlx-ring:"
 
@@ -44,7 +45,7 @@ class OpenItem(ABC):
 
     def __init__(self, numbers: Iterator[int], output_index: int) -> None:
         """Create an item. It takes the numbers of the stream's events and its place in the output."""
-        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+        self.id = new_id(f"{self.prefix}_", 16)
         self.text: str = ""
         self.output_index = output_index
         self._numbers = numbers
@@ -252,7 +253,13 @@ class ResponseWriter:
         """Ended items."""
 
     def opening(self) -> Iterator[ResponseEvent]:
-        yield self._state("response.created")
+        if self._response["background"]:
+            self._response["status"] = "queued"
+            yield self._state("response.created")
+            yield self._state("response.queued")
+            self._response["status"] = "in_progress"
+        else:
+            yield self._state("response.created")
         yield self._state("response.in_progress")
 
     def part(self, part: AnswerPart, logprobs: Sequence[ScoredToken] = ()) -> Iterator[ResponseEvent]:
@@ -281,7 +288,7 @@ class ResponseWriter:
         self._response["status"] = end
         self._response["usage"] = usage
         if end == "completed":
-            self._response["completed_at"] = int(time.time())
+            self._response["completed_at"] = time_ended()
             yield self._state("response.completed")
         else:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -300,6 +307,23 @@ class ResponseWriter:
             **fields,
             "error": {**fields, "type": info.type},
         }
+
+    def cancelling(self) -> Iterator[ResponseEvent]:
+        """Yield the events of a cancelled response."""
+        yield from self._stop("incomplete")
+        self._response["status"] = "cancelled"
+        yield self._state("response.incomplete")
+
+    def without_end(self, error: Exception) -> Iterator[ResponseEvent]:
+        """Yield the events of a response that an error ended."""
+        yield from (
+            self.cancelling() if isinstance(error, AnswerCancelled) else self.failing(error_info(error))
+        )
+
+    def cut_off(self, error: Exception) -> ResponseMade:
+        """Return the response that an error ended."""
+        list(self.without_end(error))
+        return self._whole()
 
     def whole(self, end: End, usage: ResponseUsage) -> ResponseMade:
         """Return the response, after its last part."""

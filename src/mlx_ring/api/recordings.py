@@ -1,0 +1,441 @@
+"""Kept answers while they are computed and read: their deltas, their readers, and their repetitions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, Literal, Protocol
+
+from mlx_ring.api.generation import take_deltas
+from mlx_ring.api.journal_database import End, KeptAnswer
+from mlx_ring.api.streaming import Submit
+from mlx_ring.core import errors
+from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError, Suspended
+from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest, RequestStream, RequestTimings
+from mlx_ring.core.types import TokenLogprob
+
+_MOST_AT_ONCE = 256
+"""Most deltas of a repetition between two looks at other tasks."""
+
+
+class Keeper(Protocol):
+    """The journal, as its recordings use it."""
+
+    has_ended: bool
+
+    async def add(self, recording: Recording) -> None:
+        """Write a new request.
+
+        Raises:
+            Overloaded: it would run alone, and cannot be written.
+        """
+        ...
+
+    async def remove(self, recording: Recording) -> None:
+        """Remove a request that was refused."""
+        ...
+
+    def collect_soon(self, recording: Recording) -> None:
+        """Write a recording's new deltas, and then let its readers have them."""
+        ...
+
+    def resumed(self) -> None:
+        """Count an answer that continues."""
+        ...
+
+
+class Recording:
+    """A kept answer in memory."""
+
+    def __init__(self, keeper: Keeper, kept: KeptAnswer, body: bytes, *, is_new: bool) -> None:
+        """Begin with what is kept.
+
+        Args:
+            keeper: the journal.
+            kept: the request, and its answer so far.
+            body: JSON of the request.
+            is_new: True if it has not been written. Its id and prompts are known once it is submitted.
+        """
+        self._keeper = keeper
+        self.request, self.end, self.body = kept.request, kept.end, body
+        self.prompts = kept.prompts
+        self.deltas = list(kept.deltas)
+        """Encoded deltas that may be sent."""
+        self.is_kept = True
+        """False if it could not be written. Clients get no ids of events then."""
+        self.opened = asyncio.Event()
+        """Event of its submission to an engine, or of its end."""
+        self.was_resumed = False
+        self._taken = len(self.deltas)
+        """Number of deltas that were given to the journal."""
+        self._is_new = is_new
+        self._starts = asyncio.Lock()
+        self._is_computed = self._is_ending = False
+        self._is_written = asyncio.Event()
+        """Event of the delivery of all deltas that were taken."""
+        self._is_written.set()
+        self._streams: dict[int, RequestStream] = {}
+        """Streams of the sequences that an engine computes, by index."""
+        self._cached: dict[int, int] = {}
+        """Cached prompt tokens of the sequences that were continued, when they began."""
+        self._readers: set[Reader] = set()
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_computed
+
+    @property
+    def is_busy(self) -> bool:
+        """True while it is computed or read."""
+        return self._is_computed or bool(self._readers)
+
+    @property
+    def is_paused(self) -> bool:
+        return any(stream.is_paused for stream in self._streams.values())
+
+    # ---- from readers
+
+    async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Reader:
+        """Start to read. Submit what is not yet answered, unless it is in progress.
+
+        Raises:
+            Overloaded: it would run alone, and cannot be written.
+            RingError: the engine refuses it.
+        """
+        reader = Reader(self)
+        self._readers.add(reader)
+        try:
+            async with self._starts:
+                if self.end is None and not self._is_computed:
+                    await self._start(submit, requests)
+        except BaseException:
+            self._readers.discard(reader)
+            raise
+        self.opened.set()
+        return reader
+
+    async def _start(self, submit: Submit, requests: Sequence[GenerateRequest]) -> None:
+        if self._is_new:
+            self.request = replace(self.request, id=requests[0].request_id.rpartition("-")[0])
+            self.prompts = tuple(request.prompt_tokens for request in requests)
+            await self._keeper.add(self)
+        await self._is_written.wait()
+        answered: dict[int, list[int]] = {index: [] for index in range(len(requests))}
+        for index, delta in map(decode_delta, self.deltas):
+            self._cached.setdefault(index, delta.cached_tokens)
+            answered[index] += delta.token_ids
+            if delta.finish_reason is not None:
+                del answered[index]
+        rest = [
+            replace(
+                requests[index],
+                prompt_tokens=self.prompts[index],
+                answered=tuple(tokens),
+                prompt_logprobs=None if tokens else requests[index].prompt_logprobs,
+            )
+            for index, tokens in answered.items()
+        ]
+        try:
+            streams = submit(*rest) if rest else []
+        except BaseException:
+            if self._is_new:
+                await self._keeper.remove(self)
+            raise
+        if not self._is_new:
+            self.was_resumed = True
+            self._keeper.resumed()
+        self._is_new, self._is_computed = False, True
+        self._streams = dict(zip(answered, streams, strict=True))
+        for stream in streams:
+            stream.set_listener(self._on_update)
+        self._on_update()
+
+    def _on_update(self) -> None:
+        if self.is_paused:
+            self._wake()
+        self._keeper.collect_soon(self)
+
+    def stop(self, index: int) -> None:
+        """End a sequence as complete, because its deltas so far hold the whole answer."""
+        if index in self._streams:
+            self._streams[index].stop()
+
+    async def leave(self, reader: Reader) -> None:
+        """End reading. An answer without readers is suspended."""
+        self._readers.discard(reader)
+        if not self._readers:
+            await self.suspend()
+
+    async def suspend(self) -> None:
+        """End the computation, and keep its KV for the next reader."""
+        if self._is_ending:
+            return
+        streams, self._streams = self._streams, {}
+        self._is_computed = False
+        for stream in streams.values():
+            await stream.aclose(keeps=self.is_kept)
+
+    # ---- to the journal
+
+    def take(self) -> tuple[list[tuple[int, bytes]], End | None]:
+        """Take the new deltas, encoded, each with its place, and the end, if it has come."""
+        if not self._is_computed or self._is_ending:
+            return [], None
+        taken, failure = take_deltas(self._streams)
+        encoded: list[tuple[int, bytes]] = []
+        for each in taken:
+            encoded.append((self._taken, encode_delta(each.index, self._continued(each))))
+            self._taken += 1
+            if each.delta.finish_reason is not None:
+                del self._streams[each.index]
+        if encoded:
+            self._is_written.clear()
+        if failure is None and self._streams:
+            return encoded, None
+        self._is_ending = True
+        return encoded, End("completed", int(time.time())) if failure is None else failed(failure)
+
+    def _continued(self, each: ChoiceDelta) -> Delta:
+        """Return a delta that counts cached tokens as before its answer continued. Its times would leave out the first part."""
+        if each.index not in self._cached:
+            return each.delta
+        return replace(each.delta, cached_tokens=self._cached[each.index], timings=None)
+
+    def deliver(self, deltas: Iterable[bytes], end: End | None) -> None:
+        """Let readers have deltas that are written, and the end."""
+        had = len(self.deltas)
+        self.deltas += deltas
+        if self._taken == len(self.deltas):
+            self._is_written.set()
+        if end is not None:
+            self.end, self._is_computed = end, False
+        if end is not None or len(self.deltas) > had:
+            self._wake()
+
+    def _wake(self) -> None:
+        for reader in self._readers:
+            reader.listener()
+
+    def interrupt(self) -> None:
+        """Tell readers that the head ends."""
+        self.opened.set()
+        self._wake()
+
+    @property
+    def failure(self) -> RingError | None:
+        """Error that ended the answer, or its writing; None if there is none."""
+        if self.end is not None:
+            return _error_of(self.end)
+        return (
+            Suspended(f"The server ends. {self.id} continues with the next.")
+            if self._keeper.has_ended
+            else None
+        )
+
+
+class Reader:
+    """Source of a kept answer. Its deltas have one token each, so that events do not depend on an engine's steps."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._next = 0
+        self.listener: Callable[[], None] = _nothing
+
+    @property
+    def is_paused(self) -> bool:
+        return self._recording.is_paused
+
+    @property
+    def was_resumed(self) -> bool:
+        return self._recording.was_resumed
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        self.listener = listener
+        if self._recording.deltas or self._recording.failure is not None:
+            listener()
+
+    def take(self) -> tuple[list[ChoiceDelta], RingError | None]:
+        recording = self._recording
+        encoded = recording.deltas[self._next : self._next + _MOST_AT_ONCE]
+        self._next += len(encoded)
+        taken = [
+            ChoiceDelta(index, part)
+            for index, delta in map(decode_delta, encoded)
+            for part in by_token(delta)
+        ]
+        if self._next < len(recording.deltas):
+            self.listener()
+            return taken, None
+        return taken, recording.failure
+
+    def stop(self, index: int) -> None:
+        self._recording.stop(index)
+
+    async def aclose(self) -> None:
+        await self._recording.leave(self)
+
+
+def _nothing() -> None:
+    """Do nothing: the listener of a reader that has none yet."""
+
+
+class RecordedPlayback:
+    """One writing of a kept answer."""
+
+    def __init__(
+        self, recording: Recording, *, is_first: bool = False, after: int = -1, waits: bool = True
+    ) -> None:
+        """Prepare to write an answer.
+
+        Args:
+            recording: the answer.
+            is_first: True for the client that sent the request.
+            after: number of the last event that the client has; -1: none.
+            waits: False for a client that wants the state of an unfinished answer.
+        """
+        self.recording, self.is_first = recording, is_first
+        self._after, self._waits = after, waits
+        self._random = Random(recording.request.random)  # noqa: S311 - its seed is secret
+        self._next = 0
+
+    @property
+    def created(self) -> int:
+        return self.recording.request.created
+
+    @property
+    def ended(self) -> int | None:
+        return None if self.recording.end is None else self.recording.end.at
+
+    @property
+    def unfinished(self) -> Literal["queued", "in_progress"] | None:
+        if self._waits or self.recording.end is not None:
+            return None
+        return "in_progress" if self.recording.deltas else "queued"
+
+    def prompt(self, index: int) -> tuple[int, ...] | None:
+        return None if self.is_first else self.recording.prompts[index]
+
+    def draw(self, bits: int) -> int:
+        return self._random.getrandbits(bits)
+
+    def numbered(self, event: bytes) -> bytes:
+        number, self._next = self._next, self._next + 1
+        if number <= self._after:
+            return b""
+        if not self.recording.is_kept:
+            return event
+        return b"id: %s:%d\n%s" % (self.recording.id.encode(), number, event)
+
+    async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Reader:
+        return await self.recording.open(submit, requests)
+
+
+# ---- ends
+
+
+def failed(error: RingError) -> End:
+    """Return the end of an answer that failed."""
+    param = error.param if isinstance(error, RequestError) else None
+    return End("failed", int(time.time()), type(error).__name__, str(error), param)
+
+
+def _error_of(end: End) -> RingError | None:
+    match end.kind:
+        case "completed":
+            return None
+        case "cancelled":
+            return AnswerCancelled("The answer was cancelled.")
+        case "failed":
+            kind = getattr(errors, end.error, ServingError)
+            try:
+                error: RingError = kind(end.message)
+            except TypeError:
+                # It needs numbers that are not kept.
+                error = (
+                    RequestError(end.message) if issubclass(kind, RequestError) else ServingError(end.message)
+                )
+            if isinstance(error, RequestError):
+                error.param = end.param
+            return error
+
+
+# ---- deltas
+
+_Scored = list[Any]
+
+
+def encode_delta(index: int, delta: Delta) -> bytes:
+    """Encode a delta of the sequence with that index. A prompt's vector is left out, because chats have none."""
+    timings = delta.timings
+    values: list[object] = [
+        *(index, delta.token_ids, delta.pieces, delta.prompt_tokens, delta.completion_tokens),
+        *(delta.cached_tokens, delta.finish_reason, delta.stop_match),
+        [_encode_logprob(each) for each in delta.logprobs],
+        None if delta.prompt_logprobs is None else [_encode_logprob(each) for each in delta.prompt_logprobs],
+        None if timings is None else (timings.queue_s, timings.prefill_s, timings.decode_s),
+    ]
+    while not values[-1]:
+        values.pop()
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def decode_delta(data: bytes) -> tuple[int, Delta]:
+    """Return the index and the delta that `encode_delta` encoded."""
+    values: list[Any] = json.loads(data)
+    values += [None] * (11 - len(values))
+    index, tokens, pieces, prompt, completion, cached, reason, stop_match, logprobs, scored, timings = values
+    return index or 0, Delta(
+        text="".join(pieces or ()),
+        token_ids=tuple(tokens or ()),
+        logprobs=tuple(_decode_logprob(each) for each in logprobs or ()),
+        prompt_tokens=prompt or 0,
+        completion_tokens=completion or 0,
+        cached_tokens=cached or 0,
+        finish_reason=reason,
+        stop_match=stop_match,
+        prompt_logprobs=None
+        if scored is None
+        else tuple(None if each is None else _decode_logprob(each) for each in scored),
+        timings=None if timings is None else RequestTimings(*timings),
+        pieces=tuple(pieces or ()),
+    )
+
+
+def _encode_logprob(scored: TokenLogprob | None) -> _Scored | None:
+    return None if scored is None else [scored.token, scored.logprob, scored.top]
+
+
+def _decode_logprob(scored: _Scored) -> TokenLogprob:
+    token, logprob, top = scored
+    return TokenLogprob(token, logprob, tuple((other, score) for other, score in top))
+
+
+def by_token(delta: Delta) -> Iterator[Delta]:
+    """Yield a delta as one for each of its tokens. Only the last has its end."""
+    last = len(delta.token_ids) - 1
+    if last < 1:
+        yield delta
+        return
+    for place, token in enumerate(delta.token_ids):
+        is_last = place == last
+        pieces = delta.pieces[place:] if is_last else delta.pieces[place : place + 1]
+        yield replace(
+            delta,
+            text="".join(pieces),
+            token_ids=(token,),
+            logprobs=delta.logprobs[place : place + 1],
+            completion_tokens=delta.completion_tokens - last + place,
+            finish_reason=delta.finish_reason if is_last else None,
+            stop_match=delta.stop_match if is_last else None,
+            prompt_logprobs=delta.prompt_logprobs if place == 0 else None,
+            timings=delta.timings if is_last else None,
+            pieces=pieces,
+        )
