@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -70,7 +70,7 @@ _LONGEST_NUMBER = 9
 def routes(context: ApiContext) -> Router:
     router = Router()
 
-    async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent] | Response:
+    async def responses(request: Request) -> ResponseMade | JsonStream[ResponseEvent]:
         fields = await context.read(request, ResponsesRequest)
         service = context.model(fields.model)
         _check_background(fields, context)
@@ -98,7 +98,8 @@ def routes(context: ApiContext) -> Router:
                 engine, chat, stream, keep_alive_s=context.settings.keep_alive_s, failure=stream.failure
             )
             if begins:
-                return await context.kept.run_alone(request, events, streams=bool(fields.stream))
+                begun = await context.kept.run_alone(request, events, streams=bool(fields.stream))
+                return cast("JsonStream[ResponseEvent]", begun)
             return events
         try:
             [answer] = await answer_chat(request, engine, chat, lambda update: list(stream.add(update)))
