@@ -240,6 +240,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Per second.",
             ),
             Panel(
+                "Journal",
+                "bytes",
+                ((value("journal_bytes", ""), "size"),),
+            ),
+            Panel(
+                "Answers in the journal",
+                "short",
+                (
+                    (value("journal_answers", ""), "{{state}}"),
+                    ("increase(mlx_ring_journal_continued_total[$__rate_interval])", "continued"),
+                    ("increase(mlx_ring_journal_lost_total[$__rate_interval])", "lost"),
+                ),
+            ),
+            Panel(
                 "Draft acceptance rate",
                 "percentunit",
                 ((ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), MODEL),),

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
+from tests.api.clients import openapi_document
+from tests.api.test_openapi import check
 from tests.api.twins import TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
 from tests.eventually import run_tasks_until
@@ -350,6 +352,30 @@ def test_foreground_response_can_be_fetched_but_not_cancelled(tmp_path: Path) ->
     assert "background" in refused[1]
 
 
+def test_answers_match_the_documented_schemas(tmp_path: Path) -> None:
+    async def run() -> list[tuple[str, str, str]]:
+        async with running(tmp_path) as head:
+            asked = {"input": "Hello.", "background": True}
+            _, text = await head.call("POST", "/v1/responses", asked)
+            path = f"/v1/responses/{json.loads(text)['id']}"
+            one = "/v1/responses/{response_id}"
+            return [
+                ("/v1/responses", "post", text),
+                (one, "get", (await head.call("GET", path))[1]),
+                (one, "get", (await head.call("GET", f"{path}?stream=true"))[1]),
+                (f"{one}/cancel", "post", (await head.call("POST", f"{path}/cancel"))[1]),
+                (one, "delete", (await head.call("DELETE", path))[1]),
+            ]
+
+    for path, method, text in asyncio.run(run()):
+        content = openapi_document()["paths"][path][method]["responses"]["200"]["content"]
+        if text.startswith("id: "):
+            for event in response_events(text):
+                check(event, content["text/event-stream"]["x-each"])
+        else:
+            check(json.loads(text), content["application/json"]["schema"])
+
+
 def test_only_the_key_that_asked_gets_the_answer(tmp_path: Path) -> None:
     keys = ("sk-first", "sk-second")
 
@@ -385,7 +411,7 @@ def test_store_false_keeps_nothing(tmp_path: Path) -> None:
             for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
                 status, text = await head.call("POST", path, request_of(path, store=False))
                 assert (status, events_of(text)) == (200, [])
-            await head.journal._clean()  # pyright: ignore[reportPrivateUsage]
+            await head.journal.clean()
             assert head.journal.totals.answers == 0
             status, text = await head.call(
                 "POST", "/v1/responses", {"input": "Hi", "store": False, "background": True}

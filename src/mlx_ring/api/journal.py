@@ -94,7 +94,7 @@ class Journal:
     async def open(self) -> None:
         """Open the file. Raises `ConfigError` if that fails."""
         self._database = await self._disk.run(lambda: JournalDatabase(self._folder, self._size))
-        await self._clean()
+        await self.clean()
 
     def serve(self, app: object, endpoints: Mapping[str, Endpoint]) -> None:
         """Use the endpoints of an application, by path, to write answers again."""
@@ -124,10 +124,14 @@ class Journal:
         return any(recording.is_running for recording in self._recordings.values())
 
     @property
+    def running(self) -> int:
+        """Number of kept answers that are computed."""
+        return sum(recording.is_running and recording.is_kept for recording in self._recordings.values())
+
+    @property
     def suspended(self) -> int:
-        """Number of answers that have not ended and are not computed."""
-        running = sum(recording.is_running and recording.is_kept for recording in self._recordings.values())
-        return max(0, self.totals.answers - self.totals.ended - running)
+        """Number of kept answers that have not ended and are not computed."""
+        return max(0, self.totals.answers - self.totals.ended - self.running)
 
     def _run(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -388,7 +392,8 @@ class Journal:
         self.lost += len(recordings)
         log.warning("The journal cannot keep %d answers: %s", len(recordings), error)
 
-    async def _clean(self) -> None:
+    async def clean(self) -> None:
+        """Remove answers that are too old, or whose key is unknown, and count the others."""
         owners, before, busy, db = self._owners or None, int(time.time()) - _KEPT_S, self._busy(), self._db
 
         def clean() -> Totals:
@@ -401,7 +406,7 @@ class Journal:
         while True:
             await asyncio.sleep(_CLEAN_EVERY_S)
             try:
-                await self._clean()
+                await self.clean()
             except FAILURES as error:
                 log.warning("Old answers cannot be removed from the journal: %s", error)
 

@@ -46,7 +46,7 @@ CALL = ("function_call_arguments.delta", "function_call_arguments.done", "output
 
 def writer(**fields: object) -> ResponseWriter:
     request = ResponsesRequest.model_validate({"input": "Hello."} | fields)
-    response = response_of(request, SamplingParams(), id_="resp_1", model="twin", created_at=1)
+    response = response_of(request, SamplingParams(), id_="resp_1", model="twin")
     return ResponseWriter(response, seals_reasoning=request.seals_reasoning, namespaces=request.namespaces)
 
 
@@ -83,7 +83,7 @@ def test_a_response_repeats_each_sampling_parameter_that_its_schema_or_the_sdk_n
     assert names == SAMPLED.keys()
     request = ResponsesRequest.model_validate({"input": "Hello."} | SAMPLED)
     sampling = sampling_params(request, TwinService(), max_tokens=None, top_logprobs=3)
-    response = response_of(request, sampling, id_="resp_1", model="twin", created_at=1)
+    response = response_of(request, sampling, id_="resp_1", model="twin")
     assert {name: response[name] for name in names} == SAMPLED  # pyright: ignore[reportTypedDictNotRequiredAccess, reportGeneralTypeIssues] - by name
 
 
@@ -278,7 +278,7 @@ def test_functions_of_a_namespace_are_offered_with_its_name_and_searches_are_lef
     request = ResponsesRequest.model_validate({"input": "Hello.", "tools": [ADD, AGENTS, SEARCH]})
     tools = conversation_of(request, ChatFormat()).tool_use.tools
     assert [tool.name for tool in tools] == ["add", "agents__add", "agents__end"]
-    response = response_of(request, SamplingParams(), id_="resp_1", model="twin", created_at=1)
+    response = response_of(request, SamplingParams(), id_="resp_1", model="twin")
     assert [tool["name"] for tool in response["tools"]] == ["add", "agents"]
 
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.journal import Journal
 from mlx_ring.api.metrics.machines import (
     LinkCounts,
     backend_families,
@@ -27,7 +28,14 @@ from mlx_ring.api.metrics.machines import (
     worker_families,
     workers_now,
 )
-from mlx_ring.api.metrics.requests import gauge, http_families, replicas_of, request_families, step_families
+from mlx_ring.api.metrics.requests import (
+    gauge,
+    http_families,
+    journal_families,
+    replicas_of,
+    request_families,
+    step_families,
+)
 from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.openapi import RouteDoc, documented_get
 from mlx_ring.api.service import ModelCatalog
@@ -41,8 +49,8 @@ _DOC: RouteDoc[Response] = RouteDoc("Export metrics for Prometheus", None, {"tex
 class MetricsCollector:
     """Collector of all metrics, as Prometheus' client defines it."""
 
-    def __init__(self, catalog: ModelCatalog, http: HttpMeter) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: ModelCatalog, http: HttpMeter, journal: Journal | None) -> None:
+        self._catalog, self._journal = catalog, journal
         self._http = http
         self._links = LinkCounts()
         self._version = version("mlx-ring")
@@ -67,6 +75,7 @@ class MetricsCollector:
         yield from energy_families(cluster)
         yield from backend_families(cluster.hung_backends)
         yield from link_families(self._catalog.links)
+        yield from journal_families(self._journal)
         yield from http_families(self._http)
 
 
@@ -92,7 +101,7 @@ async def encode_families(families: Iterable[Metric], encode: Callable[[Collecto
 
 def routes(context: ApiContext, http: HttpMeter) -> Router:
     router = Router()
-    collector = MetricsCollector(context.catalog, http)
+    collector = MetricsCollector(context.catalog, http, context.journal)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
 

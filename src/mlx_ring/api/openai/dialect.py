@@ -41,6 +41,7 @@ OPENAI: Dialect[ApiContext, OpenAiError] = Dialect(
         chat.routes,
         completions.routes,
         responses.routes,
+        responses.kept_routes,
         embeddings.routes,
         tokenize.routes,
         models.routes,

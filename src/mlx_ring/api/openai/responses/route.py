@@ -117,6 +117,16 @@ def routes(context: ApiContext) -> Router:
         prompt = await encode_conversation(context, service, conversation)
         return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
+    for path in ("/v1/responses", "/responses"):
+        documented_post(router, path, responses, ResponsesRequest, RESPONSE)
+        documented_post(router, f"{path}/input_tokens", input_tokens, ResponsesRequest, INPUT_TOKENS)
+    return router
+
+
+def kept_routes(context: ApiContext) -> Router:
+    """Return the routes of responses that the journal keeps."""
+    router = Router()
+
     async def retrieve(request: Request) -> Response:
         after = request.query_params.get("starting_after", "-1")
         if not after.removeprefix("-").isdecimal() or len(after) > _LONGEST_NUMBER:
@@ -141,13 +151,10 @@ def routes(context: ApiContext) -> Router:
         await context.kept.delete(id_)
         return {"id": id_, "object": "response", "deleted": True}
 
-    for path in ("/v1/responses", "/responses"):
-        documented_post(router, path, responses, ResponsesRequest, RESPONSE)
-        one = f"{path}/{{response_id}}"
-        documented_get(router, one, retrieve, KEPT_RESPONSE)
-        router.routes.append(ApiRoute(one, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
-        router.routes.append(ApiRoute(f"{one}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
-        documented_post(router, f"{path}/input_tokens", input_tokens, ResponsesRequest, INPUT_TOKENS)
+    for path in ("/v1/responses/{response_id}", "/responses/{response_id}"):
+        documented_get(router, path, retrieve, KEPT_RESPONSE)
+        router.routes.append(ApiRoute(path, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
+        router.routes.append(ApiRoute(f"{path}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
     return router
 
 
