@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -183,3 +186,62 @@ def test_an_answer_cannot_send_terminal_control_sequences(monkeypatch: pytest.Mo
     _, screen = chat("http://127.0.0.1:1", "Hello.")
     assert "a[2Jb[bold]\n" in screen
     assert "\x1b" not in screen
+
+
+@contextmanager
+def scripted_server(*answers: tuple[int, str]) -> Generator[tuple[str, list[str | None]]]:
+    """Serve a model whose chats get these statuses and bodies in turn. Yield the URL, and the ids that chats sent."""
+    rest, sent = iter(answers), list[str | None]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, '{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            sent.append(self.headers["last-event-id"])
+            self.answer(*next(rest))
+
+        def answer(self, status: int, body: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", sent
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def kept_event(number: int, text: str) -> str:
+    delta = {"choices": [{"delta": {"content": text}, "finish_reason": None}]}
+    return f"id: c:{number}\ndata: {json.dumps(delta)}\n\n"
+
+
+def test_answer_of_a_journal_goes_on_after_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.cli.chat._TRY_EVERY_S", 0.0)
+    answers = (
+        (200, kept_event(0, "Par") + ": keep-alive\n"),
+        (503, '{"error": {"message": "The model is being loaded."}}'),
+        (200, kept_event(1, "is.") + "data: [DONE]\n\n"),
+    )
+    with scripted_server(*answers) as (url, sent):
+        _, screen = chat(url, "Hello.")
+    assert "Paris." in screen
+    assert sent == [None, "c:0", "c:0"]
+
+
+def test_answer_that_no_journal_keeps_ends_with_its_connection() -> None:
+    event = kept_event(0, "Par").partition("\n")[2]
+    with scripted_server((200, event)) as (url, sent):
+        _, screen = chat(url, "Hello.")
+    assert "broke off" in screen
+    assert sent == [None]

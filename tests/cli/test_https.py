@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import write_certificate
 
-from mlx_ring.cli.https import server_tls
+from mlx_ring.cli.serve import server_tls
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 

@@ -111,13 +111,13 @@ def test_answers_in_progress_when_their_head_is_killed_continue_with_the_next(
     response["extra_body"] = {**RESPONSE["extra_body"], "seed": chat.get("seed", 0)}
     with serving("demo", *flags(tmp_path), folder=tmp_path) as server:
         whole = read_chat(server, chat)
+        client = sdk(server)
+        made = client.responses.create(**response)
         undisturbed = eventually(
-            lambda made=sdk(server).responses.create(**response): sdk(server).responses.retrieve(made.id),
-            lambda made: made.status == "incomplete",
+            lambda: client.responses.retrieve(made.id), lambda state: state.status == "incomplete"
         )
         # Three answers are in progress: a chat, a background response with a reader, and one without.
         read = read_chat(server, chat, most=20)
-        client = sdk(server)
         with client.responses.create(**response, stream=True) as stream:
             events = first_events(stream, 30)
         alone = client.responses.create(**response)

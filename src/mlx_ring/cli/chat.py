@@ -9,6 +9,7 @@ import json
 import re
 import ssl
 import sys
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
 """Maximum pause of a stream. A live server sends a comment far more often."""
+_TRY_EVERY_S, _COMES_BACK_S = 1.0, 120.0
+"""Time between two tries to get the rest of an answer, and longest time of all tries."""
+_UNAVAILABLE = 503
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
 _MISUSE = 2
@@ -40,6 +44,10 @@ Ctrl-C          stop the answer"""
 
 class ChatError(Exception):
     """Error whose message is one sentence for the user."""
+
+
+class ConnectionBroke(ChatError):
+    """The server is out of reach, or not ready, and may come back."""
 
 
 @dataclass(slots=True)
@@ -92,21 +100,38 @@ class ChatServer:
         )
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
-        """Yield the chunks of an answer; closing the iterator stops it."""
+        """Yield the chunks of an answer; closing the iterator stops it.
+
+        If the connection breaks, a server with a journal gives the rest, also after it was started again.
+        """
         body = {
             "model": model,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        with (
-            self._clear_errors(),
-            self._client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response,
-        ):
-            if response.is_error:
-                response.read()
-            _check(response)
-            yield from _chunks(response)
+        last_event, broke_at = LastEvent(), 0.0
+        while True:
+            try:
+                with (
+                    self._clear_errors(),
+                    self._client.stream(
+                        "POST", f"{self.url}/v1/chat/completions", json=body, headers=last_event.headers
+                    ) as response,
+                ):
+                    if response.is_error:
+                        response.read()
+                    _check(response)
+                    for chunk in _chunks(response, last_event):
+                        broke_at = 0.0
+                        yield chunk
+            except ConnectionBroke:
+                broke_at = broke_at or time.monotonic()
+                if not last_event.id or time.monotonic() > broke_at + _COMES_BACK_S:
+                    raise
+                time.sleep(_TRY_EVERY_S)
+            else:
+                return
 
     @contextlib.contextmanager
     def _clear_errors(self) -> Generator[None]:
@@ -115,9 +140,11 @@ class ChatServer:
         try:
             yield
         except httpx.ConnectError as error:
-            raise ChatError(
-                distrust(error, self.url)
-                or f"No server answers at {self.url}. Start one with: mlx-ring serve"
+            refusal = distrust(error, self.url)
+            if refusal:
+                raise ChatError(refusal) from None
+            raise ConnectionBroke(
+                f"No server answers at {self.url}. Start one with: mlx-ring serve"
             ) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
             raise ChatError(
@@ -126,7 +153,7 @@ class ChatServer:
         except httpx.TimeoutException:
             raise ChatError(f"{self.url} does not answer.") from None
         except httpx.HTTPError as error:
-            raise ChatError(f"The connection to {self.url} broke: {error}.") from None
+            raise ConnectionBroke(f"The connection to {self.url} broke: {error}.") from None
         except ValueError:
             raise ChatError(f"{self.url} answers, but not as an OpenAI API does.") from None
 
@@ -310,11 +337,12 @@ def _check(response: httpx.Response) -> None:
     """Raise `ChatError` with the server's message if it answered with an error."""
     if not response.is_error:
         return
+    kind = ConnectionBroke if response.status_code == _UNAVAILABLE else ChatError
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{response.url} answered {response.status_code} {response.reason_phrase}."
-    raise ChatError(message)
+    raise kind(message)
 
 
 def _hub_id(name: str | None) -> str | None:
@@ -334,8 +362,24 @@ def _models(response: httpx.Response) -> dict[str, set[str]]:
         raise ValueError from error
 
 
-def _chunks(response: httpx.Response) -> Generator[dict[str, Any]]:
+@dataclass(slots=True)
+class LastEvent:
+    """Last event of a stream."""
+
+    id: str = ""
+    """Empty if the server keeps no answers."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that ask for the events after it."""
+        return {"Last-Event-ID": self.id} if self.id else {}
+
+
+def _chunks(response: httpx.Response, last_event: LastEvent) -> Generator[dict[str, Any]]:
+    id_ = ""
     for line in response.iter_lines():
+        if line.startswith("id:"):
+            id_ = line.removeprefix("id:").strip()
         data = line.removeprefix("data:").strip()
         if data == line or not data:
             continue
@@ -344,8 +388,9 @@ def _chunks(response: httpx.Response) -> Generator[dict[str, Any]]:
         chunk: dict[str, Any] = json.loads(data)
         if "error" in chunk:
             raise ChatError(str(chunk["error"]["message"]))
+        last_event.id = id_
         yield chunk
-    raise ChatError("The server's answer broke off.")
+    raise ConnectionBroke("The server's answer broke off.")
 
 
 def chat(

@@ -14,7 +14,7 @@ from tests.api.clients import Api, refusal
 from tests.api.twins import BOS, EOS, TwinService
 from tests.default_settings import make_policy
 
-from mlx_ring.api.embeddings import Embedding, written
+from mlx_ring.api.openai.embeddings import Embedding, written
 from mlx_ring.core.types import PoolingKind
 
 

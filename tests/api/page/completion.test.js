@@ -46,6 +46,60 @@ test("an answer is paused from the server's comment until its next chunk", async
   ]);
 });
 
+/**
+ * Stream an answer over several connections. Return its states, the error that ended it, and the ids of the last
+ * events that were sent.
+ * @param {(string | Error | Response)[]} connections what each gives before it ends
+ */
+async function streamOver(connections) {
+  setUpBrowser();
+  const [rest, sent] = [[...connections], /** @type {(string | undefined)[]} */ ([])];
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ _, /** @type {any} */ { headers }) => {
+    sent.push(headers["last-event-id"]);
+    const next = rest.shift();
+    if (next instanceof Error) throw next;
+    return next instanceof Response ? next : new Response(next);
+  });
+  const states = [];
+  let problem = null;
+  try {
+    for await (const { content, isPaused } of streamCompletion({}, new AbortController().signal, 0)) {
+      states.push([content, isPaused]);
+    }
+  } catch (error) {
+    problem = error instanceof Error ? error.message : String(error);
+  }
+  return { states, problem, sent };
+}
+
+const [par, is] = [chunk({ content: "Par" }), chunk({ content: "is." }, "stop")].map((one) => JSON.stringify(one));
+
+test("a broken connection is followed by others that give the rest of a kept answer", async () => {
+  const { states, problem, sent } = await streamOver([
+    `id: c:0\ndata: ${par}\n\n: keep-alive\n`,
+    new TypeError("Failed to fetch"),
+    new Response("{}", { status: 503 }),
+    `: keep-alive\nid: c:1\ndata: ${is}\n\ndata: [DONE]\n\n`,
+  ]);
+  assert.equal(problem, null);
+  assert.deepEqual(sent, [undefined, "c:0", "c:0", "c:0"]);
+  assert.deepEqual(states.at(0), ["Par", false]);
+  assert.deepEqual(states.slice(1, -1), Array(3).fill(["Par", true]));
+  assert.deepEqual(states.at(-1), ["Paris.", false]);
+});
+
+test("an answer that is not kept ends with its connection", async () => {
+  const { problem, sent } = await streamOver([`data: ${par}\n\n`]);
+  assert.match(problem ?? "", /closed before the answer was complete/);
+  assert.deepEqual(sent, [undefined]);
+});
+
+test("a server that lost the answer says so", async () => {
+  const lost = new Response(JSON.stringify({ error: { message: "The journal has no answer 'c'." } }), { status: 404 });
+  const { problem } = await streamOver([`id: c:0\ndata: ${par}\n\n`, lost]);
+  assert.equal(problem, "The journal has no answer 'c'.");
+});
+
 test("deltas of text and of reasoning are joined, under either field name of the reasoning", async () => {
   const { last, answers, problem } = await stream([
     chunk({ role: "assistant" }),

@@ -15,11 +15,13 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from mlx_ring.agent.weights.journal import Journal
 from mlx_ring.core.errors import ModelCorrupt, PlanError, ProtocolError
 from mlx_ring.host.private_files import locked, make_private_folder
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, hash_range, is_digest
@@ -42,14 +44,14 @@ class StoredModel:
         self.manifest = manifest
         self.folder = entry / "model"
         """Folder from which a worker loads once its pieces are present."""
-        self._journal = Journal(entry / "journal")
+        self._log = PieceLog(entry / "journal")
         self._unsynced_bytes = 0
 
     @property
     def have(self) -> frozenset[int]:
         """Indexes of the pieces that are present and verified."""
-        self._journal.read_on()
-        return self._journal.pieces() | self._empty
+        self._log.read_on()
+        return self._log.pieces() | self._empty
 
     @cached_property
     def _empty(self) -> frozenset[int]:
@@ -57,7 +59,7 @@ class StoredModel:
 
     def parts(self, index: int) -> frozenset[int]:
         """Return the present parts of an incomplete piece."""
-        return self._journal.parts(index)
+        return self._log.parts(index)
 
     def write(self, file: str, offset: int, data: bytes) -> None:
         """Fill some bytes of a file; nothing is noted."""
@@ -71,7 +73,7 @@ class StoredModel:
 
     def note_parts(self, parts: Iterable[tuple[int, int]]) -> None:
         """Remember that parts have been written: pieces, and the parts' numbers."""
-        self._journal.add(f"part {index} {part}" for index, part in parts)
+        self._log.add(f"part {index} {part}" for index, part in parts)
 
     def check(self, indexes: Iterable[int]) -> set[int]:
         """Hash pieces on disk. Record the right ones as present, and return the others."""
@@ -81,7 +83,7 @@ class StoredModel:
             for index, piece in pieces.items()
             if self.digest_of(piece.file, piece.offset, piece.end) == piece.digest
         ]
-        self._journal.add(f"piece {index}" for index in right)
+        self._log.add(f"piece {index}" for index in right)
         self._unsynced_bytes += self.manifest.nbytes(right)
         if self._unsynced_bytes > _SYNC_BYTES:
             self.sync()
@@ -94,20 +96,20 @@ class StoredModel:
 
     def forget(self, indexes: Iterable[int]) -> None:
         """Remove pieces from the journal, so that they are fetched again."""
-        self._journal.add(f"forget {index}" for index in indexes)
+        self._log.add(f"forget {index}" for index in indexes)
 
     def recheck(self) -> None:
         """Hash the pieces again that a power failure may have damaged, and forget the damaged ones."""
-        self._journal.read_on()
-        self.forget(self.check(self._journal.unsynced()))
+        self._log.read_on()
+        self.forget(self.check(self._log.unsynced()))
         self.sync()
 
     def sync(self) -> None:
         """Wait until the disk has what was written, and note it."""
-        unsynced = self._journal.unsynced()
+        unsynced = self._log.unsynced()
         for file in sorted({self.manifest.pieces[index].file for index in unsynced}):
             _sync_file(self.folder / file)
-        self._journal.add([*(f"safe {index}" for index in unsynced)], sync=True)
+        self._log.add([*(f"safe {index}" for index in unsynced)], sync=True)
         self._unsynced_bytes = 0
 
     def disk_bytes(self) -> int:
@@ -322,3 +324,103 @@ def parts_of(piece: Piece) -> list[tuple[int, int]]:
     """Return the ranges of a piece's parts, in its file."""
     starts = range(piece.offset, piece.end, PART_BYTES)
     return [(start, min(start + PART_BYTES, piece.end)) for start in starts]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Content of a log of pieces."""
+
+    pieces: set[int] = field(default_factory=set[int])
+    parts: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set[int]))
+    unsynced: set[int] = field(default_factory=set[int])
+
+    def take(self, line: str) -> None:
+        """Apply one line; an invalid one is ignored."""
+        word, *numbers = line.split()
+        if not all(number.isdecimal() for number in numbers):
+            return
+        match word, *map(int, numbers):
+            case "part", piece, part:
+                self.parts[piece].add(part)
+            case "piece", piece:
+                self.pieces.add(piece)
+                self.unsynced.add(piece)
+                self.parts.pop(piece, None)
+            case "forget", piece:
+                self.pieces.discard(piece)
+                self.unsynced.discard(piece)
+                self.parts.pop(piece, None)
+            case "safe", piece:
+                self.unsynced.discard(piece)
+            case _:
+                pass
+
+
+class PieceLog:
+    """Log of a model's pieces, for any thread. Its lines are only appended, so that a killed process cannot damage it.
+
+        part 12 3      of piece 12, part 3 has been written
+        piece 12       all of piece 12 is there, and had its digest
+        forget 12      it had not, or is to be fetched again
+        safe 12        piece 12 would outlive a power cut
+
+    A line counts once it has its newline. Pieces that are not safe are hashed again when the file is opened to
+    continue: after a kill they are there, after a power cut perhaps not. Only the
+    holder of the model's write lock may add to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_to = 0
+        self._lock = threading.RLock()
+        self._held = _Held()
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Read the entries that any process has added since."""
+        with self._lock:
+            added = self._added()
+            whole = added[: added.rfind(b"\n") + 1]
+            self._read_to += len(whole)
+            for line in whole.decode("ascii", "replace").splitlines():
+                if line.strip():
+                    self._held.take(line)
+
+    def pieces(self) -> frozenset[int]:
+        """Return the complete pieces in the part of the log read so far."""
+        with self._lock:
+            return frozenset(self._held.pieces)
+
+    def parts(self, piece: int) -> frozenset[int]:
+        """Return the present parts of an incomplete piece."""
+        with self._lock:
+            return frozenset(self._held.parts.get(piece, ()))
+
+    def unsynced(self) -> list[int]:
+        """Return the pieces that a power cut might lose."""
+        with self._lock:
+            return sorted(self._held.unsynced)
+
+    def _added(self) -> bytes:
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._read_to)
+                return stream.read()
+        except FileNotFoundError:
+            return b""
+
+    def add(self, lines: Iterable[str], *, sync: bool = False) -> None:
+        """Add lines; with `sync`, wait until the disk has them."""
+        text = "".join(f"{line}\n" for line in lines).encode()
+        with self._lock:
+            self.read_on()
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # A line that its writer left unfinished is cut off first.
+                os.ftruncate(descriptor, self._read_to)
+                os.pwrite(descriptor, text, self._read_to)
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self.read_on()

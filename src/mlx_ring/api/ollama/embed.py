@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.ollama.request import KeepAlive, Options, check_context, find_model
 from mlx_ring.api.ollama.schemas import EMBED, EMBEDDINGS, OllamaEmbedding, OllamaEmbeddings
 from mlx_ring.api.ollama.writer import Stopwatch
+from mlx_ring.api.openai.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai.sampling import STRINGS
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body

@@ -53,13 +53,14 @@ export class ApiError extends Error {
 /**
  * Send a request to this server and return its response. With a body it is a POST.
  * @param {string} path
- * @param {{ body?: unknown, signal?: AbortSignal, accept?: string }} [options]
+ * @param {{ body?: unknown, signal?: AbortSignal, accept?: string, lastEventId?: string }} [options]
  * @returns {Promise<Response>}
  * @throws {ApiError} if the server refuses the request or cannot be reached
  */
-export async function request(path, { body, signal, accept = "application/json" } = {}) {
+export async function request(path, { body, signal, accept = "application/json", lastEventId } = {}) {
   /** @type {Record<string, string>} */
   const headers = { accept };
+  if (lastEventId) headers["last-event-id"] = lastEventId;
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   /** @type {RequestInit} */
@@ -76,12 +77,23 @@ export async function request(path, { body, signal, accept = "application/json" 
  * @param {Response} response
  * @param {() => void} [onBytes] called for every chunk, comments included
  * @param {boolean} [withComments] whether comments are events too, named "comment"
- * @returns {AsyncGenerator<{ event: string, data: string }>}
+ * @returns {AsyncGenerator<{ event: string, data: string, id: string }>} id: empty if the server gives none
  */
 export async function* readEvents(response, onBytes, withComments = false) {
-  for await (const block of readPieces(response, "\n\n", onBytes)) {
-    const event = parseEvent(block);
-    if (event && (withComments || event.event !== "comment")) yield event;
+  /** @type {string[]} */
+  let data = [];
+  let [event, id] = ["message", ""];
+  for await (const line of readPieces(response, "\n", onBytes)) {
+    if (line.startsWith(":")) {
+      if (withComments) yield { event: "comment", data: line.slice(1).trim(), id: "" };
+    } else if (line.startsWith("event:")) event = line.slice(6).trim();
+    else if (line.startsWith("id:")) id = line.slice(3).trim();
+    else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
+    else if (!line) {
+      if (data.length) yield { event, data: data.join("\n"), id };
+      data = [];
+      [event, id] = ["message", ""];
+    }
   }
 }
 
@@ -109,18 +121,6 @@ async function* readPieces(response, separator, onBytes = () => {}) {
   } finally {
     reader.cancel().catch(() => {});
   }
-}
-
-/** @param {string} block */
-function parseEvent(block) {
-  let event = "message";
-  const data = [];
-  for (const line of block.split("\n")) {
-    if (line.startsWith(":")) return { event: "comment", data: line.slice(1).trim() };
-    if (line.startsWith("event:")) event = line.slice(6).trim();
-    else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
-  }
-  return data.length ? { event, data: data.join("\n") } : null;
 }
 
 /**

@@ -4,6 +4,9 @@
 
 import { ApiError, readEvents, request } from "../api.js";
 
+/** Time between two tries to get the rest of an answer, and the longest time of all tries without an event. */
+const [TRY_EVERY_MS, GIVE_UP_MS] = [1000, 120000];
+
 /** @typedef {{ id: string, name: string, arguments: string }} ToolCall */
 
 /**
@@ -24,29 +27,30 @@ import { ApiError, readEvents, request } from "../api.js";
  * @property {string} reasoning
  * @property {ToolCall[]} calls
  * @property {string | null} end "stop", "length" or "tool_calls"; null until the end
- * @property {boolean} isPaused true while the model is loaded again after a loss
+ * @property {boolean} isPaused true while the model is loaded again after a loss, or the connection is lost
  * @property {Figures} figures
  */
 
 /**
  * Request a chat completion. Yield the whole answer again with each chunk.
+ *
+ * If the connection breaks, a server with a journal gives the rest, also after it was started again.
  * @param {object} body fields of the request
  * @param {AbortSignal} signal
+ * @param {number} [tryEveryMs] time between two tries to get the rest
  * @returns {AsyncGenerator<Completion>}
- * @throws {ApiError} if the server refuses the request or the stream breaks
+ * @throws {ApiError} if the server refuses the request, or the stream breaks and its rest cannot be had
  */
-export async function* streamCompletion(body, signal) {
+export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS) {
   const meter = new Meter();
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await request("v1/chat/completions", { body: streamed, signal, accept: "text/event-stream" });
   /** @type {Completion} */
   let answer = { id: "", content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
-  for await (const { event, data } of readEvents(response, undefined, true)) {
+  for await (const { event, data } of readStream(streamed, signal, tryEveryMs)) {
     if (event === "comment") {
       if (data === "resuming") yield { ...answer, isPaused: true };
       continue;
     }
-    if (data === "[DONE]") return;
     /** @type {ChatCompletionChunk | OpenAiError} */
     const chunk = JSON.parse(data);
     if ("error" in chunk) throw new ApiError(chunk.error.message, { code: chunk.error.code });
@@ -58,7 +62,47 @@ export async function* streamCompletion(body, signal) {
     answer = { ...answer, id: chunk.id ?? answer.id, isPaused: false, figures: meter.figures() };
     yield answer;
   }
-  throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
+}
+
+/**
+ * Yield the events of a stream up to its end, each once, over as many connections as that takes.
+ * @param {object} body
+ * @param {AbortSignal} signal
+ * @param {number} tryEveryMs
+ */
+async function* readStream(body, signal, tryEveryMs) {
+  let [lastEventId, lastAt] = ["", performance.now()];
+  for (;;) {
+    try {
+      const options = { body, signal, accept: "text/event-stream", lastEventId };
+      for await (const each of readEvents(await request("v1/chat/completions", options), undefined, true)) {
+        if (each.data === "[DONE]") return;
+        lastEventId = each.id || lastEventId;
+        lastAt = performance.now();
+        yield each;
+      }
+      throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
+    } catch (error) {
+      const passes = error instanceof ApiError && (error.code === "unreachable" || error.status === 503);
+      if (!passes || !lastEventId || performance.now() - lastAt > GIVE_UP_MS) throw error;
+      yield { event: "comment", data: "resuming", id: "" };
+      await pause(tryEveryMs, signal);
+    }
+  }
+}
+
+/**
+ * Wait, unless the signal aborts.
+ * @param {number} ms
+ * @param {AbortSignal} signal
+ */
+function pause(ms, signal) {
+  return new Promise((resolve, reject) => {
+    const onAbort = () => reject(new DOMException("The answer was stopped.", "AbortError"));
+    if (signal.aborted) onAbort();
+    signal.addEventListener("abort", onAbort, { once: true });
+    setTimeout(resolve, ms);
+  });
 }
 
 /**

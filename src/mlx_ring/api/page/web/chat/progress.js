@@ -51,7 +51,7 @@ export function describePrefill({ prompt_tokens: prompt, read_tokens: read, cach
 export function AnswerProgress({ request, isEmpty, isPaused }) {
   const sample = useRef(/** @type {Sample | null} */ (null));
   if (request?.state === "answering") sample.current = nextSample(sample.current, request);
-  if (isPaused) return muted("A machine was lost; the answer continues soon");
+  if (isPaused) return muted("A machine or the connection was lost; the answer continues soon");
   if (request?.state === "waiting") return muted("Waiting for other requests");
   if (request?.state === "reading") {
     return html`<progress value=${request.read_tokens} max=${request.prompt_tokens} aria-label="Prompt read"></progress>
