@@ -529,7 +529,12 @@ def test_request_that_is_too_large_for_the_journal_is_answered_without_ids(tmp_p
 def test_answers_go_on_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.api.journal_database._SLOWEST_S", 0.05)
     answers_again = threading.Event()
-    monkeypatch.setattr(JournalDatabase, "append", lambda *_: answers_again.wait())
+
+    def hang(*_: object) -> list[str]:
+        answers_again.wait()
+        return []
+
+    monkeypatch.setattr(JournalDatabase, "append", hang)
 
     async def run() -> tuple[tuple[int, str], tuple[int, str], int]:
         async with running(tmp_path) as head:

@@ -6,13 +6,15 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
+from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
 TOKENS = 500
@@ -94,6 +96,11 @@ def continued(server: Server) -> float:
     return float(line.split()[1])
 
 
+def begin(client: openai.OpenAI, **fields: Any) -> Response:
+    """Begin a response in the background, without reading it."""
+    return cast("Response", client.responses.create(**fields))
+
+
 def first_events(stream: Iterator[ResponseStreamEvent], most: int) -> list[ResponseStreamEvent]:
     return [event for event, _ in zip(stream, range(most), strict=False)]
 
@@ -112,7 +119,7 @@ def test_answers_in_progress_when_their_head_is_killed_continue_with_the_next(
     with serving("demo", *flags(tmp_path), folder=tmp_path) as server:
         whole = read_chat(server, chat)
         client = sdk(server)
-        made = client.responses.create(**response)
+        made = begin(client, **response)
         undisturbed = eventually(
             lambda: client.responses.retrieve(made.id), lambda state: state.status == "incomplete"
         )
@@ -120,7 +127,7 @@ def test_answers_in_progress_when_their_head_is_killed_continue_with_the_next(
         read = read_chat(server, chat, most=20)
         with client.responses.create(**response, stream=True) as stream:
             events = first_events(stream, 30)
-        alone = client.responses.create(**response)
+        alone = begin(client, **response)
         kill(server)
     with serving("demo", *flags(tmp_path), folder=tmp_path) as server:
         rest = read_chat(server, {}, last_event_id=read[-1][0])
@@ -155,3 +162,45 @@ def test_answer_that_a_stopped_head_suspends_continues_with_other_stages(tmp_pat
         rest = read_chat(server, {}, last_event_id=read[-1][0])
     assert len(read) < len(whole)
     assert text_of(read + rest) == text_of(whole)
+
+
+def test_conversations_and_answers_go_on_after_all_machines_were_killed(tmp_path: Path) -> None:
+    folders = (tmp_path / "head-kv", tmp_path / "node-kv")
+    kv = ("--kv-disk", "1GiB", "--kv-disk-dir")
+    own = ("--strategy", "uniform", "--journal", "16MiB", *kv, str(folders[0]))
+    prompt = {
+        "model": "demo",
+        "prompt": " ".join(f"word{number}" for number in range(240)),
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+
+    def ask(server: Server) -> tuple[str, int]:
+        answer = server.http.post("/v1/completions", json=prompt).raise_for_status().json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def finished(client: openai.OpenAI, id_: str) -> str:
+        state = eventually(lambda: client.responses.retrieve(id_), lambda made: made.status == "incomplete")
+        return state.output_text
+
+    port = free_pair_of_ports()
+    with running_cluster("demo", 2, tmp_path, port, *own, join_flags=(*kv, str(folders[1]))) as server:
+        client = sdk(server)
+        text, cached = ask(server)
+        assert cached == 0
+        # Every block of 256 tokens is saved on both machines.
+        eventually(
+            lambda: [len(list(folder.glob("*/*/*-*"))) for folder in folders], lambda saved: min(saved) > 1
+        )
+        undisturbed = finished(client, begin(client, **RESPONSE, temperature=0).id)
+        with client.responses.create(**RESPONSE, temperature=0, stream=True) as stream:
+            events = first_events(stream, 30)
+        # Leaving kills the head and ends the others, as a power cut would.
+    with running_cluster("demo", 2, tmp_path, port, *own, join_flags=(*kv, str(folders[1]))) as server:
+        client = sdk(server)
+        again, cached = ask(server)
+        assert again == text
+        assert cached >= 256
+        [created] = [event for event in events if event.type == "response.created"]
+        assert finished(client, created.response.id) == undisturbed
+        assert server.stop() == 0
