@@ -451,7 +451,7 @@ def test_server_without_a_journal_says_how_to_get_one() -> None:
     assert all("--journal" in text for _, text in answers)
 
 
-def test_failure_is_kept_and_told_again(tmp_path: Path) -> None:
+def test_failure_is_kept_and_reported_again(tmp_path: Path) -> None:
     async def run() -> list[tuple[int, str]]:
         async with running(tmp_path, automatic=False) as head:
             _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
@@ -465,8 +465,8 @@ def test_failure_is_kept_and_told_again(tmp_path: Path) -> None:
     response = json.loads(kept[1])
     assert response["status"] == "failed"
     assert response["error"]["message"] == "Step 3 raised in worker 1."
-    *_, told, raised = response_events(events[1])
-    assert (told["type"], raised["type"]) == ("response.failed", "error")
+    *_, reported, raised = response_events(events[1])
+    assert (reported["type"], raised["type"]) == ("response.failed", "error")
 
 
 def test_server_that_ends_cuts_a_kept_stream_instead_of_ending_it(tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ class Journal:
         """Keep these answers no longer."""
         for recording in recordings:
             recording.is_kept = False
-            # What is written of it lacks deltas.
+            # The file lacks some of its deltas.
             self._run(self.remove(recording))
         self.lost += len(recordings)
         log.warning("The journal cannot keep %d answers: %s", len(recordings), error)

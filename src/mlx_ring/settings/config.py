@@ -208,8 +208,8 @@ class Settings(PlacementSettings):
     )
     journal: Size = setting(
         None,
-        "Keep requests and answers of the last day on the disk, up to this size, such as 256MiB, so that streams and "
-        "background responses survive a restart. It reveals them.",
+        "Keep the requests and answers of a day on the disk, up to this size, such as 256MiB. Streams and background "
+        "responses then survive a restart. It reveals them.",
         _HTTP,
         metavar="SIZE",
         takes=SIZE_TAKES,
