@@ -6,13 +6,17 @@ import asyncio
 import json
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 from starlette.types import Message
 from tests.api.clients import openapi_document
 from tests.api.test_openapi import check
@@ -22,7 +26,7 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.journal import Journal
-from mlx_ring.api.journal_database import FILE, End, JournalDatabase, KeptRequest
+from mlx_ring.api.journal_database import FILE, End, JournalDatabase, KeptRequest, join_deltas
 from mlx_ring.api.openapi import ApiRoute
 from mlx_ring.core.errors import StepFailed
 
@@ -527,7 +531,7 @@ def test_request_that_is_too_large_for_the_journal_is_answered_without_ids(tmp_p
 
 
 def test_answers_go_on_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_ring.api.journal_database._SLOWEST_S", 0.05)
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 0.05)
     answers_again = threading.Event()
 
     def hang(*_: object) -> list[str]:
@@ -574,20 +578,96 @@ def test_file_is_private(tmp_path: Path) -> None:
     assert (tmp_path / "journal" / FILE).stat().st_mode & 0o777 == 0o600
 
 
+def kept_request(id_: str) -> KeptRequest:
+    return KeptRequest(id_, "", "/v1/responses", 7, b"r" * 16, runs_alone=True)
+
+
 def test_deltas_after_a_gap_are_computed_again(tmp_path: Path) -> None:
     database = JournalDatabase(tmp_path, SIZE)
-    kept = KeptRequest("resp_1", "", "/v1/responses", 7, b"r" * 16, runs_alone=True)
-    database.add(kept, b"{}", [(1, 2), (1, 2), (3,)], ())
-    database.append(
-        [("resp_1", 0, b"a"), ("resp_1", 1, b"b"), ("resp_1", 3, b"d")], [("resp_1", End("completed", 9))], ()
-    )
+    number, removed = database.add(kept_request("resp_1"), b"{}", [(1, 2), (1, 2), (3,)], ())
+    assert removed == []
+    database.append([(number, 0, b"a"), (number, 1, b"b"), (number, 3, b"d")], (), ())
+    database.fold()
     found = database.find("resp_1")
     assert found is not None
     answer, body = found
-    assert (answer.request, body) == (kept, b"{}")
+    assert (answer.request, body) == (kept_request("resp_1"), b"{}")
     assert (answer.prompts, answer.deltas, answer.end) == (((1, 2), (1, 2), (3,)), (b"a", b"b"), None)
     assert database.find("resp_2") is None
     database.close()
+
+
+class DatabaseMachine(RuleBasedStateMachine):
+    """Appends, suspensions, ends, removals, folds and restarts in any order: no delta is lost, doubled or confused."""
+
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.database = JournalDatabase(Path(self.folder.name), SIZE)
+        self.numbers: dict[str, int] = {}
+        self.kept: dict[str, list[bytes]] = {}
+        self.open: set[str] = set()
+        self.steps = count()
+
+    @rule(target=ids)
+    def add(self) -> str:
+        id_ = f"resp_{next(self.steps)}"
+        self.numbers[id_], _ = self.database.add(kept_request(id_), b"{}", [(1,)], ())
+        self.kept[id_] = []
+        self.open.add(id_)
+        return id_
+
+    @rule(some=st.lists(ids, min_size=1, max_size=4, unique=True))
+    def append(self, some: list[str]) -> None:
+        delta = b'["%d"]' % next(self.steps)
+        new = [(self.numbers[id_], len(self.kept[id_]), delta) for id_ in some if id_ in self.open]
+        for id_ in self.open.intersection(some):
+            self.kept[id_].append(delta)
+        if new:
+            self.database.append(new, (), ())
+
+    @rule(id_=ids)
+    def suspend(self, id_: str) -> None:
+        if id_ in self.open:
+            self.database.save(self.numbers[id_], join_deltas(self.kept[id_]))
+
+    @rule(id_=ids)
+    def end(self, id_: str) -> None:
+        if id_ in self.open:
+            end = self.numbers[id_], End("completed", 9), join_deltas(self.kept[id_])
+            self.database.append((), [end], ())
+            self.open.discard(id_)
+
+    @rule(id_=consumes(ids))
+    def remove(self, id_: str) -> None:
+        self.database.remove([id_])
+        del self.kept[id_]
+        self.open.discard(id_)
+
+    @rule()
+    def fold(self) -> None:
+        self.database.fold()
+
+    @rule()
+    def start_again(self) -> None:
+        self.database.close()
+        self.database = JournalDatabase(Path(self.folder.name), SIZE)
+
+    def teardown(self) -> None:
+        self.database.fold()
+        assert self.database.totals().answers == len(self.kept)
+        for id_, deltas in self.kept.items():
+            found = self.database.find(id_)
+            assert found is not None
+            assert found[0].deltas == tuple(deltas)
+            assert (found[0].end is None) == (id_ in self.open)
+        self.database.close()
+        self.folder.cleanup()
+
+
+TestDatabase = DatabaseMachine.TestCase
 
 
 def test_two_heads_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

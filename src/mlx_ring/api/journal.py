@@ -27,14 +27,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from mlx_ring.api.disk_thread import DiskThread
 from mlx_ring.api.journal_database import (
     FAILURES,
-    DiskThread,
     End,
     JournalDatabase,
     KeptAnswer,
     KeptRequest,
     Totals,
+    join_deltas,
 )
 from mlx_ring.api.recordings import RecordedPlayback, Recording, failed
 from mlx_ring.api.streaming import PLAYBACK, Endpoint
@@ -147,7 +148,7 @@ class Journal:
             return
         owner, now = owner_of(CLIENT.get()), int(time.time())
         kept = KeptRequest("", owner, request.url.path, now, secrets.token_bytes(16), runs_alone=False)
-        recording = Recording(self, KeptAnswer(kept, (), (), None), body, is_new=True)
+        recording = Recording(self, KeptAnswer(0, kept, (), (), None), body, is_new=True)
         PLAYBACK.set(RecordedPlayback(recording, is_first=True))
 
     async def run_alone(self, request: Request, answer: Response, *, streams: bool) -> Response:
@@ -207,9 +208,7 @@ class Journal:
             raise Conflict(f"{id_} was not requested with 'background': close its connection to end it.")
         if recording.end is None:
             await recording.suspend()
-            end = End("cancelled", int(time.time()))
-            await self._disk.run(lambda: self._db.append((), [(id_, end)], ()))
-            recording.deliver((), end)
+            await self._end(recording, End("cancelled", int(time.time())))
 
     async def delete(self, id_: str) -> None:
         """Remove an answer, and end it if it is in progress. Raises `UnknownAnswer`."""
@@ -296,11 +295,15 @@ class Journal:
                 await asyncio.sleep(_LOOK_AGAIN_S)
             except RingError as error:
                 log.warning("%s cannot be continued: %s", recording.id, error)
-                end = failed(error)
-                await self._disk.run(lambda end=end: self._db.append((), [(recording.id, end)], ()))
-                recording.deliver((), end)
+                await self._end(recording, failed(error))
             else:
                 return
+
+    async def _end(self, recording: Recording, end: End) -> None:
+        """End an answer that is not computed."""
+        ends = [(recording.number, end, recording.joined)]
+        await self._disk.run(lambda: self._db.append((), ends, ()))
+        recording.deliver((), end)
 
     # ---- from recordings
 
@@ -319,12 +322,11 @@ class Journal:
         self._recordings[recording.id] = recording
         db, running = self._db, self._busy()
 
-        def write() -> tuple[list[str], Totals]:
-            removed = db.add(recording.request, recording.body, recording.prompts, running)
-            return removed, db.totals()
+        def write() -> tuple[int, list[str], Totals]:
+            return *db.add(recording.request, recording.body, recording.prompts, running), db.totals()
 
         try:
-            removed, self.totals = await self._disk.run(write)
+            recording.number, removed, self.totals = await self._disk.run(write)
         except FAILURES as error:
             self._lose([recording], error)
             if recording.request.runs_alone:
@@ -362,26 +364,44 @@ class Journal:
             return
         updated, self._updated = self._updated, {}
         batch = [(recording, *recording.take()) for recording in updated]
-        if batch:
-            self._is_writing = True
-            self._run(self._write(batch))
-
-    async def _write(self, batch: Sequence[tuple[Recording, list[tuple[int, bytes]], End | None]]) -> None:
         kept = [each for each in batch if each[0].is_kept]
-        deltas = [(recording.id, place, data) for recording, new, _ in kept for place, data in new]
-        ends = [(recording.id, end) for recording, _, end in kept if end is not None]
-        db, running = self._db, self._busy()
-        try:
-            if deltas or ends:
-                await self._disk.run(lambda: db.append(deltas, ends, running))
-        except FAILURES as error:
-            self._lose([recording for recording, *_ in kept], error)
-        finally:
+        deltas = [
+            (recording.number, place, data)
+            for recording, new, end in kept
+            if end is None
+            for place, data in new
+        ]
+        ends = [
+            (recording.number, end, recording.joined + join_deltas(data for _, data in new))
+            for recording, new, end in kept
+            if end is not None
+        ]
+
+        def deliver(_: object, error: Exception | None) -> None:
+            if error is not None:
+                self._lose([recording for recording, *_ in kept], error)
             for recording, new, end in batch:
-                recording.deliver((data for _, data in new), end)
+                recording.deliver([data for _, data in new], end)
             self._is_writing = False
-        if self._updated:
-            self._collect()
+            if self._updated:
+                self._collect()
+
+        if not (deltas or ends):
+            deliver(None, None)
+            return
+        self._is_writing = True
+        db, busy = self._db, self._busy()
+        self._disk.start(lambda: db.append(deltas, ends, busy), deliver)
+
+    def save(self, recording: Recording) -> None:
+        """Save the deltas of a suspended answer."""
+        db, number, joined = self._db, recording.number, recording.joined
+
+        def report(_: object, error: Exception | None) -> None:
+            if error is not None:
+                self._lose([recording], error)
+
+        self._disk.start(lambda: db.save(number, joined), report)
 
     def _lose(self, recordings: Sequence[Recording], error: Exception) -> None:
         """Keep these answers no longer."""
@@ -398,6 +418,7 @@ class Journal:
 
         def clean() -> Totals:
             db.remove_old(before, owners, busy)
+            db.fold()
             return db.totals()
 
         self.totals = await self._disk.run(clean)

@@ -1,21 +1,22 @@
-"""Database of the journal: requests, the tokens of their answers, and how these ended, in one SQLite file.
+"""Database of the journal: requests, the deltas of their answers, and how these ended, in one SQLite file.
 
-Its methods block on the disk, so one thread calls them, never the event loop. A killed process loses nothing that a
-method has returned from. A power cut may lose the last seconds, but no request that was added as `durable`.
+Deltas of answers in progress go to a log, one row for all that a step made, because a row for each answer costs ten
+times as much. When an answer ends or is suspended, its deltas are saved beside its request. `fold` does so for all
+others, and empties the log.
+
+Methods block on the disk, so one thread calls them, never the event loop. A killed process loses nothing that a method
+has returned from. A power cut may lose the last seconds, but no request that runs alone.
 """
 
 from __future__ import annotations
 
 import array
-import asyncio
 import contextlib
-import queue
 import sqlite3
-import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import make_private_folder
@@ -26,18 +27,17 @@ _BUSY_S = 10.0
 """Longest wait for a head that is about to end and still holds the file."""
 _FULL = 0.9
 """Part of the size above which old answers are removed. The rest is for answers in progress."""
+_LOG_PART = 1 / 8
+"""Part of the size above which the log is folded."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
     created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, body BLOB NOT NULL,
-    prompts BLOB NOT NULL, end TEXT, ended INTEGER, error TEXT, message TEXT, param TEXT);
-CREATE TABLE IF NOT EXISTS deltas (
-    answer INTEGER NOT NULL, place INTEGER NOT NULL, delta BLOB NOT NULL, PRIMARY KEY (answer, place)) WITHOUT ROWID;
+    prompts BLOB NOT NULL, deltas BLOB NOT NULL DEFAULT x'', end TEXT, ended INTEGER, error TEXT, message TEXT,
+    param TEXT);
+CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
 """
-_SLOWEST_S = 1.0
-"""Longest time that deltas wait for the disk. Then they are sent, and their answers are no longer kept."""
 EndKind = Literal["completed", "failed", "cancelled"]
-T = TypeVar("T")
 
 
 class JournalFull(RingError):
@@ -82,6 +82,8 @@ class KeptRequest:
 class KeptAnswer:
     """Kept request, with its answer so far."""
 
+    number: int
+    """Number in the database; 0 if it is not there yet."""
     request: KeptRequest
     prompts: tuple[tuple[int, ...], ...]
     deltas: tuple[bytes, ...]
@@ -113,6 +115,8 @@ class JournalDatabase:
         """
         self._folder, self._size = folder, size
         self._file = make_private_folder(folder) / FILE
+        self._logged = 0
+        """Bytes in the log."""
         self._db = self._open()
         self._inode = self._file.stat().st_ino
 
@@ -134,6 +138,7 @@ class JournalDatabase:
                 for statement in _SCHEMA.split(";"):
                     db.execute(statement)
             db.execute(f"PRAGMA max_page_count = {max(self._size // _PAGE, 16)}")
+            _fold(db)
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise ConfigError(
@@ -153,7 +158,7 @@ class JournalDatabase:
 
     def add(
         self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]], busy: Collection[str]
-    ) -> list[str]:
+    ) -> tuple[int, list[str]]:
         """Add a request, and remove old answers if the file is almost full.
 
         Args:
@@ -163,7 +168,7 @@ class JournalDatabase:
             busy: ids of answers that are computed or read, which stay.
 
         Returns:
-            Ids of removed answers.
+            Its number, and the ids of removed answers.
 
         Raises:
             JournalFull: answers in progress leave no room.
@@ -180,11 +185,11 @@ class JournalDatabase:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
             with _transaction(self._db):
-                self._db.execute(
+                number = self._db.execute(
                     "INSERT INTO answers (id, owner, path, created, random, runs_alone, body, prompts) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
-                )
+                ).lastrowid
         except sqlite3.OperationalError as error:
             if "full" not in str(error):
                 raise
@@ -192,58 +197,82 @@ class JournalDatabase:
         finally:
             if request.runs_alone:
                 self._db.execute("PRAGMA synchronous = NORMAL")
-        return removed
+        return number or 0, removed
 
     def append(
-        self, deltas: Iterable[tuple[str, int, bytes]], ends: Iterable[tuple[str, End]], busy: Collection[str]
+        self,
+        deltas: Sequence[tuple[int, int, bytes]],
+        ends: Sequence[tuple[int, End, bytes]],
+        busy: Collection[str],
     ) -> list[str]:
-        """Append to answers, and end some. Returns, and raises, what `add` does.
+        """Append deltas to answers in progress, and end others. Return the ids of removed answers, as `add` does.
 
         Args:
-            deltas: the answer's id, the delta's place in it, and the delta.
-            ends: the answer's id and its end.
+            deltas: the answer's number, the delta's place in it, and the delta.
+            ends: the answer's number, its end, and all of its deltas as `join_deltas` makes them.
             busy: ids of answers that are computed or read, which stay.
+
+        Raises:
+            JournalFull: answers in progress leave no room.
+            sqlite3.Error: the disk fails.
         """
-        added, ended = list(deltas), list(ends)
         try:
-            self._append(added, ended)
+            self._append(deltas, ends)
+            if self._logged > self._size * _LOG_PART:
+                self.fold()
         except sqlite3.OperationalError as error:
             if "full" not in str(error):
                 raise
-            removed = self._make_room(sum(len(delta) + 64 for _, _, delta in added), busy)
-            self._append(added, ended)
+            removed = self._make_room(
+                self._logged + sum(len(joined) for *_, joined in (*deltas, *ends)), busy
+            )
+            self.fold()
+            self._append(deltas, ends)
             return removed
         return []
 
-    def _append(self, deltas: Sequence[tuple[str, int, bytes]], ends: Sequence[tuple[str, End]]) -> None:
-        with _transaction(self._db):
-            self._db.executemany(
-                "INSERT OR REPLACE INTO deltas SELECT number, ?2, ?3 FROM answers WHERE id = ?1", deltas
-            )
-            self._db.executemany(
-                "UPDATE answers SET end = ?, ended = ?, error = ?, message = ?, param = ? WHERE id = ?",
-                [(end.kind, end.at, end.error, end.message, end.param, id_) for id_, end in ends],
-            )
+    def _append(
+        self, deltas: Sequence[tuple[int, int, bytes]], ends: Sequence[tuple[int, End, bytes]]
+    ) -> None:
+        row = b"\n".join(b"%d %d %b" % each for each in deltas)
+        insert = ("INSERT INTO log (deltas) VALUES (?)", (row,))
+        if not ends:
+            self._db.execute(*insert)
+        else:
+            with _transaction(self._db):
+                if row:
+                    self._db.execute(*insert)
+                for number, end, joined in ends:
+                    self._db.execute(
+                        "UPDATE answers SET deltas = ?, end = ?, ended = ?, error = ?, message = ?, param = ? "
+                        "WHERE number = ?",
+                        (joined, end.kind, end.at, end.error, end.message, end.param, number),
+                    )
+        self._logged += len(row)
+
+    def save(self, number: int, joined: bytes) -> None:
+        """Save all deltas of an answer that is suspended, as `join_deltas` makes them."""
+        self._db.execute("UPDATE answers SET deltas = ? WHERE number = ?", (joined, number))
+
+    def fold(self) -> None:
+        """Save the logged deltas beside the requests of answers that have not ended, and empty the log."""
+        _fold(self._db)
+        self._logged = 0
 
     def find(self, id_: str) -> tuple[KeptAnswer, bytes] | None:
         """Return a kept answer and the JSON of its request; None if there is none of this id."""
         found = self._db.execute(
-            "SELECT number, owner, path, created, random, runs_alone, body, prompts, end, ended, error, message, "
+            "SELECT number, owner, path, created, random, runs_alone, body, prompts, deltas, end, ended, error, message, "
             "param FROM answers WHERE id = ?",
             (id_,),
         ).fetchone()
         if found is None:
             return None
-        number, owner, path, created, random, runs_alone, body, prompts, kind, *rest = found
+        number, owner, path, created, random, runs_alone, body, prompts, deltas, kind, *rest = found
         at, error, message, param = rest
         request = KeptRequest(id_, owner, path, created, random, bool(runs_alone))
-        rows = self._db.execute(
-            "SELECT place, delta FROM deltas WHERE answer = ? ORDER BY place", (number,)
-        ).fetchall()
-        # A failed write leaves a gap: what follows it is computed again.
-        deltas = tuple(delta for expected, (place, delta) in enumerate(rows) if place == expected)
-        end = None if kind is None or len(deltas) < len(rows) else End(kind, at, error, message, param)
-        return KeptAnswer(request, _decode_prompts(prompts), deltas, end), body
+        end = None if kind is None else End(kind, at, error, message, param)
+        return KeptAnswer(number, request, _decode_prompts(prompts), tuple(deltas.splitlines()), end), body
 
     def unfinished(self) -> list[str]:
         """Return the ids of answers that are computed without a client and have not ended, the oldest first."""
@@ -256,12 +285,10 @@ class JournalDatabase:
             self._db.execute("UPDATE answers SET runs_alone = 1 WHERE id = ?", (id_,))
 
     def remove(self, ids: Collection[str]) -> None:
+        """Remove answers, also from the log."""
         with _transaction(self._db):
-            for id_ in ids:
-                self._db.execute(
-                    "DELETE FROM deltas WHERE answer = (SELECT number FROM answers WHERE id = ?)", (id_,)
-                )
-                self._db.execute("DELETE FROM answers WHERE id = ?", (id_,))
+            self._db.executemany("DELETE FROM answers WHERE id = ?", [(id_,) for id_ in ids])
+        self.fold()
 
     def remove_old(self, before: int, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
         """Remove answers to requests from before a time, and those of other owners. Return their ids.
@@ -300,7 +327,7 @@ class JournalDatabase:
         for (id_,) in rows:
             if id_ in busy:
                 continue
-            self.remove([id_])
+            self._db.execute("DELETE FROM answers WHERE id = ?", (id_,))
             removed.append(id_)
             if self._used() * _PAGE <= most:
                 return removed
@@ -333,6 +360,34 @@ def _transaction(db: sqlite3.Connection) -> Generator[None]:
         raise
 
 
+def _fold(db: sqlite3.Connection) -> None:
+    """Save the logged deltas beside the requests of answers that have not ended, and empty the log."""
+    more: dict[int, list[bytes]] = {}
+    known: dict[int, int] = {}
+    for number, deltas in db.execute("SELECT number, deltas FROM answers WHERE end IS NULL"):
+        more[number], known[number] = [], deltas.count(b"\n")
+    for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"):
+        for line in row.splitlines():
+            number, place, delta = line.split(b" ", 2)
+            added = more.get(int(number))
+            # A failed write leaves a gap: deltas after it are computed again.
+            if added is not None and int(place) == known[int(number)] + len(added):
+                added.append(delta)
+    with _transaction(db):
+        for number, added in more.items():
+            if added:
+                db.execute(
+                    "UPDATE answers SET deltas = CAST(deltas || ? AS BLOB) WHERE number = ?",
+                    (join_deltas(added), number),
+                )
+        db.execute("DELETE FROM log")
+
+
+def join_deltas(deltas: Iterable[bytes]) -> bytes:
+    """Return deltas as one value, in which each is a line."""
+    return b"".join(b"%b\n" % delta for delta in deltas)
+
+
 def _encode_prompts(prompts: Iterable[Sequence[int]]) -> bytes:
     """Encode prompts as int32: the number of each one's tokens, then the tokens. A repeated prompt is a -1."""
     encoded, last = array.array("i"), None
@@ -359,61 +414,3 @@ def _decode_prompts(data: bytes) -> tuple[tuple[int, ...], ...]:
             prompts.append(tuple(encoded[at : at + length]))
             at += length
     return tuple(prompts)
-
-
-class DiskThread:
-    """The one thread that uses the disk. The process does not wait for it at its end."""
-
-    def __init__(self) -> None:
-        self._jobs = queue.SimpleQueue[Callable[[], None]]()
-        self._waits = False
-        """True while a job takes too long."""
-        threading.Thread(target=self._work, name="journal", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get()()
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of a function that uses the disk. It runs after all earlier ones.
-
-        Raises:
-            TimeoutError: the disk takes too long, now or with an earlier one. The function runs nevertheless.
-        """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def job() -> None:
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                finish = (_fail, done, error)
-            else:
-                finish = (_succeed, done, result)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._finish, *finish)
-
-        self._jobs.put(job)
-        if self._waits:
-            raise TimeoutError("the disk does not answer")
-        try:
-            async with asyncio.timeout(_SLOWEST_S):
-                return await done
-        except TimeoutError:
-            self._waits = True
-            raise TimeoutError(f"the disk does not answer within {_SLOWEST_S:g} s") from None
-
-    def _finish(
-        self, settle: Callable[[asyncio.Future[T], Any], None], done: asyncio.Future[T], result: object
-    ) -> None:
-        self._waits = False
-        if not done.done():
-            settle(done, result)
-
-
-def _fail(done: asyncio.Future[T], error: BaseException) -> None:
-    done.set_exception(error)
-
-
-def _succeed(done: asyncio.Future[T], result: T) -> None:
-    done.set_result(result)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Literal, Protocol
 
 from mlx_ring.api.generation import take_deltas
-from mlx_ring.api.journal_database import End, KeptAnswer
+from mlx_ring.api.journal_database import End, KeptAnswer, join_deltas
 from mlx_ring.api.streaming import Submit
 from mlx_ring.core import errors
 from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError, Suspended
@@ -43,6 +43,10 @@ class Keeper(Protocol):
         """Write a recording's new deltas, and then let its readers have them."""
         ...
 
+    def save(self, recording: Recording) -> None:
+        """Save the deltas of a suspended answer."""
+        ...
+
     def resumed(self) -> None:
         """Count an answer that continues."""
         ...
@@ -61,7 +65,7 @@ class Recording:
             is_new: True if it has not been written. Its id and prompts are known once it is submitted.
         """
         self._keeper = keeper
-        self.request, self.end, self.body = kept.request, kept.end, body
+        self.number, self.request, self.end, self.body = kept.number, kept.request, kept.end, body
         self.prompts = kept.prompts
         self.deltas = list(kept.deltas)
         """Encoded deltas that may be sent."""
@@ -87,6 +91,11 @@ class Recording:
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def joined(self) -> bytes:
+        """All deltas that may be sent, as one value."""
+        return join_deltas(self.deltas)
 
     @property
     def is_running(self) -> bool:
@@ -179,9 +188,12 @@ class Recording:
         if self._is_ending:
             return
         streams, self._streams = self._streams, {}
-        self._is_computed = False
+        was_computed, self._is_computed = self._is_computed, False
         for stream in streams.values():
             await stream.aclose(keeps=self.is_kept)
+        if was_computed and self.is_kept:
+            await self._is_written.wait()
+            self._keeper.save(self)
 
     # ---- to the journal
 
