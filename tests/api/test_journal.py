@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
+import socket
+import sqlite3
 import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 from starlette.types import Message
@@ -25,10 +31,14 @@ from tests.default_settings import make_api_settings
 from tests.eventually import run_tasks_until
 
 from mlx_ring.api.app import build_app
+from mlx_ring.api.disk_thread import DiskThread
 from mlx_ring.api.journal import Journal
-from mlx_ring.api.journal_database import FILE, End, JournalDatabase, KeptRequest, join_deltas
+from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.api.kept_answers import End, KeptRequest
 from mlx_ring.api.openapi import ApiRoute
-from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.errors import ConfigError, StepFailed
+from mlx_ring.head.http_connections import HttpConfig
+from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
 SIZE = 1 << 20
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -50,9 +60,10 @@ class Head:
         self, folder: Path, *, keys: Sequence[str] = (), automatic: bool = True, size: int = SIZE
     ) -> None:
         self.service = TwinService(automatic=automatic)
+        self.catalog = TwinCatalog(self.service)
         self.journal = Journal(folder, size, keys)
         settings = make_api_settings(api_keys=tuple(keys))
-        self.app = build_app(TwinCatalog(self.service), settings, journal=self.journal)
+        self.app = build_app(self.catalog, settings, journal=self.journal)
 
     async def step(self) -> None:
         """Let every rank execute what it was sent and deliver the answers, and clients get what is written of these."""
@@ -63,7 +74,7 @@ class Head:
             executor.deliver(rank)
         for _ in range(10):
             await asyncio.sleep(0)
-        await run_tasks_until(lambda: not self.journal._is_writing)  # pyright: ignore[reportPrivateUsage]
+        await run_tasks_until(lambda: not self.journal._writer._is_writing)  # pyright: ignore[reportPrivateUsage]
         for _ in range(10):
             await asyncio.sleep(0)
 
@@ -120,7 +131,8 @@ class Head:
                 "client": ("127.0.0.1", 5000),
                 "state": {},
                 "headers": [
-                    (name.encode(), value.encode()) for name, value in {"host": "localhost", **given}.items()
+                    (name.encode(), value.encode("latin-1"))
+                    for name, value in {"host": "localhost", **given}.items()
                 ],
             },
             receive,
@@ -213,7 +225,7 @@ def test_next_head_continues_what_an_earlier_one_began(tmp_path: Path, path: str
             first = await asked
         async with running(tmp_path) as head:
             rest = await head.stream(path, {}, last_event_id=first[-1][0])
-            assert head.journal.continued == 1
+            assert head.journal.stats().continued == 1
             # Only the tokens after those that were delivered are computed.
             assert head.service.engine.stats().generated_tokens < tokens
             again = await head.stream(path, {}, last_event_id=first[0][0])
@@ -286,7 +298,7 @@ def test_background_response_is_computed_without_its_client_and_by_the_next_head
             assert (queued["status"], queued["background"], queued["store"]) == ("queued", True, True)
             while head.service.engine.stats().generated_tokens < 5:
                 await head.step()
-            await run_tasks_until(lambda: head.journal._recordings[queued["id"]].deltas)  # pyright: ignore[reportPrivateUsage]
+            await run_tasks_until(lambda: head.journal._writer.recordings[queued["id"]].deltas)  # pyright: ignore[reportPrivateUsage]
             _, text = await head.call("GET", f"/v1/responses/{queued['id']}")
             assert json.loads(text)["status"] == "in_progress"
             assert json.loads(text)["output"] == []
@@ -294,6 +306,7 @@ def test_background_response_is_computed_without_its_client_and_by_the_next_head
             # Nobody asks for it.
             await run_tasks_until(lambda: head.service.engine.stats().finished.get("stop"))
             await run_tasks_until(lambda: not head.journal.has_work)
+            assert head.journal.stats()[1:4] == (0, 0, 1)
             _, text = await head.call("GET", f"/v1/responses/{queued['id']}")
             _, events = await head.call("GET", f"/v1/responses/{queued['id']}?stream=true&starting_after=3")
         return json.loads(text), response_events(events)
@@ -401,7 +414,7 @@ def test_only_the_key_that_asked_gets_the_answer(tmp_path: Path) -> None:
             ]
         # The first key is revoked: its answers go.
         async with running(tmp_path, keys=keys[1:]) as head:
-            assert head.journal.totals.answers == 0
+            await run_tasks_until(lambda: head.journal.stats()[1:4] == (0, 0, 0))
         return answers, id_
 
     answers, id_ = asyncio.run(run())
@@ -415,8 +428,8 @@ def test_store_false_keeps_nothing(tmp_path: Path) -> None:
             for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
                 status, text = await head.call("POST", path, request_of(path, store=False))
                 assert (status, events_of(text)) == (200, [])
-            await head.journal.clean()
-            assert head.journal.totals.answers == 0
+            await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
+            assert head.journal.stats()[1:4] == (0, 0, 0)
             status, text = await head.call(
                 "POST", "/v1/responses", {"input": "Hi", "store": False, "background": True}
             )
@@ -503,7 +516,9 @@ def test_oldest_answers_go_when_the_journal_is_full(tmp_path: Path) -> None:
             for number in range(40):
                 _, text = await head.call("POST", "/v1/responses", {"input": f"{number}" + "x" * 3000})
                 ids.append(json.loads(text)["id"])
-            return [(await head.call("GET", f"/v1/responses/{id_}"))[0] for id_ in ids], head.journal.lost
+            return [
+                (await head.call("GET", f"/v1/responses/{id_}"))[0] for id_ in ids
+            ], head.journal.stats().lost
 
     statuses, lost = asyncio.run(run())
     kept = statuses.count(200)
@@ -519,7 +534,7 @@ def test_request_that_is_too_large_for_the_journal_is_answered_without_ids(tmp_p
             large = {"input": "y" * 3000, "instructions": "x" * 200, "metadata": {"m": "z" * 200_000}}
             streamed = await head.call("POST", "/v1/responses", {**large, "stream": True})
             refused = await head.call("POST", "/v1/responses", {**large, "background": True})
-            return streamed, refused, head.journal.lost
+            return streamed, refused, head.journal.stats().lost
 
     streamed, refused, lost = asyncio.run(run())
     assert streamed[0] == 200
@@ -547,7 +562,7 @@ def test_answers_go_on_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.
                 first = await head.call("POST", "/v1/chat/completions", body)
                 # The disk is known to hang, so that this one does not wait.
                 second = await head.call("POST", "/v1/chat/completions", body)
-                return first, second, head.journal.lost
+                return first, second, head.journal.stats().lost
             finally:
                 answers_again.set()
 
@@ -631,12 +646,12 @@ class DatabaseMachine(RuleBasedStateMachine):
     @rule(id_=ids)
     def suspend(self, id_: str) -> None:
         if id_ in self.open:
-            self.database.save(self.numbers[id_], join_deltas(self.kept[id_]))
+            self.database.save(self.numbers[id_], list(self.kept[id_]))
 
     @rule(id_=ids)
     def end(self, id_: str) -> None:
         if id_ in self.open:
-            end = self.numbers[id_], End("completed", 9), join_deltas(self.kept[id_])
+            end = self.numbers[id_], End("completed", 9), list(self.kept[id_])
             self.database.append((), [end], ())
             self.open.discard(id_)
 
@@ -679,7 +694,255 @@ def test_two_heads_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     JournalDatabase(tmp_path, SIZE).close()
 
 
-def test_damaged_file_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_second_head_says_which_folder_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.api.journal_database._BUSY_S", 0.01)
+
+    async def run() -> None:
+        async with running(tmp_path):
+            with pytest.raises(ConfigError, match=r"--journal-dir"):
+                await Head(tmp_path).journal.open()
+
+    asyncio.run(run())
+
+
+def test_file_that_is_no_database_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"no database at all" * 1000)
-    with pytest.raises(Exception, match=r"journal\.sqlite is no journal"):
-        JournalDatabase(tmp_path, SIZE)
+    database = JournalDatabase(tmp_path, SIZE)
+    assert database.totals().answers == 0
+    assert (tmp_path / "journal.damaged").read_bytes().startswith(b"no database")
+    database.close()
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    """A changed byte never changes an answer: its request is missing, or its deltas end before the byte."""
+    database = JournalDatabase(tmp_path, SIZE)
+    bodies = {f"resp_{n}": b'{"input": "SOME-BODY-%d"}' % n for n in range(3)}
+    for id_, body in bodies.items():
+        number, _ = database.add(kept_request(id_), body, [(1, 2)], ())
+        database.append([(number, place, b'[0,[7],["WORD-%d"]]' % place) for place in range(4)], (), ())
+    database.append((), [(3, End("completed", 9), [b'[0,[7],["WORD-0"]]'])], ())
+    database.close()
+    whole = (tmp_path / FILE).read_bytes()
+    assert not (tmp_path / f"{FILE}-wal").exists()
+    noticed = 0
+    for found in re.finditer(b"SOME-BODY|WORD-", whole):
+        changed = bytearray(whole)
+        changed[found.start()] ^= 1
+        (tmp_path / FILE).write_bytes(changed)
+        database = JournalDatabase(tmp_path, SIZE)
+        answers = {id_: database.find(id_) for id_ in bodies}
+        kept = {id_: answer for id_, answer in answers.items() if answer is not None}
+        for id_, (answer, body) in kept.items():
+            assert body == bodies[id_]
+            assert all(b"WORD-" in delta for delta in answer.deltas)
+        noticed += len(kept) < 3 or sum(len(answer.deltas) for answer, _ in kept.values()) < 9
+        database.close()
+    # Three bodies, and nine deltas.
+    assert noticed >= 12
+
+
+def test_database_that_is_damaged_while_it_is_open_begins_anew(tmp_path: Path) -> None:
+    async def run() -> list[int]:
+        async with running(tmp_path) as head:
+            path = f"/v1/responses/{json.loads((await head.call('POST', '/v1/responses', {'input': 'a'}))[1])['id']}"
+            problem = sqlite3.DatabaseError("database disk image is malformed")
+            head.journal._writer._note(problem)  # pyright: ignore[reportPrivateUsage]
+            missing = await head.call("GET", path)
+            after = await head.call("POST", "/v1/responses", {"input": "b"})
+            kept = await head.call("GET", f"/v1/responses/{json.loads(after[1])['id']}")
+            return [missing[0], after[0], kept[0]]
+
+    statuses = asyncio.run(run())
+    assert statuses[1:] == [200, 200]
+    assert (tmp_path / "journal.damaged").exists()
+
+
+def test_folder_that_cannot_be_used_costs_no_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+
+    async def run() -> list[int]:
+        async with running(folder) as head:
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+            answers = [await head.call("POST", "/v1/responses", {"input": "a"})]
+            answers.append(await head.call("POST", "/v1/responses", {"input": "a", "background": True}))
+            folder.unlink()
+            answers.append(await head.call("POST", "/v1/responses", {"input": "a", "background": True}))
+            return [status for status, _ in answers]
+
+    assert asyncio.run(run()) == [200, 429, 200]
+
+
+def test_large_request_does_not_remove_the_answers_of_others(tmp_path: Path) -> None:
+    async def run() -> tuple[int, int]:
+        async with running(tmp_path, size=256 << 10) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello."})
+            await head.call("POST", "/v1/responses", {"input": "x", "metadata": {"m": "z" * 300_000}})
+            return (await head.call("GET", f"/v1/responses/{json.loads(text)['id']}"))[
+                0
+            ], head.journal.stats().lost
+
+    assert asyncio.run(run()) == (200, 1)
+
+
+def test_pause_of_the_event_loop_does_not_look_like_a_hanging_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 0.02)
+
+    def stand_still() -> None:
+        time.sleep(0.1)
+
+    async def run() -> list[int]:
+        disk, done = DiskThread(), threading.Event()
+
+        def work() -> int:
+            done.set()
+            return 1
+
+        asked = asyncio.ensure_future(disk.run(work))
+        await asyncio.sleep(0)
+        # The loop stands still for longer than the disk may take, and the function runs meanwhile.
+        done.wait()
+        stand_still()
+        return [await asked, await disk.run(lambda: 2)]
+
+    assert asyncio.run(run()) == [1, 2]
+
+
+def test_disk_that_hung_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 0.02)
+    goes_on = threading.Event()
+
+    async def run() -> int:
+        disk = DiskThread()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await disk.run(goes_on.wait)
+        goes_on.set()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return await disk.run(lambda: 3)
+            await asyncio.sleep(0)
+
+    assert asyncio.run(run()) == 3
+
+
+# ---- clients
+
+
+def test_requests_of_one_connection_do_not_share_an_answer(tmp_path: Path) -> None:
+    """A large body makes the server resume reading within the request's context, which later requests then inherit."""
+    head = Head(tmp_path, keys=("sk-first", "sk-second"))
+
+    async def run(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            answers: list[httpx.Response] = []
+            for key, more in (
+                ("sk-first", {"metadata": {"m": "z" * 1_000_000}}),
+                ("sk-second", {}),
+                ("sk-second", {}),
+            ):
+                headers = {"authorization": f"Bearer {key}"}
+                answers.append(
+                    await client.post("/v1/responses", json={"input": "Hi", **more}, headers=headers)
+                )
+            return answers
+
+    async def serve() -> list[httpx.Response]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(HttpConfig(head.app, ConnectionLimits(), None, end_s=1))
+        await head.journal.open()
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            return await run(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            await serving
+            await head.journal.close()
+
+    answers = asyncio.run(serve())
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert len({answer.json()["id"] for answer in answers}) == 3
+
+
+def test_each_answer_belongs_to_its_endpoint(tmp_path: Path) -> None:
+    async def run() -> list[tuple[int, str]]:
+        async with running(tmp_path) as head:
+            chat = await head.stream("/v1/chat/completions", request_of("/v1/chat/completions"))
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello."})
+            id_, response_id = chat[0][0].rpartition(":")[0], json.loads(text)["id"]
+            return [
+                await head.call("GET", f"/v1/responses/{id_}"),
+                await head.call("DELETE", f"/v1/responses/{id_}"),
+                await head.call("POST", "/v1/messages", {}, last_event_id=f"{id_}:0"),
+                await head.call("POST", "/v1/chat/completions", {}, last_event_id=f"{response_id}:0"),
+                await head.call("POST", "/chat/completions", {}, last_event_id=f"{id_}:0"),
+            ]
+
+    answers = asyncio.run(run())
+    assert [status for status, _ in answers] == [404, 404, 404, 404, 200]
+    assert "is an answer of /v1/chat/completions, not of /v1/responses" in answers[0][1]
+
+
+def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    async def run() -> tuple[dict[str, Any], int, dict[str, Any]]:
+        async with running(tmp_path) as head:
+            head.service.is_loaded = False
+            begun = asyncio.Event()
+
+            async def ready(_: object) -> None:
+                begun.set()
+                await asyncio.get_running_loop().create_future()
+
+            loads, head.catalog.ready = head.catalog.ready, ready
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            queued = json.loads(text)
+            path = f"/v1/responses/{queued['id']}"
+            await begun.wait()
+            tasks = len(asyncio.all_tasks())
+            for _ in range(5):
+                _, text = await head.call("GET", path)
+                assert json.loads(text)["status"] == "queued"
+            more = len(asyncio.all_tasks()) - tasks
+            head.catalog.ready = loads
+        # The next head has the model.
+        async with running(tmp_path) as head:
+            await run_tasks_until(lambda: head.journal.stats().ended)
+            return queued, more, json.loads((await head.call("GET", path))[1])
+
+    queued, more, ended = asyncio.run(run())
+    assert (queued["status"], more, ended["status"]) == ("queued", 0, "completed")
+
+
+def test_key_that_is_not_ascii_has_one_owner_however_it_is_sent(tmp_path: Path) -> None:
+    async def run() -> list[int]:
+        async with running(tmp_path, keys=("schlüssel",)) as head:
+            utf8, latin1 = ("schlüssel".encode(code).decode("latin-1") for code in ("utf-8", "latin-1"))
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello."}, x_api_key=utf8)
+            path = f"/v1/responses/{json.loads(text)['id']}"
+            await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
+            return [(await head.call("GET", path, x_api_key=key))[0] for key in (utf8, latin1)]
+
+    assert asyncio.run(run()) == [200, 200]
+
+
+def test_cancel_holds_although_the_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[str]:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async def run() -> tuple[int, str]:
+        async with running(tmp_path, automatic=False) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            id_ = json.loads(text)["id"]
+            reading = asyncio.create_task(head.call("GET", f"/v1/responses/{id_}?stream=true"))
+            await run_tasks_until(lambda: len(head.journal._writer.recordings[id_]._readers) == 2)  # pyright: ignore[reportPrivateUsage]
+            monkeypatch.setattr(JournalDatabase, "append", fail)
+            status, _ = await head.call("POST", f"/v1/responses/{id_}/cancel")
+            return status, (await reading)[1]
+
+    status, text = asyncio.run(run())
+    assert status == 200
+    # Its last event has an empty id, because it is not kept.
+    *_, last = re.findall(r"^id:\n(?:event: .*\n)?data: (.*)$", text, re.MULTILINE)
+    assert json.loads(last)["response"]["status"] == "cancelled"

@@ -40,6 +40,10 @@ class ApiContext:
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings
         fields = await read_body(request, schema, settings.max_body_bytes, settings.client_timeout_s)
+        playback = PLAYBACK.get()
+        if playback is not None and not playback.is_first:
+            options = {} if playback.streams else {"stream_options": None}
+            fields = fields.model_copy(update={"stream": playback.streams, **options})
         note_stream(request, fields)
         body: bytes = request.scope.pop(BODY)
         if self.journal is not None and getattr(fields, "is_kept", False):

@@ -20,36 +20,53 @@ class DiskThread:
     def __init__(self) -> None:
         self._jobs = queue.SimpleQueue[Callable[[], None]]()
         self._overdue = False
-        """True while a job takes too long."""
+        """True while a function takes too long. Others are refused then, so that they do not fill the memory."""
         threading.Thread(target=self._work, name="disk", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             self._jobs.get()()
 
-    def start(self, work: Callable[[], T], then: Callable[[T | None, Exception | None], None]) -> None:
-        """Run a function that uses the disk after all earlier ones, and call `then` with its result or error.
+    def start(
+        self,
+        work: Callable[[], T],
+        then: Callable[[T | None, Exception | None], None],
+        *,
+        limit_s: float | None = None,
+    ) -> None:
+        """Run a function that uses the disk after all earlier ones, and call `then` once with its result or error.
 
-        The error is a `TimeoutError` if the disk takes too long, now or with an earlier function. The function runs
-        nevertheless.
+        The error is a `TimeoutError` if the disk takes too long, and the function may still run. If the disk is known
+        to hang, it does not run.
+
+        Args:
+            work: the function.
+            then: receives the result, or the error.
+            limit_s: longest wait; None: a second.
         """
-        loop = asyncio.get_running_loop()
         if self._overdue:
-            self._jobs.put(lambda: _ignore_failure(work))
             then(None, TimeoutError("the disk does not answer"))
             return
+        loop = asyncio.get_running_loop()
+        is_reported = False
+
+        def report(result: T | None, error: Exception | None) -> None:
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
+                then(result, error)
 
         def overdue() -> None:
             self._overdue = True
-            then(None, TimeoutError(f"the disk does not answer within {_SLOWEST_S:g} s"))
+            report(None, TimeoutError(f"the disk does not answer within {timeout_s:g} s"))
 
-        timer = loop.call_later(_SLOWEST_S, overdue)
+        timeout_s = _SLOWEST_S if limit_s is None else limit_s
+        timer = loop.call_later(timeout_s, overdue)
 
         def finish(result: T | None, error: Exception | None) -> None:
+            timer.cancel()
             self._overdue = False
-            if not (timer.cancelled() or timer.when() <= loop.time()):
-                timer.cancel()
-                then(result, error)
+            report(result, error)
 
         def job() -> None:
             result, problem = None, None
@@ -62,7 +79,7 @@ class DiskThread:
 
         self._jobs.put(job)
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], *, limit_s: float | None = None) -> T:
         """Return the result of a function that uses the disk. Raises its error, or what `start` says."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -74,10 +91,5 @@ class DiskThread:
             else:
                 done.set_result(cast("T", result))
 
-        self.start(work, settle)
+        self.start(work, settle, limit_s=limit_s)
         return await done
-
-
-def _ignore_failure(work: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):
-        work()

@@ -11,32 +11,21 @@ runs alone (`background`) has the journal itself as a reader.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from mlx_ring.api.disk_thread import DiskThread
-from mlx_ring.api.journal_database import (
-    FAILURES,
-    End,
-    JournalDatabase,
-    KeptAnswer,
-    KeptRequest,
-    Totals,
-    join_deltas,
-)
+from mlx_ring.api.journal_writer import KEPT_S, JournalWriter
+from mlx_ring.api.kept_answers import End, KeptAnswer, KeptRequest
 from mlx_ring.api.recordings import RecordedPlayback, Recording, failed
 from mlx_ring.api.streaming import PLAYBACK, Endpoint
 from mlx_ring.core.errors import (
@@ -45,20 +34,36 @@ from mlx_ring.core.errors import (
     Overloaded,
     RequestError,
     RingError,
+    ServingError,
     UnknownAnswer,
+    UnknownModel,
     WorkerLost,
     WorkerStuck,
 )
+from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.traces import CLIENT
 
 log = logging.getLogger(__name__)
 
-_KEPT_S = 24 * 3600
-"""Time after which an answer is removed, counted from its request."""
-_CLEAN_EVERY_S = 600.0
 _LOOK_AGAIN_S = 1.0
 """Time after which an answer that runs alone is submitted again, if the model could not take it."""
+_MOST_ALONE = 64
+"""Largest number of answers without a client that are computed, or wait in the engine's queue."""
 _LONGEST_NUMBER = 9
+
+
+class JournalStats(NamedTuple):
+    """Contents and counts of a journal."""
+
+    bytes: int = 0
+    running: int = 0
+    suspended: int = 0
+    """Number of answers that have not ended and are not computed."""
+    ended: int = 0
+    continued: int = 0
+    """Number of answers that continued for a client that came back, or with another head."""
+    lost: int = 0
+    """Number of answers that the disk could not keep."""
 
 
 class Journal:
@@ -70,85 +75,54 @@ class Journal:
         Args:
             folder: its folder.
             size: most bytes of its file.
-            keys: the server's API keys. Answers to requests with other keys are removed.
+            keys: API keys. Answers to requests with others are removed.
         """
-        self._folder, self._size = folder, size
-        self._owners = {owner_of(f"key {key}") for key in keys}
-        self._disk = DiskThread()
-        self._database: JournalDatabase | None = None
+        self._writer = JournalWriter(folder, size, {owner_of(f"key {key}") for key in keys})
         self._endpoints: Mapping[str, Endpoint] = {}
         self._app: object = None
-        self._recordings = WeakValueDictionary[str, Recording]()
-        """Recordings that somebody uses, by id."""
-        self._updated: dict[Recording, None] = {}
-        """Recordings with new deltas, in the order of their first one."""
-        self._is_collecting = self._is_writing = self.has_ended = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self.totals = Totals(0, 0, 0)
-        self.continued = 0
-        """Number of answers that continued for a client that came back, or with another head."""
-        self.lost = 0
-        """Number of answers that the disk could not keep."""
+        self._alone = asyncio.Semaphore(_MOST_ALONE)
 
     # ---- life
 
     async def open(self) -> None:
         """Open the file. Raises `ConfigError` if that fails."""
-        self._database = await self._disk.run(lambda: JournalDatabase(self._folder, self._size))
-        await self.clean()
+        await self._writer.open()
 
     def serve(self, app: object, endpoints: Mapping[str, Endpoint]) -> None:
         """Use the endpoints of an application, by path, to write answers again."""
         self._app, self._endpoints = app, endpoints
 
     def begin(self) -> None:
-        """Continue the answers that run alone."""
-        self._run(self._continue_all())
-        self._run(self._keep_clean())
+        """Continue the answers that run alone, and remove old ones."""
+        self._writer.run(self._continue_all())
+        self._writer.run(self._writer.keep_clean())
 
     async def close(self) -> None:
         """Suspend all answers, and close the file. The next head continues them."""
-        self.has_ended = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for recording in list(self._recordings.values()):
-            await recording.suspend()
-            recording.interrupt()
-        if self._database is not None:
-            with contextlib.suppress(*FAILURES):
-                await self._disk.run(self._database.close)
+        await self._writer.close()
 
     @property
     def has_work(self) -> bool:
         """True while an answer is computed."""
-        return any(recording.is_running for recording in self._recordings.values())
+        return any(recording.is_running for recording in self._writer.recordings.values())
 
-    @property
-    def running(self) -> int:
-        """Number of kept answers that are computed."""
-        return sum(recording.is_running and recording.is_kept for recording in self._recordings.values())
-
-    @property
-    def suspended(self) -> int:
-        """Number of kept answers that have not ended and are not computed."""
-        return max(0, self.totals.answers - self.totals.ended - self.running)
-
-    def _run(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def stats(self) -> JournalStats:
+        """Return what the journal keeps, and what it did."""
+        writer = self._writer
+        running = sum(each.is_running and each.is_kept for each in writer.recordings.values())
+        totals = writer.totals
+        suspended = max(0, totals.answers - totals.ended - running)
+        return JournalStats(totals.bytes, running, suspended, totals.ended, writer.continued, writer.lost)
 
     # ---- from the API
 
     def record(self, request: Request, body: bytes) -> None:
         """Keep the answer to the request in this context, once it is submitted."""
-        if self.has_ended or PLAYBACK.get() is not None:
+        if self._writer.has_ended or PLAYBACK.get() is not None:
             return
         owner, now = owner_of(CLIENT.get()), int(time.time())
         kept = KeptRequest("", owner, request.url.path, now, secrets.token_bytes(16), runs_alone=False)
-        recording = Recording(self, KeptAnswer(0, kept, (), (), None), body, is_new=True)
+        recording = Recording(self._writer, KeptAnswer(0, kept, (), (), None), body, is_new=True)
         PLAYBACK.set(RecordedPlayback(recording, is_first=True))
 
     async def run_alone(self, request: Request, answer: Response, *, streams: bool) -> Response:
@@ -158,8 +132,7 @@ class Journal:
             RingError: it cannot be computed now.
         """
         recording = self._first_recording()
-        recording.request = replace(recording.request, runs_alone=True)
-        work = self._run(_read_all(answer, self._scope(recording)))
+        work = self._writer.run(_read_all(answer, self._scope(recording)))
         opened = asyncio.ensure_future(recording.opened.wait())
         try:
             await asyncio.wait((work, opened), return_when=asyncio.FIRST_COMPLETED)
@@ -169,19 +142,35 @@ class Journal:
             work.result()
         return await self._play(recording, request.receive, streams=streams)
 
+    async def queue_alone(
+        self, request: Request, requests: Sequence[GenerateRequest], *, streams: bool
+    ) -> Response:
+        """Compute an answer like `run_alone`, once its model is loaded.
+
+        Raises:
+            Overloaded: it cannot be kept.
+        """
+        recording = self._first_recording()
+        await recording.keep(requests)
+        self._complete_soon(recording)
+        return await self._play(recording, request.receive, streams=streams)
+
     def _first_recording(self) -> Recording:
+        """Return the recording of the request in this context, which from now on runs alone."""
         playback = PLAYBACK.get()
         if not isinstance(playback, RecordedPlayback):
             raise NotReady("The server is shutting down.")
+        playback.recording.request = replace(playback.recording.request, runs_alone=True)
         return playback.recording
 
     async def write_again(self, request: Request, id_: str, *, streams: bool, after: int = -1) -> Response:
         """Return a kept answer: its events after that number, or its state. If it was suspended, it continues.
 
         Raises:
-            UnknownAnswer: it is not kept, or another key sent its request.
+            UnknownAnswer: it is not kept, belongs to another endpoint, or another key sent its request.
+            NotReady: the disk fails.
         """
-        recording = await self._find(id_)
+        recording = await self._find(id_, request)
         if not streams and recording.end is None and not recording.is_running:
             await self._continue(recording)
         return await self._play(recording, request.receive, streams=streams, after=after)
@@ -196,40 +185,40 @@ class Journal:
             pass
         return await self.write_again(request, id_, streams=True, after=int(number))
 
-    async def cancel(self, id_: str) -> None:
+    async def cancel(self, request: Request, id_: str) -> None:
         """End an answer that runs alone; one that has ended stays as it is.
 
         Raises:
             UnknownAnswer: it is not kept.
             Conflict: it belongs to a client that waits for it.
         """
-        recording = await self._find(id_)
+        recording = await self._find(id_, request)
         if not recording.request.runs_alone:
             raise Conflict(f"{id_} was not requested with 'background': close its connection to end it.")
-        if recording.end is None:
-            await recording.suspend()
-            await self._end(recording, End("cancelled", int(time.time())))
+        await self._cancel(recording)
 
-    async def delete(self, id_: str) -> None:
-        """Remove an answer, and end it if it is in progress. Raises `UnknownAnswer`."""
-        recording = await self._find(id_)
+    async def delete(self, request: Request, id_: str) -> None:
+        """Remove an answer, and end it if it is in progress. Raises what `cancel` raises, but `Conflict`."""
+        recording = await self._find(id_, request)
+        await self._cancel(recording)
+        recording.is_kept = False
+        await self._writer.remove(recording)
+
+    async def _cancel(self, recording: Recording) -> None:
         await recording.suspend()
         if recording.end is None:
-            recording.deliver((), End("cancelled", int(time.time())))
-        recording.is_kept = False
-        await self.remove(recording)
+            await self._writer.end(recording, End("cancelled", int(time.time())))
 
-    async def _find(self, id_: str) -> Recording:
-        recording = self._recordings.get(id_)
-        if recording is None:
-            found = await self._disk.run(lambda: self._db.find(id_))
-            # Another reader may have found it meanwhile.
-            recording = self._recordings.get(id_)
-            if recording is None and found is not None:
-                recording = self._recordings[id_] = Recording(self, *found, is_new=False)
+    async def _find(self, id_: str, request: Request) -> Recording:
+        recording = self._writer.recordings.get(id_) or await self._writer.load(id_)
         if recording is None or recording.request.owner != owner_of(CLIENT.get()):
             raise UnknownAnswer(
                 f"The journal has no answer '{id_}': it may be too old, or another API key asked for it."
+            )
+        path = recording.request.path.removeprefix("/v1")
+        if not request.url.path.removeprefix("/v1").startswith(path):
+            raise UnknownAnswer(
+                f"'{id_}' is an answer of {recording.request.path}, not of {request.url.path}."
             )
         return recording
 
@@ -237,17 +226,12 @@ class Journal:
         self, recording: Recording, receive: Receive, *, streams: bool, after: int = -1
     ) -> Response:
         """Let the endpoint of the request write its answer again."""
-        body = cast("dict[str, object]", json.loads(recording.body))
-        body["stream"] = streams
-        if not streams:
-            body.pop("stream_options", None)
-        sent = iter(({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False},))
+        sent = iter(({"type": "http.request", "body": recording.body, "more_body": False},))
 
         async def receive_again() -> Message:
             return next(sent, None) or await receive()
 
-        playback = RecordedPlayback(recording, after=after, waits=streams)
-        marker = PLAYBACK.set(playback)
+        marker = PLAYBACK.set(RecordedPlayback(recording, after=after, streams=streams))
         try:
             endpoint = self._endpoints[recording.request.path]
             return await endpoint(Request(self._scope(recording), receive_again))
@@ -271,165 +255,61 @@ class Journal:
     # ---- answers that run alone
 
     async def _continue_all(self) -> None:
-        for id_ in await self._disk.run(self._db.unfinished):
-            found = await self._disk.run(lambda id_=id_: self._db.find(id_))
-            if found is not None and id_ not in self._recordings:
-                self._recordings[id_] = recording = Recording(self, *found, is_new=False)
-                self._run(self._complete(recording))
+        """Continue the answers of earlier heads."""
+        for id_ in await self._writer.unfinished():
+            self._writer.run(self._complete_kept(id_))
+
+    async def _complete_kept(self, id_: str) -> None:
+        async with self._alone:
+            recording = self._writer.recordings.get(id_) or await self._writer.load(id_)
+            if recording is not None:
+                await self._complete(recording)
 
     async def _continue(self, recording: Recording) -> None:
         """Compute the rest of a suspended answer without a client."""
-        recording.request = replace(recording.request, runs_alone=True)
-        await self._disk.run(lambda: self._db.set_alone(recording.id))
-        self._run(self._complete(recording))
+        if not recording.request.runs_alone:
+            await self._writer.set_alone(recording)
+        self._complete_soon(recording)
+
+    def _complete_soon(self, recording: Recording) -> None:
+        if recording.completion is None or recording.completion.done():
+            recording.completion = self._writer.run(self._complete_in_turn(recording))
+
+    async def _complete_in_turn(self, recording: Recording) -> None:
+        async with self._alone:
+            await self._complete(recording)
 
     async def _complete(self, recording: Recording) -> None:
         """Read an answer to its end, as often as the model could not take it."""
         CLIENT.set(f"journal {recording.request.owner}")
         while recording.end is None:
             try:
+                _check_age(recording)
                 response = await self._play(recording, _silent, streams=True)
                 await _read_all(response, self._scope(recording))
+            except UnknownModel as error:
+                log.warning("%s waits for a head that serves its model: %s", recording.id, error)
+                return
             except (NotReady, Overloaded, WorkerLost, WorkerStuck) as error:
                 log.debug("%s waits: %s", recording.id, error)
                 await asyncio.sleep(_LOOK_AGAIN_S)
-            except RingError as error:
-                log.warning("%s cannot be continued: %s", recording.id, error)
-                await self._end(recording, failed(error))
+            except Exception as error:
+                log.warning("%s cannot be continued: %s", recording.id, error, exc_info=not _is_own(error))
+                ended = (
+                    error if isinstance(error, RingError) else ServingError("The answer cannot be continued.")
+                )
+                await self._writer.end(recording, failed(ended))
             else:
                 return
 
-    async def _end(self, recording: Recording, end: End) -> None:
-        """End an answer that is not computed."""
-        ends = [(recording.number, end, recording.joined)]
-        await self._disk.run(lambda: self._db.append((), ends, ()))
-        recording.deliver((), end)
 
-    # ---- from recordings
+def _check_age(recording: Recording) -> None:
+    if time.time() > recording.request.created + KEPT_S:
+        raise ServingError(f"The answer was not computed within {KEPT_S // 3600} hours.")
 
-    @property
-    def _db(self) -> JournalDatabase:
-        if self._database is None:
-            raise NotReady("The journal is not open yet.")
-        return self._database
 
-    async def add(self, recording: Recording) -> None:
-        """Write a new request. If the disk fails, it is answered without being kept, unless it would run alone.
-
-        Raises:
-            Overloaded: it would run alone, and cannot be written.
-        """
-        self._recordings[recording.id] = recording
-        db, running = self._db, self._busy()
-
-        def write() -> tuple[int, list[str], Totals]:
-            return *db.add(recording.request, recording.body, recording.prompts, running), db.totals()
-
-        try:
-            recording.number, removed, self.totals = await self._disk.run(write)
-        except FAILURES as error:
-            self._lose([recording], error)
-            if recording.request.runs_alone:
-                raise Overloaded(
-                    f"The journal cannot keep this answer ({error}): leave 'background' out, or retry later.",
-                    retry_after_s=_LOOK_AGAIN_S,
-                ) from None
-            return
-        for id_ in removed:
-            self._recordings.pop(id_, None)
-
-    def resumed(self) -> None:
-        self.continued += 1
-
-    def _busy(self) -> list[str]:
-        """Return the ids of answers that are computed or read."""
-        return [id_ for id_, recording in self._recordings.items() if recording.is_busy]
-
-    async def remove(self, recording: Recording) -> None:
-        """Remove an answer from the file."""
-        self._recordings.pop(recording.id, None)
-        with contextlib.suppress(*FAILURES):
-            await self._disk.run(lambda: self._db.remove([recording.id]))
-
-    def collect_soon(self, recording: Recording) -> None:
-        """Write a recording's new deltas, with those of others, and then let its readers have them."""
-        self._updated[recording] = None
-        if not self._is_collecting:
-            self._is_collecting = True
-            asyncio.get_running_loop().call_soon(self._collect)
-
-    def _collect(self) -> None:
-        self._is_collecting = False
-        if self._is_writing or self.has_ended:
-            return
-        updated, self._updated = self._updated, {}
-        batch = [(recording, *recording.take()) for recording in updated]
-        kept = [each for each in batch if each[0].is_kept]
-        deltas = [
-            (recording.number, place, data)
-            for recording, new, end in kept
-            if end is None
-            for place, data in new
-        ]
-        ends = [
-            (recording.number, end, recording.joined + join_deltas(data for _, data in new))
-            for recording, new, end in kept
-            if end is not None
-        ]
-
-        def deliver(_: object, error: Exception | None) -> None:
-            if error is not None:
-                self._lose([recording for recording, *_ in kept], error)
-            for recording, new, end in batch:
-                recording.deliver([data for _, data in new], end)
-            self._is_writing = False
-            if self._updated:
-                self._collect()
-
-        if not (deltas or ends):
-            deliver(None, None)
-            return
-        self._is_writing = True
-        db, busy = self._db, self._busy()
-        self._disk.start(lambda: db.append(deltas, ends, busy), deliver)
-
-    def save(self, recording: Recording) -> None:
-        """Save the deltas of a suspended answer."""
-        db, number, joined = self._db, recording.number, recording.joined
-
-        def report(_: object, error: Exception | None) -> None:
-            if error is not None:
-                self._lose([recording], error)
-
-        self._disk.start(lambda: db.save(number, joined), report)
-
-    def _lose(self, recordings: Sequence[Recording], error: Exception) -> None:
-        """Keep these answers no longer."""
-        for recording in recordings:
-            recording.is_kept = False
-            # The file lacks some of its deltas.
-            self._run(self.remove(recording))
-        self.lost += len(recordings)
-        log.warning("The journal cannot keep %d answers: %s", len(recordings), error)
-
-    async def clean(self) -> None:
-        """Remove answers that are too old, or whose key is unknown, and count the others."""
-        owners, before, busy, db = self._owners or None, int(time.time()) - _KEPT_S, self._busy(), self._db
-
-        def clean() -> Totals:
-            db.remove_old(before, owners, busy)
-            db.fold()
-            return db.totals()
-
-        self.totals = await self._disk.run(clean)
-
-    async def _keep_clean(self) -> None:
-        while True:
-            await asyncio.sleep(_CLEAN_EVERY_S)
-            try:
-                await self.clean()
-            except FAILURES as error:
-                log.warning("Old answers cannot be removed from the journal: %s", error)
+def _is_own(error: Exception) -> bool:
+    return isinstance(error, RingError)
 
 
 def owner_of(client: str) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from mlx_ring.api.generation import take_deltas
-from mlx_ring.api.journal_database import End, KeptAnswer, join_deltas
+from mlx_ring.api.kept_answers import End, KeptAnswer, by_token, decode_delta, encode_delta
 from mlx_ring.api.streaming import Submit
 from mlx_ring.core import errors
 from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError, Suspended
-from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest, RequestStream, RequestTimings
-from mlx_ring.core.types import TokenLogprob
+from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest, RequestStream
 
 _MOST_AT_ONCE = 256
 """Most deltas of a repetition between two looks at other tasks."""
@@ -87,15 +85,12 @@ class Recording:
         self._cached: dict[int, int] = {}
         """Cached prompt tokens of the sequences that were continued, when they began."""
         self._readers: set[Reader] = set()
+        self.completion: asyncio.Task[object] | None = None
+        """Task that reads it without a client."""
 
     @property
     def id(self) -> str:
         return self.request.id
-
-    @property
-    def joined(self) -> bytes:
-        """All deltas that may be sent, as one value."""
-        return join_deltas(self.deltas)
 
     @property
     def is_running(self) -> bool:
@@ -131,11 +126,17 @@ class Recording:
         self.opened.set()
         return reader
 
+    async def keep(self, requests: Sequence[GenerateRequest]) -> None:
+        """Write a new request before its submission. Raises `Overloaded` if it runs alone, and cannot be written."""
+        self.request = replace(self.request, id=requests[0].request_id.rpartition("-")[0])
+        self.prompts = tuple(request.prompt_tokens for request in requests)
+        await self._keeper.add(self)
+        self._is_new = False
+
     async def _start(self, submit: Submit, requests: Sequence[GenerateRequest]) -> None:
-        if self._is_new:
-            self.request = replace(self.request, id=requests[0].request_id.rpartition("-")[0])
-            self.prompts = tuple(request.prompt_tokens for request in requests)
-            await self._keeper.add(self)
+        was_new = self._is_new
+        if was_new:
+            await self.keep(requests)
         await self._is_written.wait()
         answered: dict[int, list[int]] = {index: [] for index in range(len(requests))}
         for index, delta in map(decode_delta, self.deltas):
@@ -155,13 +156,13 @@ class Recording:
         try:
             streams = submit(*rest) if rest else []
         except BaseException:
-            if self._is_new:
+            if was_new:
                 await self._keeper.remove(self)
             raise
-        if not self._is_new:
+        if self.deltas:
             self.was_resumed = True
             self._keeper.resumed()
-        self._is_new, self._is_computed = False, True
+        self._is_computed = True
         self._streams = dict(zip(answered, streams, strict=True))
         for stream in streams:
             stream.set_listener(self._on_update)
@@ -185,14 +186,13 @@ class Recording:
 
     async def suspend(self) -> None:
         """End the computation, and keep its KV for the next reader."""
-        if self._is_ending:
-            return
         streams, self._streams = self._streams, {}
-        was_computed, self._is_computed = self._is_computed, False
+        is_cut_off = self._is_computed and not self._is_ending
+        self._is_computed &= not is_cut_off
         for stream in streams.values():
             await stream.aclose(keeps=self.is_kept)
-        if was_computed and self.is_kept:
-            await self._is_written.wait()
+        await self._is_written.wait()
+        if self.is_kept and is_cut_off and self.end is None:
             self._keeper.save(self)
 
     # ---- to the journal
@@ -216,7 +216,7 @@ class Recording:
         return encoded, End("completed", int(time.time())) if failure is None else failed(failure)
 
     def _continued(self, each: ChoiceDelta) -> Delta:
-        """Return a delta that counts cached tokens as before its answer continued. Its times would leave out the first part."""
+        """Return a delta that counts cached tokens as before its answer continued, without the times since."""
         if each.index not in self._cached:
             return each.delta
         return replace(each.delta, cached_tokens=self._cached[each.index], timings=None)
@@ -246,11 +246,7 @@ class Recording:
         """Error that ended the answer, or its writing; None if there is none."""
         if self.end is not None:
             return _error_of(self.end)
-        return (
-            Suspended(f"The server ends. {self.id} continues with the next.")
-            if self._keeper.has_ended
-            else None
-        )
+        return Suspended(f"{self.id} continues with the next server.") if self._keeper.has_ended else None
 
 
 class Reader:
@@ -303,7 +299,7 @@ class RecordedPlayback:
     """One writing of a kept answer."""
 
     def __init__(
-        self, recording: Recording, *, is_first: bool = False, after: int = -1, waits: bool = True
+        self, recording: Recording, *, is_first: bool = False, after: int = -1, streams: bool = True
     ) -> None:
         """Prepare to write an answer.
 
@@ -311,12 +307,13 @@ class RecordedPlayback:
             recording: the answer.
             is_first: True for the client that sent the request.
             after: number of the last event that the client has; -1: none.
-            waits: False for a client that wants the state of an unfinished answer.
+            streams: True for events, False for the answer or its state.
         """
         self.recording, self.is_first = recording, is_first
-        self._after, self._waits = after, waits
+        self._after, self.streams = after, streams
         self._random = Random(recording.request.random)  # noqa: S311 - its seed is secret
         self._next = 0
+        self._gave_id = False
 
     @property
     def created(self) -> int:
@@ -328,7 +325,7 @@ class RecordedPlayback:
 
     @property
     def unfinished(self) -> Literal["queued", "in_progress"] | None:
-        if self._waits or self.recording.end is not None:
+        if self.streams or self.is_first or self.recording.end is not None:
             return None
         return "in_progress" if self.recording.deltas else "queued"
 
@@ -343,7 +340,10 @@ class RecordedPlayback:
         if number <= self._after:
             return b""
         if not self.recording.is_kept:
-            return event
+            # An empty id, so that the client does not ask for the events after the last one that had one.
+            reset, self._gave_id = b"id:\n" if self._gave_id else b"", False
+            return reset + event
+        self._gave_id = True
         return b"id: %s:%d\n%s" % (self.recording.id.encode(), number, event)
 
     async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Reader:
@@ -377,77 +377,3 @@ def _error_of(end: End) -> RingError | None:
             if isinstance(error, RequestError):
                 error.param = end.param
             return error
-
-
-# ---- deltas
-
-_Scored = list[Any]
-
-
-def encode_delta(index: int, delta: Delta) -> bytes:
-    """Encode a delta of the sequence with that index. A prompt's vector is left out, because chats have none."""
-    timings = delta.timings
-    values: list[object] = [
-        *(index, delta.token_ids, delta.pieces, delta.prompt_tokens, delta.completion_tokens),
-        *(delta.cached_tokens, delta.finish_reason, delta.stop_match),
-        [_encode_logprob(each) for each in delta.logprobs],
-        None if delta.prompt_logprobs is None else [_encode_logprob(each) for each in delta.prompt_logprobs],
-        None if timings is None else (timings.queue_s, timings.prefill_s, timings.decode_s),
-    ]
-    while not values[-1]:
-        values.pop()
-    return json.dumps(values, separators=(",", ":")).encode()
-
-
-def decode_delta(data: bytes) -> tuple[int, Delta]:
-    """Return the index and the delta that `encode_delta` encoded."""
-    values: list[Any] = json.loads(data)
-    values += [None] * (11 - len(values))
-    index, tokens, pieces, prompt, completion, cached, reason, stop_match, logprobs, scored, timings = values
-    return index or 0, Delta(
-        text="".join(pieces or ()),
-        token_ids=tuple(tokens or ()),
-        logprobs=tuple(_decode_logprob(each) for each in logprobs or ()),
-        prompt_tokens=prompt or 0,
-        completion_tokens=completion or 0,
-        cached_tokens=cached or 0,
-        finish_reason=reason,
-        stop_match=stop_match,
-        prompt_logprobs=None
-        if scored is None
-        else tuple(None if each is None else _decode_logprob(each) for each in scored),
-        timings=None if timings is None else RequestTimings(*timings),
-        pieces=tuple(pieces or ()),
-    )
-
-
-def _encode_logprob(scored: TokenLogprob | None) -> _Scored | None:
-    return None if scored is None else [scored.token, scored.logprob, scored.top]
-
-
-def _decode_logprob(scored: _Scored) -> TokenLogprob:
-    token, logprob, top = scored
-    return TokenLogprob(token, logprob, tuple((other, score) for other, score in top))
-
-
-def by_token(delta: Delta) -> Iterator[Delta]:
-    """Yield a delta as one for each of its tokens. Only the last has its end."""
-    last = len(delta.token_ids) - 1
-    if last < 1:
-        yield delta
-        return
-    for place, token in enumerate(delta.token_ids):
-        is_last = place == last
-        pieces = delta.pieces[place:] if is_last else delta.pieces[place : place + 1]
-        yield replace(
-            delta,
-            text="".join(pieces),
-            token_ids=(token,),
-            logprobs=delta.logprobs[place : place + 1],
-            completion_tokens=delta.completion_tokens - last + place,
-            finish_reason=delta.finish_reason if is_last else None,
-            stop_match=delta.stop_match if is_last else None,
-            prompt_logprobs=delta.prompt_logprobs if place == 0 else None,
-            timings=delta.timings if is_last else None,
-            pieces=pieces,
-        )

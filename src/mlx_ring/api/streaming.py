@@ -80,6 +80,8 @@ class Playback(Protocol):
     """
 
     is_first: bool
+    streams: bool
+    """True if a repetition writes events, whatever the request says."""
 
     @property
     def created(self) -> int:
@@ -319,10 +321,10 @@ def start_in_time(endpoint: Endpoint) -> Endpoint:
 
     async def in_time(request: Request) -> Response:
         quiet_s: float = request.app.state.keep_alive_s
+        chosen = endpoint
         if "last-event-id" in request.headers:
-            rest: Endpoint = request.app.state.rest_of_answer
-            return await rest(request)
-        work = asyncio.ensure_future(endpoint(request))
+            chosen, request.state.streams = request.app.state.rest_of_answer, True
+        work = asyncio.ensure_future(chosen(request))
         try:
             await asyncio.wait((work,), timeout=quiet_s)
         except asyncio.CancelledError:

@@ -151,7 +151,7 @@ class ChatServer:
                 f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
             ) from None
         except httpx.TimeoutException:
-            raise ChatError(f"{self.url} does not answer.") from None
+            raise ConnectionBroke(f"{self.url} does not answer.") from None
         except httpx.HTTPError as error:
             raise ConnectionBroke(f"The connection to {self.url} broke: {error}.") from None
         except ValueError:

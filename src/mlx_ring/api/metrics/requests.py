@@ -12,8 +12,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mlx_ring.api.journal import Journal
-from mlx_ring.api.journal_database import Totals
+from mlx_ring.api.journal import Journal, JournalStats
 from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.service import ModelService, ServedInstance
 from mlx_ring.core.engine_stats import Distribution, EngineStats, Meter
@@ -287,10 +286,9 @@ def _rank_labels(labels: Labels, place: RankId, node: str) -> Labels:
 
 def journal_families(journal: Journal | None) -> Iterator[Metric]:
     """Yield the metrics of kept answers, which are 0 without a journal."""
-    totals = Totals(0, 0, 0) if journal is None else journal.totals
-    running, suspended = (0, 0) if journal is None else (journal.running, journal.suspended)
-    states = {"running": running, "suspended": suspended, "ended": totals.ended}
-    yield gauge("journal_bytes", "Size of the journal's contents on the disk.", (), [((), totals.bytes)])
+    stats = JournalStats() if journal is None else journal.stats()
+    states = {"running": stats.running, "suspended": stats.suspended, "ended": stats.ended}
+    yield gauge("journal_bytes", "Size of the journal's contents on the disk.", (), [((), stats.bytes)])
     yield gauge(
         "journal_answers",
         "Answers that the journal keeps, by state. A suspended one continues when a client asks for it.",
@@ -301,13 +299,13 @@ def journal_families(journal: Journal | None) -> Iterator[Metric]:
         "journal_continued",
         "Kept answers that continued, for a client that came back or with another head.",
         (),
-        [((), 0 if journal is None else journal.continued)],
+        [((), stats.continued)],
     )
     yield counter(
         "journal_lost",
         "Answers that the disk could not keep.",
         (),
-        [((), 0 if journal is None else journal.lost)],
+        [((), stats.lost)],
     )
 
 

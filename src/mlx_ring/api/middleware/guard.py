@@ -30,6 +30,7 @@ from mlx_ring.api.errors import error_response, log_failure
 from mlx_ring.api.middleware.access_log import request_notes
 from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
+from mlx_ring.api.streaming import PLAYBACK
 from mlx_ring.core.errors import BodiesFull, Draining, Refused, RingError, Unauthenticated
 from mlx_ring.core.traces import CLIENT, REQUEST_ID, client_at, new_request_id
 
@@ -122,7 +123,7 @@ class Guard:
         self._admission = admission
         given = (settings.host, *settings.own_names, *settings.allowed_hosts)
         self._hosts = _LOCAL | set(map(_bare, given))
-        self._keys = tuple(form for key in settings.api_keys for form in _forms(key))
+        self._keys = tuple((form, key) for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,6 +172,8 @@ class Guard:
             await _preflight_response(headers)(scope, receive, send)
             return
         CLIENT.set(self._authenticate(scope, headers))
+        # The tasks of a connection's later requests may inherit this context.
+        PLAYBACK.set(None)
         with self._admission.admit(scope["method"]):
             await self._route(scope, receive, send)
 
@@ -212,9 +215,10 @@ class Guard:
             raise Unauthenticated(
                 "This server requires an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
             )
-        if not sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys):
+        equal = [key for form, key in self._keys if hmac.compare_digest(given.encode("latin-1"), form)]
+        if not equal:
             raise Unauthenticated("Incorrect API key provided: it is not one of this server's.")
-        return f"key {given}"
+        return f"key {equal[0]}"
 
     def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
         """Return True for an origin whose name is configured, or equal to the requested host.
@@ -287,7 +291,7 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 def _preflight_response(headers: Headers) -> Response:
     allowed = {
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": headers.get("access-control-request-headers", "content-type"),
         "access-control-max-age": "600",
     }

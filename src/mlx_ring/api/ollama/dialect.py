@@ -1,4 +1,4 @@
-"""Ollama's API as a dialect, and its chat and generate routes."""
+"""Ollama's API as a dialect, and its routes for chats, generated text and embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Tag
 from starlette.requests import Request
 from starlette.routing import Router
 
@@ -19,13 +19,15 @@ from mlx_ring.api.chat.reader import ReadingRules
 from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect, ErrorInfo
-from mlx_ring.api.ollama import embed, models
+from mlx_ring.api.ollama import models
 from mlx_ring.api.ollama.request import (
     CommonFields,
     Images,
     KeepAlive,
     Message,
     OfferedTool,
+    Options,
+    check_context,
     find_model,
     read_format,
     read_sampling,
@@ -33,7 +35,16 @@ from mlx_ring.api.ollama.request import (
     template_messages,
     unloads_at_once,
 )
-from mlx_ring.api.ollama.schemas import CHAT, GENERATE, OllamaChat, OllamaGenerated
+from mlx_ring.api.ollama.schemas import (
+    CHAT,
+    EMBED,
+    EMBEDDINGS,
+    GENERATE,
+    OllamaChat,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    OllamaGenerated,
+)
 from mlx_ring.api.ollama.writer import (
     LineWriter,
     PieceMaker,
@@ -43,13 +54,15 @@ from mlx_ring.api.ollama.writer import (
     generate_piece,
     json_line,
 )
+from mlx_ring.api.openai.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai.messages import check_names
+from mlx_ring.api.openai.sampling import STRINGS
 from mlx_ring.api.openai.token_text import TokenTexts
 from mlx_ring.api.openapi import JsonObject, documented_post
 from mlx_ring.api.ops.models import check_manager
-from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
+from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, convert
 from mlx_ring.api.service import Answering, ModelService
-from mlx_ring.api.streaming import JsonStream, while_connected
+from mlx_ring.api.streaming import JsonAnswer, JsonStream, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
@@ -225,10 +238,109 @@ def _error_body(info: ErrorInfo, _: str) -> OllamaError:
     return {"error": info.message}
 
 
+_MOST_TEXTS = 2048
+
+Texts = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[str], Field(max_length=_MOST_TEXTS), Tag("many")],
+    STRINGS,
+]
+
+
+class EmbedRequest(Body):
+    model: str | None = None
+    input: Texts
+    truncate: bool | None = None
+    """True, the default, to truncate texts that are longer than the context."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    options: Options | None = None
+    """Options. Only `num_ctx` affects an embedding."""
+    keep_alive: KeepAlive | None = None
+
+
+class EmbeddingsRequest(Body):
+    model: str | None = None
+    prompt: str
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+
+
+def embedding_routes(context: ApiContext) -> Router:
+    router = Router()
+
+    async def embed_texts(request: Request) -> JsonAnswer[OllamaEmbeddings]:
+        watch = Stopwatch()
+        fields = await context.read(request, EmbedRequest)
+        service = find_model(context, fields.model)
+        check_context(fields.options, service)
+        texts = [fields.input] if isinstance(fields.input, str) else fields.input
+        cuts = fields.truncate is not False
+        work = _embed(context, service, texts, watch, dimensions=fields.dimensions, cuts=cuts)
+        made = await while_connected(request.receive, work)
+        answer: OllamaEmbeddings = {
+            "embeddings": [],
+            "model": fields.model or service.model_id,
+            "prompt_eval_count": sum(embedding.tokens for embedding in made),
+            **watch.durations(),
+        }
+        return JsonAnswer(answer, first_list=await written(made, lambda _, vector: b"[%s]" % floats(vector)))
+
+    async def embed_prompt(request: Request) -> OllamaEmbedding:
+        fields = await context.read(request, EmbeddingsRequest)
+        service = find_model(context, fields.model)
+        check_context(fields.options, service)
+        work = _embed(context, service, [fields.prompt], Stopwatch(), dimensions=None, cuts=True)
+        (made,) = await while_connected(request.receive, work)
+        return {"embedding": made.vector.tolist()}
+
+    documented_post(router, "/api/embed", embed_texts, EmbedRequest, EMBED)
+    documented_post(router, "/api/embeddings", embed_prompt, EmbeddingsRequest, EMBEDDINGS)
+    return router
+
+
+async def _embed(
+    context: ApiContext,
+    service: ModelService,
+    given: Sequence[str],
+    watch: Stopwatch,
+    *,
+    dimensions: int | None,
+    cuts: bool,
+) -> list[Embedding]:
+    require_embeddings(service, dimensions)
+    engine = await context.answering(service)
+    watch.loaded()
+    texts = [
+        Text(await _tokens(context, service, text, place, cuts=cuts), f"input[{place}]")
+        for place, text in enumerate(given)
+    ]
+    request_id = f"embd-{secrets.token_hex(12)}"
+    return await embed(engine, service, texts, request_id=request_id, dimensions=dimensions)
+
+
+async def _tokens(
+    context: ApiContext, service: ModelService, text: str, place: int, *, cuts: bool
+) -> tuple[int, ...]:
+    ends_with_eos = service.pooling.ends_with_eos
+    param = None if cuts else f"input[{place}]"
+    tokens = await context.prompts.encode_whole(service, text, ends_with_eos=ends_with_eos, param=param)
+    most = service.context_length
+    if len(tokens) <= most:
+        return tokens
+    if not cuts:
+        raise RequestError(
+            f"'input[{place}]' has {len(tokens)} tokens, but the context has {most}: shorten it, or leave out "
+            "'truncate': false.",
+            param=f"input[{place}]",
+        )
+    # A model that requires EOS at the end pools it there.
+    ends = tokens[-1] == service.tokenizer.eos_token_id
+    return (*tokens[: most - 1], tokens[-1]) if ends else tokens[:most]
+
+
 OLLAMA: Dialect[ApiContext, OllamaError] = Dialect(
     name="Ollama",
     prefixes=("/api",),
-    routes=(routes, embed.routes, models.routes),
+    routes=(routes, embedding_routes, models.routes),
     error_body=_error_body,
     error_schema=OllamaError,
     stream_failure=json_line,

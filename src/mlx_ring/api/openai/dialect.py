@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect, ErrorInfo, ErrorNumbers, event
-from mlx_ring.api.openai import chat, completions, embeddings, models, tokenize
+from mlx_ring.api.openai import chat, completions, embeddings, models
 from mlx_ring.api.openai.responses import route as responses
 from mlx_ring.api.openapi import JsonObject
 
@@ -43,7 +43,7 @@ OPENAI: Dialect[ApiContext, OpenAiError] = Dialect(
         responses.routes,
         responses.kept_routes,
         embeddings.routes,
-        tokenize.routes,
+        models.tokenizer_routes,
         models.routes,
     ),
     error_body=_error_body,

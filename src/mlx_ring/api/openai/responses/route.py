@@ -59,6 +59,7 @@ from mlx_ring.api.streaming import (
     StreamFormat,
     json_endpoint,
     new_id,
+    start_in_time,
     time_created,
 )
 from mlx_ring.core.errors import NotReady, RequestError, RingError
@@ -84,15 +85,18 @@ def routes(context: ApiContext) -> Router:
             return {**response, "status": playback.unfinished}
         format_ = context.formats[service.tokenizer]
         conversation = await convert(request, lambda: conversation_of(fields, format_))
-        engine = await context.answering(service)
         chat = await prepare_chat(context, service, conversation, [sampling], request_id=response["id"])
+        begins = bool(fields.background) and playback is not None and playback.is_first
+        if begins and service.state in ("unloaded", "loading"):
+            queued = await context.kept.queue_alone(request, chat.requests, streams=bool(fields.stream))
+            return cast("JsonStream[ResponseEvent]", queued)
+        engine = await context.answering(service)
         writer = ResponseWriter(
             response,
             seals_reasoning=fields.seals_reasoning,
             namespaces=fields.namespaces,
         )
         stream = ResponseStream(writer, TokenTexts(service.tokenizer))
-        begins = bool(fields.background) and playback is not None and playback.is_first
         if fields.stream or begins:
             events = stream_chat(
                 engine, chat, stream, keep_alive_s=context.settings.keep_alive_s, failure=stream.failure
@@ -134,25 +138,22 @@ def kept_routes(context: ApiContext) -> Router:
                 f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
                 param="starting_after",
             )
-        return await context.kept.write_again(
-            request,
-            request.path_params["response_id"],
-            streams=_wants_events(request),
-            after=int(after),
-        )
+        streams = request.state.streams = _wants_events(request)
+        id_ = request.path_params["response_id"]
+        return await context.kept.write_again(request, id_, streams=streams, after=int(after))
 
     async def cancel(request: Request) -> Response:
         id_ = request.path_params["response_id"]
-        await context.kept.cancel(id_)
+        await context.kept.cancel(request, id_)
         return await context.kept.write_again(request, id_, streams=False)
 
     async def delete(request: Request) -> ResponseDeleted:
         id_ = request.path_params["response_id"]
-        await context.kept.delete(id_)
+        await context.kept.delete(request, id_)
         return {"id": id_, "object": "response", "deleted": True}
 
     for path in ("/v1/responses/{response_id}", "/responses/{response_id}"):
-        documented_get(router, path, retrieve, KEPT_RESPONSE)
+        documented_get(router, path, start_in_time(retrieve), KEPT_RESPONSE)
         router.routes.append(ApiRoute(path, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
         router.routes.append(ApiRoute(f"{path}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
     return router

@@ -77,22 +77,23 @@ export async function request(path, { body, signal, accept = "application/json",
  * @param {Response} response
  * @param {() => void} [onBytes] called for every chunk, comments included
  * @param {boolean} [withComments] whether comments are events too, named "comment"
- * @returns {AsyncGenerator<{ event: string, data: string, id: string }>} id: empty if the server gives none
+ * @returns {AsyncGenerator<{ event: string, data: string, id: string | null }>} id: null if the server gives none;
+ *   empty if there is no way back to the event
  */
 export async function* readEvents(response, onBytes, withComments = false) {
   /** @type {string[]} */
   let data = [];
-  let [event, id] = ["message", ""];
+  let event = "message";
+  let id = /** @type {string | null} */ (null);
   for await (const line of readPieces(response, "\n", onBytes)) {
     if (line.startsWith(":")) {
-      if (withComments) yield { event: "comment", data: line.slice(1).trim(), id: "" };
+      if (withComments) yield { event: "comment", data: line.slice(1).trim(), id: null };
     } else if (line.startsWith("event:")) event = line.slice(6).trim();
     else if (line.startsWith("id:")) id = line.slice(3).trim();
     else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
     else if (!line) {
       if (data.length) yield { event, data: data.join("\n"), id };
-      data = [];
-      [event, id] = ["message", ""];
+      [data, event, id] = [[], "message", null];
     }
   }
 }

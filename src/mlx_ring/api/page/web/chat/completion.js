@@ -77,7 +77,7 @@ async function* readStream(body, signal, tryEveryMs) {
       const options = { body, signal, accept: "text/event-stream", lastEventId };
       for await (const each of readEvents(await request("v1/chat/completions", options), undefined, true)) {
         if (each.data === "[DONE]") return;
-        lastEventId = each.id || lastEventId;
+        lastEventId = each.id ?? lastEventId;
         lastAt = performance.now();
         yield each;
       }
@@ -85,7 +85,7 @@ async function* readStream(body, signal, tryEveryMs) {
     } catch (error) {
       const passes = error instanceof ApiError && (error.code === "unreachable" || error.status === 503);
       if (!passes || !lastEventId || performance.now() - lastAt > GIVE_UP_MS) throw error;
-      yield { event: "comment", data: "resuming", id: "" };
+      yield { event: "comment", data: "resuming", id: null };
       await pause(tryEveryMs, signal);
     }
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.api.recordings import by_token, decode_delta, encode_delta
+from mlx_ring.api.kept_answers import by_token, decode_delta, encode_delta
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import TokenLogprob
 

@@ -1,0 +1,199 @@
+"""Values of the journal, and their encoding: a kept request, the deltas of its answer, and its end."""
+
+from __future__ import annotations
+
+import array
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mlx_ring.core.generation import Delta, RequestTimings
+from mlx_ring.core.types import TokenLogprob
+
+EndKind = Literal["completed", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End of an answer."""
+
+    kind: EndKind
+    at: int
+    """Unix seconds."""
+    error: str = ""
+    """Name of the error's class, if it failed."""
+    message: str = ""
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRequest:
+    """HTTP request whose answer is kept."""
+
+    id: str
+    """Id of its answer, which clients know."""
+    owner: str
+    """Digest of the API key that sent it; empty without one."""
+    path: str
+    created: int
+    """Unix seconds."""
+    random: bytes
+    """Source of the answer's ids and of seeds that the request leaves open."""
+    runs_alone: bool
+    """True if the answer is computed whether or not a client reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """Kept request, with its answer so far."""
+
+    number: int
+    """Number in the database; 0 if it is not there yet."""
+    request: KeptRequest
+    prompts: tuple[tuple[int, ...], ...]
+    deltas: tuple[bytes, ...]
+    end: End | None
+    """None: it has not ended, but may be interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Contents of the journal."""
+
+    bytes: int
+    answers: int
+    ended: int
+
+
+# ---- deltas
+
+_Scored = list[Any]
+
+
+def encode_delta(index: int, delta: Delta) -> bytes:
+    """Encode a delta of the sequence with that index. A prompt's vector is left out, because chats have none."""
+    timings = delta.timings
+    values: list[object] = [
+        *(index, delta.token_ids, delta.pieces, delta.prompt_tokens, delta.completion_tokens),
+        *(delta.cached_tokens, delta.finish_reason, delta.stop_match),
+        list(map(_encode_logprob, delta.logprobs)),
+        None if delta.prompt_logprobs is None else list(map(_encode_logprob, delta.prompt_logprobs)),
+        None if timings is None else (timings.queue_s, timings.prefill_s, timings.decode_s),
+    ]
+    while not values[-1]:
+        values.pop()
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def decode_delta(data: bytes) -> tuple[int, Delta]:
+    """Return the index and the delta that `encode_delta` encoded."""
+    values: list[Any] = json.loads(data)
+    values += [None] * (11 - len(values))
+    index, tokens, pieces, prompt, completion, cached, reason, stop_match, logprobs, scored, timings = values
+    return index or 0, Delta(
+        text="".join(pieces or ()),
+        token_ids=tuple(tokens or ()),
+        logprobs=tuple(_decode_logprob(each) for each in logprobs or ()),
+        prompt_tokens=prompt or 0,
+        completion_tokens=completion or 0,
+        cached_tokens=cached or 0,
+        finish_reason=reason,
+        stop_match=stop_match,
+        prompt_logprobs=None if scored is None else tuple(map(_decode_scored, scored)),
+        timings=None if timings is None else RequestTimings(*timings),
+        pieces=tuple(pieces or ()),
+    )
+
+
+def _encode_logprob(scored: TokenLogprob | None) -> _Scored | None:
+    return None if scored is None else [scored.token, scored.logprob, scored.top]
+
+
+def _decode_logprob(scored: _Scored) -> TokenLogprob:
+    token, logprob, top = scored
+    return TokenLogprob(token, logprob, tuple((other, score) for other, score in top))
+
+
+def _decode_scored(scored: _Scored | None) -> TokenLogprob | None:
+    return None if scored is None else _decode_logprob(scored)
+
+
+def by_token(delta: Delta) -> Iterator[Delta]:
+    """Yield a delta as one for each of its tokens. Only the last has its end."""
+    last = len(delta.token_ids) - 1
+    if last < 1:
+        yield delta
+        return
+    for place, token in enumerate(delta.token_ids):
+        is_last = place == last
+        pieces = delta.pieces[place:] if is_last else delta.pieces[place : place + 1]
+        yield replace(
+            delta,
+            text="".join(pieces),
+            token_ids=(token,),
+            logprobs=delta.logprobs[place : place + 1],
+            completion_tokens=delta.completion_tokens - last + place,
+            finish_reason=delta.finish_reason if is_last else None,
+            stop_match=delta.stop_match if is_last else None,
+            prompt_logprobs=delta.prompt_logprobs if place == 0 else None,
+            timings=delta.timings if is_last else None,
+            pieces=pieces,
+        )
+
+
+# ---- on the disk
+
+
+def join_deltas(deltas: Iterable[bytes]) -> bytes:
+    """Return deltas as one value: a line for each, with its checksum."""
+    return b"".join(b"%b\n" % checked(delta) for delta in deltas)
+
+
+def checked(delta: bytes) -> bytes:
+    """Return a delta behind its checksum."""
+    return b"%08x%b" % (zlib.crc32(delta), delta)
+
+
+def whole_deltas(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the deltas of lines up to the first damaged one."""
+    for line in lines:
+        if checked(line[8:]) != line:
+            return
+        yield line[8:]
+
+
+def checksum_of(request: KeptRequest, body: bytes, prompts: bytes) -> int:
+    """Return the checksum of a request, the JSON of its body and its encoded prompts."""
+    parts = (request.id, request.owner, request.path, request.created, request.random, request.runs_alone)
+    return zlib.crc32(prompts, zlib.crc32(body, zlib.crc32(repr(parts).encode())))
+
+
+def encode_prompts(prompts: Iterable[Sequence[int]]) -> bytes:
+    """Encode prompts as int32: the number of each one's tokens, then the tokens. A repeated prompt is a -1."""
+    encoded, last = array.array("i"), None
+    for prompt in prompts:
+        if prompt == last:
+            encoded.append(-1)
+        else:
+            encoded.append(len(prompt))
+            encoded.extend(prompt)
+        last = prompt
+    return encoded.tobytes()
+
+
+def decode_prompts(data: bytes) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts that `encode_prompts` encoded."""
+    encoded = array.array("i")
+    encoded.frombytes(data)
+    prompts: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(encoded):
+        length, at = encoded[at], at + 1
+        if length < 0:
+            prompts.append(prompts[-1])
+        else:
+            prompts.append(tuple(encoded[at : at + length]))
+            at += length
+    return tuple(prompts)
