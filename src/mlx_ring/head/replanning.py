@@ -52,6 +52,8 @@ class _Watched:
     instance: str = ""
     granted: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
     """Grants of each machine when the instance was loaded, or when there was no better split."""
+    last: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
+    """The same at the last look."""
     times: StepTimes = field(default_factory=StepTimes)
     basis: object = None
     """Facts on which the last comparison depends."""
@@ -114,10 +116,14 @@ class Replanning:
         if watched.instance != service.info.name:
             watched.forget()
             planned = _planned_nodes(service, machines)
+            # The plan counted the shares of about the last look. Others are a change.
             watched.granted = {
-                name: each for name, each in granted.items() if planned is None or name in planned
+                name: each._replace(speed_share=watched.last.get(name, Granted(0, 1.0)).speed_share)
+                for name, each in granted.items()
+                if planned is None or name in planned
             }
             watched.instance = service.info.name
+        watched.last = granted
         basis = now.loaded, _known(now.cluster), _known(now.beside), dict(now.cluster.links), now.refusal
         if basis != watched.basis:
             watched.found, watched.basis = await self._compare(hosted, now), basis
