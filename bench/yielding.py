@@ -3,7 +3,7 @@
     python bench/yielding.py [MODEL] [--streams 4] [--loops 2] [--seconds 20]
 
 Loops of another program start while the model answers. The table has the cores that the loops get, the tokens per second of
-all streams, and after how long the workers gave way. Both servers run one after the other.
+all streams, and after how long the workers yielded. Both servers run one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
-from tests.processes import Server, give_profile, serving
-
 from bench.replan import Streams
+from tests.processes import Server, give_profile, serving
 
 _WAIT_S = 60.0
 
@@ -51,16 +50,16 @@ def _measure(server: Server, streams: Streams, loops: int, seconds: float, name:
     alone = streams.pace(seconds)
     with _other_program(loops) as pids:
         began = time.monotonic()
-        gave_way: float | None = None
-        while gave_way is None and time.monotonic() - began < (_WAIT_S if name != "without" else 5.0):
+        yielded: float | None = None
+        while yielded is None and time.monotonic() - began < (_WAIT_S if name != "without" else 5.0):
             time.sleep(0.1)
             if _yielding(server) is not None:
-                gave_way = time.monotonic() - began
+                yielded = time.monotonic() - began
         what = _yielding(server)
         before, start = _cpu_s(pids), time.monotonic()
         pace = streams.pace(seconds)
         cores = (_cpu_s(pids) - before) / (time.monotonic() - start)
-    after = "" if gave_way is None else f", gave way after {gave_way:.1f} s: {what}"
+    after = "" if yielded is None else f", yielded after {yielded:.1f} s: {what}"
     print(
         f"{name:16} loops get {cores:.2f} cores; tokens/s {alone:.1f} alone, {pace:.1f} beside them{after}",
         flush=True,

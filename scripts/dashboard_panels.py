@@ -358,13 +358,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((value("step_time_ratio", ""), "{{node}} {{kind}}"),),
             ),
             Panel(
-                "Machines that give way to their users",
+                "Machines that yield to their users",
                 "percentunit",
                 (
-                    (value("node_gives_way", ""), "{{node}} gives way"),
+                    (value("node_yields", ""), "{{node}} yields"),
                     (value("node_speed_share", ""), "{{node}}, share of its speed"),
                 ),
-                "1 while a node gives way, and the share of its speed that plans count.",
+                "1 while a node yields, and the share of its speed that plans count.",
                 maximum=1.0,
             ),
             Panel(

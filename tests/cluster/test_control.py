@@ -129,7 +129,7 @@ def test_energy_of_a_node_grows_at_the_head(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(run())
 
 
-def test_the_head_knows_while_a_node_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_knows_while_a_node_yields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
 
     async def run() -> None:

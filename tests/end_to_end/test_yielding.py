@@ -1,4 +1,4 @@
-"""Machines that give way to their users while they serve: priority, status, metrics, and a smaller share of the layers."""
+"""Machines that yield to their users while they serve: priority, status, metrics, and a smaller share of the layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass
 class Yielding:
-    """A machine that gives way to its user, whose use of it the test sets."""
+    """A machine that yields to its user, whose use of it the test sets."""
 
     folder: Path
     process: subprocess.Popen[bytes]
@@ -127,20 +127,20 @@ def metric(server: Server, name: str, node: str) -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads Linux's scheduling")
-def test_workers_give_way_while_the_user_works_and_the_head_knows(tmp_path: Path) -> None:
+def test_workers_yield_while_the_user_works_and_the_head_knows(tmp_path: Path) -> None:
     with cluster(tmp_path, 1.0, *FLAGS) as (server, machine):
         text, node = completion(server), other(server)["id"]
         (pid,) = (device["pid"] for device in server.status()["devices"] if device["node"] == node)
         before = scheduling(pid)
         assert other(server)["yielding"] is None
-        assert metric(server, "node_gives_way", node) == 0
+        assert metric(server, "node_yields", node) == 0
 
         machine.use(BUSY)
         state = eventually(lambda: other(server)["yielding"], lambda found: found is not None)
         assert state["reason"] == REASON
         assert bool(state["priority"]) == (scheduling(pid) != before)
         assert state["priority"] or os.getuid() != 0
-        assert metric(server, "node_gives_way", node) == 1
+        assert metric(server, "node_yields", node) == 1
         assert completion(server) == text
 
         eventually(lambda: other(server)["yielding"]["speed_share"], lambda share: share == 0.25)
@@ -150,11 +150,11 @@ def test_workers_give_way_while_the_user_works_and_the_head_knows(tmp_path: Path
         machine.use(IDLE)
         eventually(lambda: other(server)["yielding"], lambda found: found is None)
         assert scheduling(pid) == before
-        assert metric(server, "node_gives_way", node) == 0
+        assert metric(server, "node_yields", node) == 0
         assert metric(server, "node_speed_share", node) == 1
         assert completion(server) == text
         log = machine.log()
-        assert log.count(f"This machine gives way to its user: {REASON}") == 1
+        assert log.count(f"This machine yields to its user: {REASON}") == 1
         assert log.count("The user of this machine has left it") == 1
 
 

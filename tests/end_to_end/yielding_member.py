@@ -14,7 +14,7 @@ from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.folders import node_folder
 from mlx_ring.host.addresses import parse_head_address
 from mlx_ring.host.machine import Use
-from mlx_ring.host.yielding import GivingWay, YieldWatch
+from mlx_ring.host.yielding import YieldDecision, YieldWatch
 from mlx_ring.settings.process_settings import MemberSettings, select_settings
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -50,7 +50,7 @@ def main() -> None:
         state,
         select_settings(MemberSettings, settings, blas_threads=1),
         listen="[::]",
-        make_yields=lambda pids: YieldWatch(pids, use, GivingWay(LASTING_S, LEFT_S), look_s=0.1),
+        make_yields=lambda pids: YieldWatch(pids, use, YieldDecision(LASTING_S, LEFT_S), look_s=0.1),
     )
 
 

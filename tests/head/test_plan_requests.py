@@ -119,7 +119,7 @@ def test_a_measured_cluster_counts_the_head_and_what_other_models_promise(tmp_pa
     assert other.usable_bytes - beside.usable_bytes == pytest.approx(3 * 10**9, abs=2)
 
 
-def test_a_machine_that_gives_way_counts_with_its_share(tmp_path: Path) -> None:
+def test_a_machine_that_yields_counts_with_its_share(tmp_path: Path) -> None:
     settings = load_settings({"state_dir": str(tmp_path)})
 
     def planned(yielding: Yielding | None) -> NodeProfile:

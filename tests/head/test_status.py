@@ -260,7 +260,7 @@ def test_nodes_have_the_energy_of_their_parts_while_they_attend() -> None:
     assert [(used.part, used.joules, used.watts) for used in node.energy] == [("cpu", 4.0, None)]
 
 
-def test_nodes_say_why_they_give_way_while_they_attend() -> None:
+def test_nodes_say_why_they_yield_while_they_attend() -> None:
     busy = Yielding("other programs use 1.6 of 2 cores", 0.25, 1.0, "autogroup nice 10")
     membership = Membership().apply(Joined(replace(member("a"), yielding=busy)))
     (here,) = node_statuses(ClusterView("a", membership), [], VERSIONS, {})

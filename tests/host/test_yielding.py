@@ -1,4 +1,4 @@
-"""Machines that give way to their users: the decision step by step, and the priority of real processes."""
+"""Machines that yield to their users: the decision step by step, and the priority of real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.eventually import eventually, run_tasks_until
 
 from mlx_ring.host.machine import SystemUse, Use, is_own_program, mac_idle_s, stalls
-from mlx_ring.host.yielding import GivingWay, SystemPriority, Yielding, YieldWatch
+from mlx_ring.host.yielding import SystemPriority, YieldDecision, Yielding, YieldWatch
 
 LASTING_S, LEFT_S = 60.0, 120.0
 IDLE, BUSY = Use(2, 0.0), Use(2, 1.6)
@@ -29,7 +29,7 @@ class Machine:
     """Machine that is looked at each second of a clock that only the test turns."""
 
     def __init__(self) -> None:
-        self.decision, self.now_s = GivingWay(LASTING_S, LEFT_S), 0.0
+        self.decision, self.now_s = YieldDecision(LASTING_S, LEFT_S), 0.0
         self.state: Yielding | None = None
 
     def use(self, use: Use, seconds: float = 1.0) -> Yielding | None:
@@ -51,7 +51,7 @@ def test_a_moment_of_load_changes_nothing() -> None:
     assert machine.use(Use(2, 0.4), 100) is None
 
 
-def test_workers_give_way_at_once_and_plans_count_less_later() -> None:
+def test_workers_yield_at_once_and_plans_count_less_later() -> None:
     machine = Machine()
     assert machine.use(BUSY, 2) == Yielding("other programs use 1.6 of 2 cores")
     assert shares(machine.use(BUSY, LASTING_S - 1)) == (1.0, 1.0)
@@ -261,6 +261,8 @@ def test_a_control_group_of_mlx_ring_alone_gets_less_weight(tmp_path: Path) -> N
         assert priority.lower((worker, second)) == "cpu.weight 10"
         assert weight.read_text() == "10"
         assert priority.lower((worker,)) == "cpu.weight 10"
+        assert priority.lower(()) == ""
+        assert weight.read_text() == "10"
         priority.restore()
         assert weight.read_text() == "100"
         # The shell from which it was started is not its own.
@@ -303,7 +305,7 @@ class Uses:
 
 def test_each_change_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     priority, pids = Recorded(), [7]
-    watch = YieldWatch(lambda: pids, Uses(), GivingWay(LASTING_S, LEFT_S), priority)
+    watch = YieldWatch(lambda: pids, Uses(), YieldDecision(LASTING_S, LEFT_S), priority)
     for second in range(500):
         watch.look(BUSY if second < 200 else IDLE, float(second))
         if second == 3:
@@ -312,7 +314,7 @@ def test_each_change_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) ->
     assert (watch.state, priority.lowered) == (None, ())
     busy = "other programs use 1.6 of 2 cores"
     assert [record.message for record in caplog.records] == [
-        f"This machine gives way to its user: {busy} (its workers get less of its cores by autogroup nice 10)",
+        f"This machine yields to its user: {busy} (its workers get less of its cores by autogroup nice 10)",
         f"Plans count 25% of this machine's speed and 100% of its memory, because {busy}",
         "The user of this machine has left it: its workers have their priority again",
     ]

@@ -86,7 +86,7 @@ class Registration:
     """Interfaces on which collectives may reach other machines."""
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     yields: YieldWatch | None = None
-    """Watch of the machine's user; None if it does not give way."""
+    """Watch of the machine's user; None if it does not yield."""
 
 
 async def stay_registered(
@@ -228,7 +228,7 @@ class MemberOptions:
     may_be_away: bool = True
     """True if it leaves before its machine sleeps, and while the battery is low."""
     make_yields: MakeYields = YieldWatch
-    """Makes the watch of the machine's user, if it is to give way."""
+    """Makes the watch of the machine's user, if it is to yield."""
 
 
 def run_member(
@@ -252,7 +252,7 @@ def run_member(
         listen: address to listen on for other machines.
         to_stderr: True to write log lines to stderr too.
         may_be_away: True to leave before the machine sleeps, and while its battery is low.
-        make_yields: makes the watch of the machine's user, if it is to give way.
+        make_yields: makes the watch of the machine's user, if it is to yield.
     """
     configure_logging(
         process="agent",

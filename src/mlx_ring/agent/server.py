@@ -48,7 +48,7 @@ _ROOM = 1.5
 
 
 def yielding_message(watch: YieldWatch | None) -> agent_pb2.Yielding | None:
-    """Return the report of a machine that gives way; None if it does not."""
+    """Return the report of a machine that yields; None if it does not."""
     state = None if watch is None else watch.state
     return None if state is None else agent_pb2.Yielding(**asdict(state))
 
@@ -76,7 +76,7 @@ class AgentService:
             ends_when_empty: True if a Stop of every instance also ends the agent.
             fetched: models that come from other nodes; None if it fetches none.
             awake: hold on this machine's sleep while workers have sequences; None if its head keeps it awake.
-            yields: watch of this machine's user; None if it does not give way.
+            yields: watch of this machine's user; None if it does not yield.
         """
         self._yields = yields
         self._awake = awake or KeepAwake("never")

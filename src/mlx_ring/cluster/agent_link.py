@@ -66,7 +66,7 @@ class AgentLink:
         self.on_answer: Callable[[], object] = bool
         """Callback for the end of that silence."""
         self.yielding: Yielding | None = None
-        """State in the agent's last report if its machine gives way to its user."""
+        """State in the agent's last report if its machine yields to its user."""
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Assignments
@@ -236,7 +236,7 @@ class AgentLink:
 
 
 def yielding_of(said: agent_pb2.AgentEvent | cluster_pb2.AttendRequest) -> Yielding | None:
-    """Return the state in a report of a machine that gives way; shares that are none count as 1."""
+    """Return the state in a report of a machine that yields; shares that are none count as 1."""
     if not said.HasField("yielding"):
         return None
     state = said.yielding

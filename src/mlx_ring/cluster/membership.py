@@ -53,7 +53,7 @@ class Member:
     energy: tuple[PartEnergy, ...] = ()
     """Energy of its parts that count it, since its agent started."""
     yielding: Yielding | None = None
-    """State if it gives way to its user."""
+    """State if it yields to its user."""
 
     def after(self, report: Reported) -> Member:
         """Return the member with the state of a report."""

@@ -1,6 +1,6 @@
 """Proposals of another split of the layers, while a model serves.
 
-Machines join, get slower or faster, have other limits of their memory, or give way to their users. From time to time, the loaded split is compared with
+Machines join, get slower or faster, have other limits of their memory, or yield to their users. From time to time, the loaded split is compared with
 the best one for the machines as they are now.
 """
 

@@ -58,7 +58,7 @@ class ClusterView:
     own_energy: Sequence[PartEnergy] = ()
     """Energy of a single machine without a profile, which is no member."""
     own_yielding: Yielding | None = None
-    """State of such a machine if it gives way to its user."""
+    """State of such a machine if it yields to its user."""
 
 
 _FETCH = "fetch"

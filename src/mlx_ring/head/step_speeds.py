@@ -105,7 +105,7 @@ class StepSpeeds:
         self._now: dict[str, dict[StepKind, _Now]] = {}
         """Ratios outside the bounds, by node. The inner ones are replaced, as plans read them in other threads."""
         self._sessions: dict[str, tuple[int, bool]] = {}
-        """Session of each node, and whether it gives way to its user."""
+        """Session of each node, and whether it yields to its user."""
         self._usual = set[tuple[str, StepKind]]()
         """Nodes and kinds of steps that have had a ratio within the bounds: one far off will pass."""
 
@@ -151,7 +151,7 @@ class StepSpeeds:
         changed = [
             self._note(node, kind, ratio, present[node].profile)
             for (node, kind), ratio in _ratios(instances, are_last=False)
-            # While it gives way, its steps say little about the machine.
+            # While it yields, its steps say little about the machine.
             if node in present and present[node].yielding is None
         ]
         if any(changed):

@@ -1,9 +1,9 @@
-"""Giving way to the user of this machine: what other programs need, when workers give way, and their priority.
+"""Yielding to the user of this machine: what other programs need, when workers yield, and their priority.
 
 An unprivileged process may lower its nice value, but not raise it again (setpriority(2)). With `RLIMIT_NICE` at 0, as it
 usually is, it may not leave `SCHED_IDLE` either: Linux 6.18 refused both to a user other than root. Besides, neither counts
 between sessions where Linux groups processes by session (sched(7), "The autogroup feature"): beside a loop of another
-session, a worker with nice 19 or `SCHED_IDLE` still had half of a core. What can be undone, in the order of preference:
+session, a worker with nice 19 or `SCHED_IDLE` still had half of a core. These can be undone, in the order of preference:
 
 - the nice value of the session's autogroup (`/proc/PID/autogroup`), which may be raised up to 0 again. Each worker leads a
   session of its own. It counts for processes in the root control group of the CPU, as without systemd's CPU controller.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Yielding:
-    """State of a machine that gives way."""
+    """State of a machine that yields."""
 
     reason: str
     """Such as "other programs use 1.6 of 2 cores"."""
@@ -52,7 +52,7 @@ class Yielding:
 
 
 _BUSY_CORES, _STILL_BUSY_CORES = 0.5, 0.25
-"""Cores that other programs use from which workers give way, and from which they continue to."""
+"""Cores that other programs use from which workers yield, and from which they continue to."""
 _LOOKS = 2
 """Readings in a row that must be so."""
 _PRESENT_S = 60.0
@@ -87,10 +87,10 @@ class _Held:
         return self.is_on
 
 
-class GivingWay:
-    """Decision when and how far a machine gives way. Pure.
+class YieldDecision:
+    """Decision when and how far a machine yields. Pure.
 
-    Its workers give way at once, and until its user has left for a while. Plans count a smaller share once that has lasted.
+    Its workers yield at once, and until its user has left for a while. Plans count a smaller share once that has lasted.
     Shares fall and rise only after they have been so for a while, so that conditions that come and go change little.
     """
 
@@ -117,7 +117,7 @@ class GivingWay:
         self._memory_short = _Held(self._lasting_s, self._left_s)
 
     def look(self, use: Use, now_s: float) -> Yielding | None:
-        """Take note of the use; return the state, or None if the machine does not give way.
+        """Take note of the use; return the state, or None if the machine does not yield.
 
         Args:
             use: the use since the last look.
@@ -201,12 +201,13 @@ class SystemPriority:
         self._root = root
         self._lowered: dict[int, tuple[str, Callable[[], None]]] = {}
         """Means for each process, and the function that undoes it."""
+        self._group: tuple[Path, str] | None = None
+        """File of the control group's weight, and its former content, while it is lowered."""
 
     def lower(self, pids: Collection[int]) -> str:
         """Lower the priority of those processes that have not got it yet; return by what, or an empty text."""
-        for gone in self._lowered.keys() - set(pids):
-            _, undo = self._lowered.pop(gone)
-            undo()
+        for ended in self._lowered.keys() - set(pids):
+            del self._lowered[ended]
         for pid in pids:
             if pid not in self._lowered and (done := self._lower(pid)) is not None:
                 self._lowered[pid] = done
@@ -217,6 +218,10 @@ class SystemPriority:
         lowered, self._lowered = self._lowered, {}
         for _, undo in lowered.values():
             undo()
+        if self._group is not None:
+            file, weight = self._group
+            self._group = None
+            _write(file, weight)
 
     def _lower(self, pid: int) -> tuple[str, Callable[[], None]] | None:
         if sys.platform == "darwin":
@@ -264,12 +269,11 @@ class SystemPriority:
                     own.add(other)
         if pid not in inside or not inside <= own:
             return None
-        before = next((undo for how, undo in self._lowered.values() if how.startswith("cpu.weight")), None)
-        if before is not None:
-            return f"cpu.weight {_WEIGHT}", before
-        weight = file.read_text().strip()
-        file.write_text(str(_WEIGHT))
-        return f"cpu.weight {_WEIGHT}", lambda: _write(file, weight)
+        if self._group is None:
+            weight = file.read_text().strip()
+            file.write_text(str(_WEIGHT))
+            self._group = file, weight
+        return f"cpu.weight {_WEIGHT}", lambda: None
 
 
 def _lower_threads(pid: int) -> tuple[str, Callable[[], None]] | None:
@@ -352,12 +356,12 @@ class YieldWatch:
     """Returns the process ids of the workers."""
     reads: ReadsUse | None = None
     """Reader of the use; None: the system's."""
-    decision: GivingWay = field(default_factory=GivingWay)
+    decision: YieldDecision = field(default_factory=YieldDecision)
     priority: LowersPriority = field(default_factory=SystemPriority)
     look_s: float = _LOOK_S
     """Seconds between two looks."""
     state: Yielding | None = None
-    """State of this machine; None if it does not give way."""
+    """State of this machine; None if it does not yield."""
 
     async def run(self) -> None:
         """Watch until it is cancelled, then restore the priority."""
@@ -389,7 +393,7 @@ class YieldWatch:
         self.state = state = replace(state, priority=self.priority.lower(self.pids()))
         shares = state.speed_share, state.memory_share
         if before is None:
-            log.warning("This machine gives way to its user: %s (%s)", state.reason, _what_is_lower(state))
+            log.warning("This machine yields to its user: %s (%s)", state.reason, _what_is_lower(state))
         elif shares != (before.speed_share, before.memory_share):
             log.warning(
                 "Plans count %.0f%% of this machine's speed and %.0f%% of its memory, because %s",

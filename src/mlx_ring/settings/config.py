@@ -299,7 +299,7 @@ class Settings(PlacementSettings):
     )
     yielding: Switch = setting(
         "off",
-        "Give way while other programs of this machine are busy, it runs on its battery, or its memory is short.",
+        "Yield while other programs of this machine are busy, it runs on its battery, or its memory is short.",
         _PROCESS,
         metavar="MODE",
         switch_on=("--yield-to-user",),

@@ -42,12 +42,12 @@ test("energy per token is named where it is known", () => {
   assert.equal(describeEnergy(/** @type {any} */ ({ joules_per_token: null })), "");
 });
 
-test("a machine that gives way says why, and what plans count of it", () => {
+test("a machine that yields says why, and what plans count of it", () => {
   /** @param {number} speed @param {number} memory @returns {any} */
   const yielding = (speed, memory) => ({ reason: "it is busy", speed_share: speed, memory_share: memory, priority: "" });
-  assert.equal(describeYielding(yielding(1, 1)), "gives way to its user: it is busy");
+  assert.equal(describeYielding(yielding(1, 1)), "yields to its user: it is busy");
   assert.equal(
     describeYielding(yielding(0.25, 0.5)),
-    "gives way to its user: it is busy; plans count 25 % of its speed and 50 % of its memory",
+    "yields to its user: it is busy; plans count 25 % of its speed and 50 % of its memory",
   );
 });

@@ -168,8 +168,8 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
     present = [node for node in nodes if node.state != "gone"]
     yielding = {node.id: node.yielding for node in present if node.yielding is not None}
     yield gauge(
-        "node_gives_way",
-        "1 while a node gives way to its user, else 0.",
+        "node_yields",
+        "1 while a node yields to its user, else 0.",
         ("node",),
         [((node.id,), float(node.id in yielding)) for node in present],
     )

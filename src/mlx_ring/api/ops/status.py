@@ -84,7 +84,7 @@ class EnergyStatus(_Status):
 
 
 class YieldingStatus(_Status):
-    """State of a machine that gives way to its user."""
+    """State of a machine that yields to its user."""
 
     reason: str
     """Such as `other programs use 1.6 of 2 cores`."""
@@ -123,7 +123,7 @@ class NodeStatus(_Status):
     """Parts that count their energy; empty if none does, or if the agent may not read the counters."""
     step_time_ratios: StepTimeRatios = StepTimeRatios()
     yielding: YieldingStatus | None = None
-    """Null if the node does not give way to its user."""
+    """Null if the node does not yield to its user."""
     trusted: list[str]
     """Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing."""
     versions: dict[str, str]

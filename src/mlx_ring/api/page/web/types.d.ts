@@ -395,7 +395,7 @@ export interface NodeStatus {
   /** Parts that count their energy; empty if none does, or if the agent may not read the counters. */
   energy: EnergyStatus[];
   step_time_ratios: StepTimeRatios;
-  /** Null if the node does not give way to its user. */
+  /** Null if the node does not yield to its user. */
   yielding: YieldingStatus | null;
   /** Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing. */
   trusted: string[];
@@ -846,7 +846,7 @@ export interface WhatIfChoices {
   objectives: ("latency" | "throughput" | "first-token" | "memory")[];
 }
 
-/** State of a machine that gives way to its user. */
+/** State of a machine that yields to its user. */
 export interface YieldingStatus {
   /** Such as `other programs use 1.6 of 2 cores`. */
   reason: string;

@@ -203,7 +203,7 @@ export function describePower(energy) {
 }
 
 /**
- * Return why a machine gives way to its user, and what plans count of it.
+ * Return why a machine yields to its user, and what plans count of it.
  * @param {YieldingStatus} yielding
  */
 export function describeYielding({ reason, speed_share: speed, memory_share: memory }) {
@@ -212,7 +212,7 @@ export function describeYielding({ reason, speed_share: speed, memory_share: mem
     memory < 1 && `${figures(100 * memory)} % of its memory`,
   ].filter(Boolean);
   const plans = counted.length ? `; plans count ${counted.join(" and ")}` : "";
-  return `gives way to its user: ${reason}${plans}`;
+  return `yields to its user: ${reason}${plans}`;
 }
 
 /**
