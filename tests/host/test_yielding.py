@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.eventually import eventually, run_tasks_until
+from tests.host.logind import logind
 
 from mlx_ring.host.machine import SystemUse, Use, is_own_program, mac_idle_s, stalls
 from mlx_ring.host.yielding import SystemPriority, YieldDecision, Yielding, YieldWatch
@@ -272,6 +273,27 @@ def test_a_control_group_of_mlx_ring_alone_gets_less_weight(tmp_path: Path) -> N
         priority.restore()
 
 
+def test_systemd_is_asked_for_a_control_group_where_other_programs_share_it(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    group = root / "sys/fs/cgroup/app.slice"
+    inside = group / "cgroup.procs"
+    with logind(tmp_path) as system:
+        priority = SystemPriority(root, system.address)
+        inside.write_text(f"1\n{os.getpid()}\n")
+        priority.prepare()
+        assert not system.units
+        (group / "cpu.weight").write_text("100")
+        inside.write_text(f"{os.getpid()}\n")
+        priority.prepare()
+        assert not system.units
+        inside.write_text(f"1\n{os.getpid()}\n")
+        priority.prepare()
+        ((name, mode, properties, others),) = system.units
+        assert (name, mode, others) == (f"mlx-ring-{os.getpid()}.scope", "fail", [])
+        assert dict(properties) == {"PIDs": ("au", [os.getpid()]), "CPUWeight": ("t", 100)}
+    priority.prepare()
+
+
 # ---- the watch
 
 
@@ -280,6 +302,9 @@ class Recorded:
 
     def __init__(self) -> None:
         self.lowered: Collection[int] = ()
+
+    def prepare(self) -> None:
+        """Need nothing."""
 
     def lower(self, pids: Collection[int]) -> str:
         self.lowered = pids

@@ -7,7 +7,8 @@ session, a worker with nice 19 or `SCHED_IDLE` still had half of a core. These c
 
 - the nice value of the session's autogroup (`/proc/PID/autogroup`), which may be raised up to 0 again. Each worker leads a
   session of its own. It counts for processes in the root control group of the CPU, as without systemd's CPU controller.
-- `cpu.weight` of the control group, where the user may write it and only mlx-ring is in it, as in a service of systemd.
+- `cpu.weight` of the control group, where the user may write it and only mlx-ring is in it, as in a service of the user's
+  systemd. Elsewhere the user's systemd is asked for such a group. This has not been run with systemd.
 - the nice value of each thread, for root or with `RLIMIT_NICE`.
 - macOS: the background state of a process (`PRIO_DARWIN_BG` of setpriority(2)), which its owner may end.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import psutil
 
@@ -177,12 +178,18 @@ _WEIGHT = 10
 _DARWIN_PROCESS, _DARWIN_BACKGROUND = 4, 0x1000
 """`PRIO_DARWIN_PROCESS` and `PRIO_DARWIN_BG` of setpriority(2)."""
 _WHOLE_NICE_RANGE = 20
+_ASK_S = 5.0
+"""Time for systemd to answer."""
 _WRITE_TRIES, _WRITE_PAUSE_S = 5, 0.11
 """Linux takes ten nice values of autogroups a second."""
 
 
 class LowersPriority(Protocol):
     """Means by which processes get a lower priority, which can be undone."""
+
+    def prepare(self) -> None:
+        """Make it possible, before there are processes. May take a moment."""
+        ...
 
     def lower(self, pids: Collection[int]) -> str:
         """Lower the priority of those processes that have not got it yet; return by what, or an empty text."""
@@ -196,13 +203,21 @@ class LowersPriority(Protocol):
 class SystemPriority:
     """Priority as this operating system lowers it. It blocks for some tenths of a second with many processes."""
 
-    def __init__(self, root: Path = ROOT) -> None:
-        """Start with nothing lowered; `root` is that of the file system."""
-        self._root = root
+    def __init__(self, root: Path = ROOT, bus: str = "SESSION") -> None:
+        """Start with nothing lowered; `root` is that of the file system, `bus` the D-Bus of the user's systemd."""
+        self._root, self._bus = root, bus
         self._lowered: dict[int, tuple[str, Callable[[], None]]] = {}
         """Means for each process, and the function that undoes it."""
         self._group: tuple[Path, str] | None = None
         """File of the control group's weight, and its former content, while it is lowered."""
+
+    def prepare(self) -> None:
+        """Ask the user's systemd for a control group of this process, if it shares one with other programs."""
+        if sys.platform == "linux" and self._weight_file() is not None and not self._is_alone(os.getpid()):
+            try:
+                _ask_for_scope(self._bus)
+            except Exception as error:  # noqa: BLE001 - systems differ in what they lack
+                log.debug("This process stays in its control group: %s", error)
 
     def lower(self, pids: Collection[int]) -> str:
         """Lower the priority of those processes that have not got it yet; return by what, or an empty text."""
@@ -257,8 +272,19 @@ class SystemPriority:
     def _lower_control_group(self, pid: int) -> tuple[str, Callable[[], None]] | None:
         """Lower the weight of the control group, if only processes of mlx-ring are in it."""
         file = self._weight_file()
-        if file is None or not os.access(file, os.W_OK):
+        if file is None or not os.access(file, os.W_OK) or not self._is_alone(pid):
             return None
+        if self._group is None:
+            weight = file.read_text().strip()
+            file.write_text(str(_WEIGHT))
+            self._group = file, weight
+        return f"cpu.weight {_WEIGHT}", lambda: None
+
+    def _is_alone(self, pid: int) -> bool:
+        """Report whether only processes of mlx-ring are in the control group with the nearest weight, and that one is."""
+        file = self._weight_file()
+        if file is None:
+            return False
         inside = {
             int(line) for held in file.parent.rglob("cgroup.procs") for line in held.read_text().split()
         }
@@ -267,13 +293,23 @@ class SystemPriority:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if is_own(psutil.Process(other), own):
                     own.add(other)
-        if pid not in inside or not inside <= own:
-            return None
-        if self._group is None:
-            weight = file.read_text().strip()
-            file.write_text(str(_WEIGHT))
-            self._group = file, weight
-        return f"cpu.weight {_WEIGHT}", lambda: None
+        return pid in inside and inside <= own
+
+
+def _ask_for_scope(bus: str) -> None:
+    """Ask systemd for a control group with this process (`StartTransientUnit` of org.freedesktop.systemd1(5))."""
+    from jeepney import DBusAddress, MessageType, new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
+    from jeepney.io.blocking import open_dbus_connection
+
+    name = "org.freedesktop.systemd1"
+    manager = DBusAddress(f"/{name.replace('.', '/')}", name, f"{name}.Manager")
+    properties: list[object] = [("PIDs", ("au", [os.getpid()])), ("CPUWeight", ("t", 100))]
+    unit = (f"mlx-ring-{os.getpid()}.scope", "fail", properties, list[object]())
+    with contextlib.closing(open_dbus_connection(bus)) as connection:
+        call = new_method_call(manager, "StartTransientUnit", "ssa(sv)a(sa(sv))", unit)
+        reply = connection.send_and_get_reply(call, timeout=_ASK_S)
+    if reply.header.message_type == MessageType.error:
+        raise RuntimeError(str(cast("object", reply.body)))
 
 
 def _lower_threads(pid: int) -> tuple[str, Callable[[], None]] | None:
@@ -366,6 +402,7 @@ class YieldWatch:
     async def run(self) -> None:
         """Watch until it is cancelled, then restore the priority."""
         try:
+            await asyncio.to_thread(self.priority.prepare)
             reads = self.reads or await asyncio.to_thread(SystemUse)
             while True:
                 await asyncio.sleep(self.look_s)
