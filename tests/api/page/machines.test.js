@@ -44,7 +44,12 @@ test("energy per token is named where it is known", () => {
 
 test("a machine that yields says why, and what plans count of it", () => {
   /** @param {number} speed @param {number} memory @returns {any} */
-  const yielding = (speed, memory) => ({ reason: "it is busy", speed_share: speed, memory_share: memory, priority: "" });
+  const yielding = (speed, memory) => ({
+    reason: "it is busy",
+    speed_share: speed,
+    memory_share: memory,
+    priority: "",
+  });
   assert.equal(describeYielding(yielding(1, 1)), "yields to its user: it is busy");
   assert.equal(
     describeYielding(yielding(0.25, 0.5)),
