@@ -372,6 +372,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((value("step_time_ratio", ""), "{{node}} {{kind}}"),),
             ),
             Panel(
+                "Machines that yield to their users",
+                "percentunit",
+                (
+                    (value("node_yields", ""), "{{node}} yields"),
+                    (value("node_speed_share", ""), "{{node}}, share of its speed"),
+                ),
+                "1 while a node yields, and the share of its speed that plans count.",
+                maximum=1.0,
+            ),
+            Panel(
                 "Power",
                 "watt",
                 ((value("node_power_watts", ""), "{{node}} {{part}}"),),

@@ -106,7 +106,9 @@ def _split_as_systemd(line: str) -> list[str]:
 
 def test_a_unit_restarts_logs_to_the_journal_and_lets_the_program_end_its_children() -> None:
     agent, head = lines_of(JOIN), lines_of(replace(JOIN, arguments=("serve", "demo")))
-    assert {"Restart=always", "StandardOutput=journal", "OOMPolicy=continue"} <= set(agent) & set(head)
+    assert {"Restart=always", "StandardOutput=journal", "OOMPolicy=continue", "CPUWeight=100"} <= set(
+        agent
+    ) & set(head)
     assert "KillMode=mixed" in agent
     assert "KillMode=process" in head
 

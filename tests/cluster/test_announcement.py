@@ -21,15 +21,14 @@ import pytest
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import MLX_RING
 
-from mlx_ring.agent.find_heads import find_heads
-from mlx_ring.cluster.announcement import announcing
+from mlx_ring.cluster.announcement import announcing, find_heads
 from mlx_ring.host.head_announcement import FoundHead, HeadAnnouncement
 from mlx_ring.host.interfaces import LanAddress
 
 LOOPBACK = (LanAddress("lo", 1, "127.0.0.1", "wired"),)
 ANNOUNCE = """
 import asyncio, sys
-from mlx_ring.cluster.announcement import announcing
+from mlx_ring.cluster.announcement import announcing, find_heads
 from mlx_ring.host.head_announcement import FoundHead, HeadAnnouncement
 
 async def announce():

@@ -21,6 +21,7 @@ from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.leaving import Leave
 from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
+from mlx_ring.cluster.agent_link import yielding_of
 from mlx_ring.cluster.control import Control, energy_of, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.members import Members
@@ -28,6 +29,7 @@ from mlx_ring.core.errors import PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
+from mlx_ring.host.yielding import Yielding, YieldWatch
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
@@ -125,6 +127,34 @@ def test_energy_of_a_node_grows_at_the_head(tmp_path: Path, monkeypatch: pytest.
                 assert (member.energy[0].watts or 0.0) > 0.0
 
     asyncio.run(run())
+
+
+def test_the_head_knows_while_a_node_yields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            watch = YieldWatch(tuple)
+            async with attending(head, control, tmp_path / "a", yields=watch), asyncio.timeout(WAIT_S):
+                await control.wait_for(1)
+                changed = asyncio.Event()
+                with control.watching(lambda _event: changed.set()):
+                    for state in (None, Yielding("it is busy", 0.5, 1.0, "nice 10"), None):
+                        watch.state = state
+                        while next(iter(control.membership.members.values())).yielding != state:
+                            await changed.wait()
+                            changed.clear()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("share", [-1.0, 0.0, 1.5, math.nan])
+def test_shares_that_are_none_count_as_the_whole(share: float) -> None:
+    said = first_message()
+    assert yielding_of(said) is None
+    said.yielding.reason, said.yielding.speed_share, said.yielding.memory_share = "it is busy", share, 0.5
+    assert yielding_of(said) == Yielding("it is busy", 1.0, 0.5)
 
 
 @pytest.mark.parametrize("joules", [-1.0, math.nan, math.inf])

@@ -12,6 +12,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.plan_requests import measured_cluster, plan_request_for, proportional_stages
 from mlx_ring.head.status import ClusterView
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -116,3 +117,19 @@ def test_a_measured_cluster_counts_the_head_and_what_other_models_promise(tmp_pa
     assert own.process_bytes > other.process_bytes == 10**9, "the head's own process"
     _, beside = measured_cluster(settings, view, {}, {"n1": 3 * 10**9}).nodes
     assert other.usable_bytes - beside.usable_bytes == pytest.approx(3 * 10**9, abs=2)
+
+
+def test_a_machine_that_yields_counts_with_its_share(tmp_path: Path) -> None:
+    settings = load_settings({"state_dir": str(tmp_path)})
+
+    def planned(yielding: Yielding | None) -> NodeProfile:
+        member = Member("n-1", "n", "", 0, "", made_up_profile(), 0.5, 1, yielding=yielding)
+        view = ClusterView("n-1", Membership({"n-1": member}))
+        (node,) = measured_cluster(settings, view, {}, {"n-1": 1 << 20}).nodes
+        return node
+
+    whole, half = planned(None), planned(Yielding("it is busy", 0.25, 0.5))
+    assert (whole.speed_share, half.speed_share) == (1.0, 0.25)
+    assert (half.ratios.decode, half.ratios.prefill) == (4.0, 4.0)
+    taken = (1 << 20) / 0.5
+    assert half.memory_bytes == (whole.memory_bytes + taken) / 2 - taken

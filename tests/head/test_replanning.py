@@ -168,6 +168,97 @@ def test_a_model_that_would_pause_asks() -> None:
     asyncio.run(run())
 
 
+def yielding_to(share: float) -> ClusterProfile:
+    """Return two equal machines of which the second one's user leaves it a share of its speed."""
+    first, second = machines(1, 1 / share).nodes
+    return cluster_of(first, replace(second, speed_share=share))
+
+
+def layers_of(head: Head) -> list[int]:
+    return [len(span) for span, _ in head.loaded]
+
+
+def test_a_machine_that_yields_gets_fewer_layers_and_has_them_back_afterwards() -> None:
+    """Let no steps be measured, because nobody asks while the user works."""
+
+    async def run() -> None:
+        head = Head("auto")
+        head.hosted.service.engine.step_times = StepTimes
+        await head.look_for(60)
+        equal = layers_of(head)
+        head.change(yielding_to(0.25))
+        await head.look_for(20)
+        assert head.moves == ["beside"]
+        assert sum(layers_of(head)) == sum(equal)
+        assert layers_of(head)[1:] < equal[1:]
+        await head.look_for(600)
+        assert head.moves == ["beside"]
+        # Giving them back needs four times the patience.
+        head.change(yielding_to(1.0))
+        await head.look_for(40)
+        assert head.moves == ["beside"]
+        await head.look_for(10)
+        assert head.moves == ["beside", "beside"]
+        assert layers_of(head) == equal
+        await head.look_for(600)
+        assert len(head.moves) == 2
+
+    asyncio.run(run())
+
+
+def test_a_user_who_comes_before_the_first_look_counts_at_once() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.hosted.service.engine.step_times = StepTimes
+        head.change(yielding_to(0.25))
+        await head.look_for(20)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+def test_a_user_who_leaves_during_the_move_gets_the_layers_all_the_same() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.hosted.service.engine.step_times = StepTimes
+        await head.look_for(20)
+        head.change(yielding_to(0.25))
+        await head.look_for(20)
+        assert head.moves == ["beside"]
+        head.change(yielding_to(1.0))
+        await head.look_for(50)
+        assert head.moves == ["beside", "beside"]
+
+    asyncio.run(run())
+
+
+def test_a_user_who_comes_and_goes_moves_a_model_a_few_times_a_day() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head._compare = remembered(head._compare)  # pyright: ignore[reportPrivateUsage]
+        for _ in range(60):
+            for share in (0.25, 1.0):
+                head.change(yielding_to(share))
+                await head.look_for(180)
+        # Each move needs four times the patience of the one before: 10, 40 and 160 s.
+        assert len(head.moves) == 3
+
+    asyncio.run(run())
+
+
+def test_less_memory_under_pressure_is_a_reason_without_a_gain() -> None:
+    async def run() -> None:
+        head = Head()
+        await head.look_for(20)
+        first, second = head.now.nodes
+        head.change(cluster_of(first, replace(second, memory_bytes=second.memory_bytes // 16)))
+        await head.look_for(30)
+        (proposal,) = head.proposals()
+        assert proposal.gain is None
+
+    asyncio.run(run())
+
+
 def test_a_failed_move_is_not_repeated_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         head = Head("auto", PlanError("There is no room."))

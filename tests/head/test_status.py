@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from tests.engine.timings import timing
@@ -25,6 +25,7 @@ from mlx_ring.head.status import (
     node_statuses,
 )
 from mlx_ring.host.energy import Part, PartEnergy
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.request import Demand, PlanRequest
@@ -257,6 +258,20 @@ def test_nodes_have_the_energy_of_their_parts_while_they_attend() -> None:
     alone = ClusterView("a", own_energy=(PartEnergy("cpu", 4.0),))
     (node,) = node_statuses(alone, [], VERSIONS, {})
     assert [(used.part, used.joules, used.watts) for used in node.energy] == [("cpu", 4.0, None)]
+
+
+def test_nodes_say_why_they_yield_while_they_attend() -> None:
+    busy = Yielding("other programs use 1.6 of 2 cores", 0.25, 1.0, "autogroup nice 10")
+    membership = Membership().apply(Joined(replace(member("a"), yielding=busy)))
+    (here,) = node_statuses(ClusterView("a", membership), [], VERSIONS, {})
+    assert here.yielding is not None
+    assert here.yielding.model_dump() == asdict(busy)
+    (lost,) = node_statuses(
+        ClusterView("b", membership.apply(SessionEnded("a", 1, "it was cut off"))), [], VERSIONS, {}
+    )[1:]
+    assert lost.yielding is None
+    (alone,) = node_statuses(ClusterView("a", own_yielding=busy), [], VERSIONS, {})
+    assert alone.yielding == here.yielding
 
 
 def test_energy_that_counts_is_that_of_nodes_whose_computing_device_is_counted() -> None:

@@ -17,6 +17,7 @@ from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
 from mlx_ring.head.plan_requests import measured_cluster
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_speeds import StepSpeeds, stage_times, step_speeds
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import CpuQuota, StepRatios
@@ -144,6 +145,21 @@ def test_a_machine_that_joins_again_may_be_as_fast_as_before(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
     speeds.learn([], [replace(one, session=one.session + 1) for one in MEMBERS])
     assert speeds.of("a", made_up_profile()) == StepRatios()
+
+
+def test_a_machine_that_yields_counts_as_slow_as_its_user_leaves_it_or_as_it_is(tmp_path: Path) -> None:
+    speeds, profile = StepSpeeds(tmp_path, learns=True), made_up_profile()
+    speeds.learn([Instance(decode=[1.5])], MEMBERS)
+    half = speeds.of("a", profile, 0.5)
+    assert (half.decode, half.prefill) == (pytest.approx(3.0), 2.0)
+    yielding = [replace(one, yielding=Yielding("it is busy", 0.5)) for one in MEMBERS]
+    # Slow steps count as long as its user needs it, and change nothing of what is kept.
+    speeds.learn([Instance(decode=[1.9])], yielding)
+    assert speeds.of("a", profile).decode == pytest.approx(1.5)
+    speeds.learn([Instance(decode=[6.0])], yielding)
+    assert speeds.of("a", profile, 0.5).decode == pytest.approx(6.0)
+    speeds.learn([], MEMBERS)
+    assert speeds.of("a", profile).decode == pytest.approx(1.5)
 
 
 def test_few_steps_and_small_changes_are_not_learned(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from jeepney import (
     DBusAddress,
@@ -34,6 +34,8 @@ class Logind:
         self.asked: list[tuple[str, ...]] = []
         """Arguments of `Inhibit` for each lock."""
         self.matches: list[str] = []
+        self.units: list[tuple[Any, ...]] = []
+        """Arguments of `StartTransientUnit` of the user's systemd, for which it stands in, too."""
         self.refusals = 0
         """Number of locks that are refused from now on."""
         self.is_locked = threading.Semaphore(0)
@@ -98,6 +100,7 @@ class Logind:
         answers: dict[str, Callable[[Message], Message]] = {
             "Hello": lambda asked: new_method_return(asked, "s", (":1.7",)),
             "AddMatch": self._match,
+            "StartTransientUnit": self._start_unit,
             "Get": lambda asked: new_method_return(asked, "v", (("t", self._delay_us),)),
         }
         name = str(cast("dict[HeaderFields, object]", message.header.fields)[HeaderFields.member])
@@ -112,6 +115,10 @@ class Logind:
     def _match(self, asked: Message) -> Message:
         self.matches.append(cast("tuple[str]", asked.body)[0])
         return new_method_return(asked)
+
+    def _start_unit(self, asked: Message) -> Message:
+        self.units.append(cast("tuple[Any, ...]", asked.body))
+        return new_method_return(asked, "o", ("/org/freedesktop/systemd1/job/1",))
 
     def _lock(self, asked: Message) -> None:
         """Answer with the writing end of a pipe, whose last copy the client then has."""

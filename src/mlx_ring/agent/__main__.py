@@ -15,6 +15,7 @@ from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.process import dump_stacks_on_signal
+from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import make_aio_server
 from mlx_ring.settings.process_settings import AgentSettings, add_argument
 
@@ -45,7 +46,9 @@ async def _serve(options: argparse.Namespace) -> None:
     supervisor = Supervisor(WorkerOptions(options.node, options.run_dir, settings, lent=options.lent))
     if options.with_spare:
         supervisor.expect_worker()
-    service = AgentService(options.node, supervisor, settings.model_load_timeout)
+    yields = YieldWatch(supervisor.pids) if settings.yielding == "on" else None
+    service = AgentService(options.node, supervisor, settings.model_load_timeout, yields=yields)
+    watching = None if yields is None else asyncio.create_task(yields.run(), name="yielding")
     end = service.stop_requested
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end.set)
@@ -56,6 +59,8 @@ async def _serve(options: argparse.Namespace) -> None:
     server.add_insecure_port(f"unix:{options.run_dir / 'agent.sock'}")
     await server.start()
     await end.wait()
+    if watching is not None:
+        watching.cancel()
     # The reply to a Stop still has to leave: workers first, then the server.
     await supervisor.stop()
     await server.stop(grace=0.5)

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from mlx_ring.agent.leaving import LEAVE_WITHIN_S, Leave, PowerWatch
 from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
 from mlx_ring.agent.loading import FetchedModels
 from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, recall_or_measure
-from mlx_ring.agent.server import AgentService
+from mlx_ring.agent.server import AgentService, yielding_message
 from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
@@ -40,6 +40,7 @@ from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import recorded
 from mlx_ring.host.trusted_interfaces import Trust
+from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
     add_secure_port,
@@ -66,6 +67,8 @@ _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
 Revoke = Callable[[tuple[str, ...]], None]
+MakeYields = Callable[[Callable[[], Collection[int]]], YieldWatch]
+"""Maker of the watch of a machine's user, from a function that returns the workers' process ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Registration:
     trust: Trust = field(default_factory=Trust)
     """Interfaces on which collectives may reach other machines."""
     energy: EnergyMeter = field(default_factory=EnergyMeter)
+    yields: YieldWatch | None = None
+    """Watch of the machine's user; None if it does not yield."""
 
 
 async def stay_registered(
@@ -200,6 +205,7 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
             cluster_pb2.PartEnergy(part=used.part, joules=used.joules, watts=used.watts)
             for used in who.energy.read()
         ],
+        yielding=yielding_message(who.yields),
     )
 
 
@@ -221,6 +227,8 @@ class MemberOptions:
     """Address to listen on for other machines."""
     may_be_away: bool = True
     """True if it leaves before its machine sleeps, and while the battery is low."""
+    make_yields: MakeYields = YieldWatch
+    """Makes the watch of the machine's user, if it is to yield."""
 
 
 def run_member(
@@ -232,6 +240,7 @@ def run_member(
     listen: str,
     to_stderr: bool = True,
     may_be_away: bool = True,
+    make_yields: MakeYields = YieldWatch,
 ) -> None:
     """Start this process's log, and serve as `serve_as_member` does.
 
@@ -243,6 +252,7 @@ def run_member(
         listen: address to listen on for other machines.
         to_stderr: True to write log lines to stderr too.
         may_be_away: True to leave before the machine sleeps, and while its battery is low.
+        make_yields: makes the watch of the machine's user, if it is to yield.
     """
     configure_logging(
         process="agent",
@@ -257,7 +267,9 @@ def run_member(
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
-        options = MemberOptions(head, node, state, run_dir, settings, bracketed(listen), may_be_away)
+        options = MemberOptions(
+            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields
+        )
         asyncio.run(serve_as_member(options))
 
 
@@ -319,7 +331,15 @@ async def serve_as_member(options: MemberOptions) -> None:
             guard.end_refused()
             probes_guard.end_refused()
 
-    who = Registration(options.node, port, profile, settings.memory_utilization, links_port, trust)
+    who = Registration(
+        options.node,
+        port,
+        profile,
+        settings.memory_utilization,
+        links_port,
+        trust,
+        yields=options.make_yields(supervisor.pids) if settings.yielding == "on" else None,
+    )
     leave = Leave(service.stop_requested, has_workers=lambda: bool(supervisor.workers))
     attending = asyncio.create_task(
         leave.attend(lambda: stay_registered(options.head, credentials, who, revoke, leave)),
@@ -331,6 +351,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             if options.may_be_away
             else ()
         ),
+        *(() if who.yields is None else (asyncio.create_task(who.yields.run(), name="yielding"),)),
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
     )

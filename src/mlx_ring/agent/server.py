@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Sequence
+from dataclasses import asdict
 
 import grpc
 
@@ -26,6 +27,7 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.trusted_interfaces import Trust
+from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import (
     AGENT_SERVICE,
@@ -45,6 +47,12 @@ _ROOM = 1.5
 """Free memory with which replaced workers are left while others load, as a multiple of their weights."""
 
 
+def yielding_message(watch: YieldWatch | None) -> agent_pb2.Yielding | None:
+    """Return the report of a machine that yields; None if it does not."""
+    state = None if watch is None else watch.state
+    return None if state is None else agent_pb2.Yielding(**asdict(state))
+
+
 class AgentService:
     """One node's agent, as the head sees it."""
 
@@ -57,6 +65,7 @@ class AgentService:
         ends_when_empty: bool = True,
         fetched: FetchedModels | None = None,
         awake: KeepAwake | None = None,
+        yields: YieldWatch | None = None,
     ) -> None:
         """Prepare the service.
 
@@ -67,7 +76,9 @@ class AgentService:
             ends_when_empty: True if a Stop of every instance also ends the agent.
             fetched: models that come from other nodes; None if it fetches none.
             awake: hold on this machine's sleep while workers have sequences; None if its head keeps it awake.
+            yields: watch of this machine's user; None if it does not yield.
         """
+        self._yields = yields
         self._awake = awake or KeepAwake("never")
         self._watchers = 0
         self._fetched = fetched
@@ -297,6 +308,7 @@ class AgentService:
             workers=[worker.state() for worker in self._supervisor.workers],
             memory_bytes=memory.total_bytes,
             memory_free_bytes=memory.available_bytes,
+            yielding=yielding_message(self._yields),
         )
 
     async def stop(

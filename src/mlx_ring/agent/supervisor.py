@@ -193,6 +193,9 @@ class Supervisor:
     def workers(self) -> tuple[Worker, ...]:
         return tuple(self._workers)
 
+    def pids(self) -> tuple[int, ...]:
+        return tuple(worker.child.pid for worker in self._workers if worker.alive)
+
     @contextlib.contextmanager
     def changes(self) -> Generator[asyncio.Event]:
         """Yield an event that is set at each change, for one watcher, which clears it."""

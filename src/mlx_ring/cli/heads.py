@@ -42,7 +42,7 @@ def heads(
     """
     if not 0 < timeout <= _LONGEST_S:
         raise ConfigError(f"--timeout is {timeout:g}; it must be a number above 0, at most {_LONGEST_S:g}.")
-    from mlx_ring.agent.find_heads import find_heads  # zeroconf is slow to import
+    from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
 
     found = find_heads(timeout)
     if as_json:

@@ -80,7 +80,7 @@ def _head_address(given: str | None, folder: Path) -> HeadAddress:
     kept = read_private(folder / _HEAD_FILE)
     if kept is not None:
         return parse_head_address(kept.decode().strip())
-    from mlx_ring.agent.find_heads import find_heads  # zeroconf is slow to import
+    from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
 
     found = find_heads()
     if not found:

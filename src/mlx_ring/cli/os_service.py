@@ -156,6 +156,8 @@ def systemd_unit(service: Service) -> str:
         f"TimeoutStopSec={_STOP_S}",
         "# A worker that runs out of memory is replaced; the others continue.",
         "OOMPolicy=continue",
+        "# A control group with a weight, which a service of the user may lower (--yield-to-user).",
+        "CPUWeight=100",
         f"LimitNOFILE={_DESCRIPTORS}",
         "NoNewPrivileges=yes",
         "UMask=0077",

@@ -12,11 +12,12 @@ import grpc
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import GroupStuck, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, START, STOP, WATCH
-from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2, cluster_pb2, hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import read_launch
@@ -25,6 +26,8 @@ from mlx_ring.settings.process_settings import AgentSettings, as_arguments, sele
 HEARTBEAT_S = 0.5
 _RELINK_WAIT_S = 40.0
 """Time for the agent to ask its workers, of which one may compute a long step, and to end those that do not answer."""
+
+_LONGEST_REASON = 200
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
@@ -62,6 +65,8 @@ class AgentLink:
         """Callback for its silence, after which it may be lost."""
         self.on_answer: Callable[[], object] = bool
         """Callback for the end of that silence."""
+        self.yielding: Yielding | None = None
+        """State in the agent's last report if its machine yields to its user."""
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Assignments
@@ -171,6 +176,7 @@ class AgentLink:
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
         try:
             async for event in WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=waits):
+                self.yielding = yielding_of(event)
                 yield event
         except grpc.RpcError as error:
             raise self._error(error) from error
@@ -227,6 +233,17 @@ class AgentLink:
 
     def _error(self, error: grpc.RpcError) -> RingError:
         return handshake_error(error, self._name) or channel_error(error, self._name)
+
+
+def yielding_of(said: agent_pb2.AgentEvent | cluster_pb2.AttendRequest) -> Yielding | None:
+    """Return the state in a report of a machine that yields; shares that are none count as 1."""
+    if not said.HasField("yielding"):
+        return None
+    state = said.yielding
+    speed, memory = (
+        share if 0.0 < share <= 1.0 else 1.0 for share in (state.speed_share, state.memory_share)
+    )
+    return Yielding(state.reason[:_LONGEST_REASON], speed, memory, state.priority[:_LONGEST_REASON])
 
 
 AGENT_MODULE = "mlx_ring.agent"

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
+from mlx_ring.cluster.agent_link import yielding_of
 from mlx_ring.cluster.membership import (
     SILENCE_S,
     Drained,
@@ -265,17 +266,7 @@ class Control:
             leaving = asyncio.create_task(self.let_go(member.node), name="let go")
             leaving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
             self._letting_go[member.node] = leaving
-        await self._happens(
-            Reported(
-                member.node,
-                member.session,
-                said.memory_free_bytes,
-                said.agent_bytes,
-                _trusted(said),
-                said.trusted_problem[:_LONGEST_PROBLEM],
-                energy_of(said),
-            )
-        )
+        await self._happens(_report(member.node, member.session, said))
 
     def _ask_again_later(self, node: str, done: asyncio.Task[None]) -> None:
         """Forget a refusal after a while, because a machine with room may join. Its error is retrieved in any case."""
@@ -308,7 +299,7 @@ class Control:
                 f"{peer} reports port {first.port}, links port {first.links_port} and memory utilization "
                 f"{first.memory_utilization:g}: ports must be below 65536, and utilization within 0 and 1."
             )
-        return Member(
+        member = Member(
             node=peer.node,
             machine=first.machine[:80],
             host=host,
@@ -317,19 +308,28 @@ class Control:
             profile=MachineProfile.from_json(first.profile),
             memory_utilization=first.memory_utilization,
             session=next(self._serial),
-            memory_free_bytes=first.memory_free_bytes,
-            agent_bytes=first.agent_bytes,
             links_port=first.links_port,
             since_s=time.time(),
             versions=hello_versions(first.hello),
-            trusted=_trusted(first),
-            trusted_problem=first.trusted_problem[:_LONGEST_PROBLEM],
-            energy=energy_of(first),
         )
+        return member.after(_report(member.node, member.session, first))
 
 
 async def _let_go_at_once(_node: str) -> None:
     """Do nothing: nothing is loaded yet."""
+
+
+def _report(node: str, session: int, said: cluster_pb2.AttendRequest) -> Reported:
+    return Reported(
+        node,
+        session,
+        said.memory_free_bytes,
+        said.agent_bytes,
+        _trusted(said),
+        said.trusted_problem[:_LONGEST_PROBLEM],
+        energy_of(said),
+        yielding_of(said),
+    )
 
 
 def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:

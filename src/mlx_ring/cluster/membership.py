@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from mlx_ring.host.energy import PartEnergy
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.trusted_interfaces import TrustedInterface
+from mlx_ring.host.yielding import Yielding
 
 SILENCE_S = 3.5
 """Silence after which a node is disconnected, and counts as lost; nodes send a message every half second.
@@ -51,6 +52,20 @@ class Member:
     """Reason why an interface that the owner named is not among them."""
     energy: tuple[PartEnergy, ...] = ()
     """Energy of its parts that count it, since its agent started."""
+    yielding: Yielding | None = None
+    """State if it yields to its user."""
+
+    def after(self, report: Reported) -> Member:
+        """Return the member with the state of a report."""
+        return replace(
+            self,
+            memory_free_bytes=report.memory_free_bytes,
+            agent_bytes=report.agent_bytes,
+            trusted=report.trusted,
+            trusted_problem=report.trusted_problem,
+            energy=report.energy,
+            yielding=report.yielding,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,7 @@ class Reported:
     trusted: tuple[TrustedInterface, ...] = ()
     trusted_problem: str = ""
     energy: tuple[PartEnergy, ...] = ()
+    yielding: Yielding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +143,7 @@ class Membership:
             case Reported(node, session):
                 if not self.has_session(node, session):
                     return self
-                reported = replace(
-                    self.members[node],
-                    memory_free_bytes=event.memory_free_bytes,
-                    agent_bytes=event.agent_bytes,
-                    trusted=event.trusted,
-                    trusted_problem=event.trusted_problem,
-                    energy=event.energy,
-                )
-                return replace(self, members={**self.members, node: reported})
+                return replace(self, members={**self.members, node: self.members[node].after(event)})
             case Drained(node, is_drained):
                 others = self.drained - {node}
                 return replace(self, drained=others | {node} if is_drained else others)

@@ -30,10 +30,10 @@ from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
     computing_energy,
-    hung_backend_statuses,
     instance_status,
     node_statuses,
 )
+from mlx_ring.head.step_down import hung_backend_statuses
 from mlx_ring.head.step_speeds import step_speeds
 from mlx_ring.host.energy import EnergyPerToken
 from mlx_ring.host.machine import node_name
@@ -174,7 +174,7 @@ class Catalog:
         return ClusterParts(
             nodes=nodes,
             instances=[instance_status(view, ratios) for view in views],
-            hung_backends=hung_backend_statuses(cluster_view),
+            hung_backends=hung_backend_statuses(cluster_view.hung),
             proposals=self.replanning.proposals(),
             joules_per_token=self._energy.update(computing_energy(cluster_view, views), tokens),
         )

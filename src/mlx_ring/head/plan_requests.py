@@ -15,6 +15,7 @@ from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_speeds import StepSpeeds, step_speeds
 from mlx_ring.host.process import own_memory
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -171,5 +172,11 @@ def _node_profile(
         beside_bytes=0 if taken else max(member.agent_bytes, member.profile.agent_bytes) + head_bytes,
         cpu_weights=cpu_weights,
     )
-    left = profile.memory_bytes - int(taken / member.memory_utilization)
-    return replace(profile, memory_bytes=max(0, left), ratios=speeds.of(member.node, member.profile))
+    yields = member.yielding or Yielding("")
+    left = int(profile.memory_bytes * yields.memory_share) - int(taken / member.memory_utilization)
+    return replace(
+        profile,
+        memory_bytes=max(0, left),
+        ratios=speeds.of(member.node, member.profile, yields.speed_share),
+        speed_share=yields.speed_share,
+    )

@@ -1,6 +1,6 @@
 """Proposals of another split of the layers, while a model serves.
 
-Machines join, get slower or faster, or other limits of their memory. From time to time, the loaded split is compared with
+Machines join, get slower or faster, have other limits of their memory, or yield to their users. From time to time, the loaded split is compared with
 the best one for the machines as they are now.
 """
 
@@ -50,8 +50,10 @@ class _Watched:
 
     patience: Patience
     instance: str = ""
-    memory: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Memory of each machine when the instance was loaded, or when there was no better split, in bytes."""
+    granted: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
+    """Grants of each machine when the instance was loaded, or when there was no better split."""
+    last: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
+    """The same at the last look."""
     times: StepTimes = field(default_factory=StepTimes)
     basis: object = None
     """Facts on which the last comparison depends."""
@@ -110,14 +112,18 @@ class Replanning:
             watched.forget()
             return
         service, now = hosted.instances[0], self._compared(hosted, machines)
-        memory = _memory_of(now)
+        granted = _granted(now)
         if watched.instance != service.info.name:
             watched.forget()
             planned = _planned_nodes(service, machines)
-            watched.memory = {
-                name: size for name, size in memory.items() if planned is None or name in planned
+            # The plan counted the shares of about the last look. Others are a change.
+            watched.granted = {
+                name: each._replace(speed_share=watched.last.get(name, Granted(0, 1.0)).speed_share)
+                for name, each in granted.items()
+                if planned is None or name in planned
             }
             watched.instance = service.info.name
+        watched.last = granted
         basis = now.loaded, _known(now.cluster), _known(now.beside), dict(now.cluster.links), now.refusal
         if basis != watched.basis:
             watched.found, watched.basis = await self._compare(hosted, now), basis
@@ -129,11 +135,11 @@ class Replanning:
             gain,
             service.recoveries.load_s or _USUAL_LOAD_S,
             is_measured=is_measured,
-            has_changed=memory != watched.memory,
+            has_changed=granted != watched.granted,
         )
         if gain < LEAST_GAIN:
             # A machine that joined without a gain says nothing about later changes of speed.
-            watched.memory = memory
+            watched.granted = granted
         if found is None or not watched.is_due:
             return
         if self._mode == "auto" and found.way == "beside":
@@ -209,11 +215,14 @@ class Replanning:
 
     async def _compare(self, hosted: HostedModel, now: Present) -> Comparison | None:
         """Compare in a thread, where the sizes of the layers are read, too."""
-        served, memory = hosted.served, self._of(hosted).memory
+        served, before = hosted.served, self._of(hosted).granted
 
         def work() -> Comparison | None:
             sizes = sizes_of(served.folder, served.names[0], now.cluster)
-            has_less = any(now_bytes < memory.get(node, 0) for node, now_bytes in _memory_of(now).items())
+            has_less = any(
+                node in before and each.memory_bytes < before[node].memory_bytes
+                for node, each in _granted(now).items()
+            )
             return compare(Situation(sizes, *now, has_less_memory=has_less))
 
         return await asyncio.to_thread(work)
@@ -275,9 +284,15 @@ class Present(NamedTuple):
     refusal: str
 
 
-def _memory_of(now: Present) -> Mapping[str, int]:
-    """Return the memory of each machine in bytes."""
-    return {node.name: node.memory_bytes for node in now.cluster.nodes}
+class Granted(NamedTuple):
+    """Memory and share of the speed that the owner of a machine grants."""
+
+    memory_bytes: int
+    speed_share: float
+
+
+def _granted(now: Present) -> Mapping[str, Granted]:
+    return {node.name: Granted(node.memory_bytes, node.speed_share) for node in now.cluster.nodes}
 
 
 def _check_pause(hosted: HostedModel, proposal: ProposalStatus, *, may_pause: bool) -> None:

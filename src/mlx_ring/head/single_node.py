@@ -217,8 +217,9 @@ class SingleNode:
     def cluster_view(self) -> ClusterView:
         hung = self._step_down.states()
         energy = self._energy.read()
+        yielding = None if self._agent is None else self._agent.link.yielding
         if self._profile is None:
-            return ClusterView(node_name(), hung=hung, own_energy=energy)
+            return ClusterView(node_name(), hung=hung, own_energy=energy, own_yielding=yielding)
         itself = Member(
             node=node_name(),
             machine=node_name(),
@@ -232,6 +233,7 @@ class SingleNode:
             since_s=self._since_s,
             versions=hello_versions(make_hello()),
             energy=energy,
+            yielding=yielding,
         )
         return ClusterView(node_name(), Membership().apply(Joined(itself)), hung=hung)
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from mlx_ring.api.ops.status import (
     EnergyStatus,
     GroupStatus,
-    HungBackendStatus,
     InstanceState,
     InstanceStatus,
     LeftOutStatus,
@@ -30,6 +29,7 @@ from mlx_ring.api.ops.status import (
     StepTimeRatios,
     StreamStatus,
     UsedMemory,
+    YieldingStatus,
 )
 from mlx_ring.cluster.membership import FormerMember, Member, Membership
 from mlx_ring.cluster.quarantine import HungBackend, Quarantine
@@ -39,6 +39,7 @@ from mlx_ring.engine.step_times import StepTimes, StreamPace
 from mlx_ring.head.step_speeds import stage_times
 from mlx_ring.host.energy import PartEnergy
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import StepRatios
@@ -56,6 +57,8 @@ class ClusterView:
     hung: Sequence[HungBackend] = ()
     own_energy: Sequence[PartEnergy] = ()
     """Energy of a single machine without a profile, which is no member."""
+    own_yielding: Yielding | None = None
+    """State of such a machine if it yields to its user."""
 
 
 _FETCH = "fetch"
@@ -246,20 +249,6 @@ def _promise(plan: Plan | None, forecast: Forecast | None) -> Promise | None:
 # ---- nodes
 
 
-def hung_backend_statuses(cluster_view: ClusterView) -> list[HungBackendStatus]:
-    """Return the status of all backends that hung."""
-    return [
-        HungBackendStatus(
-            backend=each.backend,
-            nodes=None if each.pair is None else list(each.pair),
-            hangs=each.hangs,
-            reason=each.reason,
-            barred_until=None if each.until_s is None else int(each.until_s),
-        )
-        for each in cluster_view.hung
-    ]
-
-
 def node_statuses(
     cluster_view: ClusterView,
     instances: Sequence[InstanceView],
@@ -280,7 +269,7 @@ def node_statuses(
     statuses = [_attending(cluster_view, member, instances) for member in membership.members.values()]
     statuses += [_former(cluster_view, node, was, instances) for node, was in membership.former.items()]
     if cluster_view.own not in {node.id for node in statuses}:
-        statuses.append(_alone(cluster_view.own, instances, versions, cluster_view.own_energy))
+        statuses.append(_alone(cluster_view, instances, versions))
     statuses = [
         node.model_copy(
             update={"step_time_ratios": StepTimeRatios(**asdict(ratios.get(node.id, StepRatios())))}
@@ -342,18 +331,17 @@ def _node(
         memory=_memory(member, instances),
         profile=_profile(member.profile),
         energy=[] if state == "gone" else _energy(member.energy),
+        yielding=None if state == "gone" else _yielding(member.yielding),
         trusted=[*map(str, member.trusted), *([member.trusted_problem] if member.trusted_problem else [])],
         versions=dict(member.versions),
     )
 
 
 def _alone(
-    own: str,
-    instances: Sequence[InstanceView],
-    versions: Mapping[str, str],
-    own_energy: Sequence[PartEnergy],
+    cluster_view: ClusterView, instances: Sequence[InstanceView], versions: Mapping[str, str]
 ) -> NodeStatus:
     """Return the status of the head's own machine when it has no profile."""
+    own = cluster_view.own
     return NodeStatus(
         id=own,
         name=own,
@@ -366,7 +354,8 @@ def _alone(
         stages=_stages_on(own, instances),
         memory=None,
         profile=None,
-        energy=_energy(own_energy),
+        energy=_energy(cluster_view.own_energy),
+        yielding=_yielding(cluster_view.own_yielding),
         trusted=[],
         versions=dict(versions),
     )
@@ -387,6 +376,10 @@ def computing_energy(
 
 def _energy(parts: Sequence[PartEnergy]) -> list[EnergyStatus]:
     return [EnergyStatus(part=used.part, joules=used.joules, watts=used.watts) for used in parts]
+
+
+def _yielding(state: Yielding | None) -> YieldingStatus | None:
+    return None if state is None else YieldingStatus(**asdict(state))
 
 
 def _stages_on(node: str, instances: Sequence[InstanceView]) -> list[str]:

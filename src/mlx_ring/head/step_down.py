@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from mlx_ring.api.ops.status import HungBackendStatus
 from mlx_ring.cluster.quarantine import HANGS, WINDOW_S, Hang, HungBackend, HungBackends, pair_of
 from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
@@ -297,3 +298,17 @@ def blame_join(error: GroupStuck, placement: Placement, phase_of: Callable[[Rank
 
 def _waits(place: RankId, states: States) -> str:
     return states[place].status.waits.kind if place in states else ""
+
+
+def hung_backend_statuses(hung: Iterable[HungBackend]) -> list[HungBackendStatus]:
+    """Return the status of all backends that hung."""
+    return [
+        HungBackendStatus(
+            backend=each.backend,
+            nodes=None if each.pair is None else list(each.pair),
+            hangs=each.hangs,
+            reason=each.reason,
+            barred_until=None if each.until_s is None else int(each.until_s),
+        )
+        for each in hung
+    ]

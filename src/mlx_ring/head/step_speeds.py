@@ -104,17 +104,27 @@ class StepSpeeds:
         self._kept = self._read() if learns else {}
         self._now: dict[str, dict[StepKind, _Now]] = {}
         """Ratios outside the bounds, by node. The inner ones are replaced, as plans read them in other threads."""
-        self._sessions: dict[str, int] = {}
+        self._sessions: dict[str, tuple[int, bool]] = {}
+        """Session of each node, and whether it yields to its user."""
         self._usual = set[tuple[str, StepKind]]()
         """Nodes and kinds of steps that have had a ratio within the bounds: one far off will pass."""
 
-    def of(self, node: str, profile: MachineProfile) -> StepRatios:
-        """Return a node's ratios for this profile; 1 for another one, unless they are far from 1 just now."""
+    def of(self, node: str, profile: MachineProfile, speed_share: float = 1.0) -> StepRatios:
+        """Return a node's ratios for this profile; 1 for another one, unless they are far from 1 just now.
+
+        Where its user leaves it only a share of its speed, they are that much larger, or as large as they are just now.
+        """
         since = self._clock() - _FORGET_S
         now: Mapping[str, float] = {
             kind: one.ratio for kind, one in self._now.get(node, {}).items() if one.at >= since
         }
-        return replace(self._kept_of(node, profile), **now)
+        kept = self._kept_of(node, profile)
+        if speed_share == 1.0:
+            return replace(kept, **now)
+        least = StepRatios(kept.decode / speed_share, kept.prefill / speed_share)
+        return StepRatios(
+            max(least.decode, now.get("decode", 0.0)), max(least.prefill, now.get("prefill", 0.0))
+        )
 
     def _kept_of(self, node: str, profile: MachineProfile) -> StepRatios:
         kept = self._kept.get(node)
@@ -132,15 +142,17 @@ class StepSpeeds:
             return
         instances, present = list(views), {member.node: member for member in members}
         for node, member in present.items():
-            if self._sessions.get(node) != member.session:
-                self._sessions[node] = member.session
+            session = member.session, member.yielding is not None
+            if self._sessions.get(node) != session:
+                self._sessions[node] = session
                 self._now.pop(node, None)
         for (node, kind), ratio in _ratios(instances, are_last=True):
             self._note_now(node, kind, ratio)
         changed = [
             self._note(node, kind, ratio, present[node].profile)
             for (node, kind), ratio in _ratios(instances, are_last=False)
-            if node in present
+            # While it yields, its steps say little about the machine.
+            if node in present and present[node].yielding is None
         ]
         if any(changed):
             self._write()

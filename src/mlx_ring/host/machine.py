@@ -1,5 +1,7 @@
 """Resources from the operating system: a name, an address, a folder for sockets, descriptors, cores, the machine's model.
 
+Also how much of it its user and other programs need just now.
+
 The machine's model comes from its makers' names: nothing is measured, and MLX is not asked.
 """
 
@@ -9,17 +11,24 @@ import contextlib
 import errno
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Generator
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
+
+import psutil
 
 from mlx_ring.core.errors import AddressInUse, ConfigError
+from mlx_ring.host.power import is_on_battery
 from mlx_ring.host.process import ROOT, usable_cores
 from mlx_ring.host.running import RUN_FOLDER, owned, remove_abandoned
 
@@ -139,17 +148,15 @@ def linux_identity(root: Path) -> MachineIdentity:
 
 
 def _ask_mac(name: str) -> str:
+    return _printed("/usr/sbin/sysctl", "-n", name).strip()
+
+
+def _printed(*command: str) -> str:
     try:
-        asked = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", name],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_LIMIT_S,
-            check=False,
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout.strip()
+    return asked.stdout
 
 
 def _after_colon(file: Path, name: str) -> str:
@@ -163,3 +170,131 @@ def _text(file: Path) -> str:
         return file.read_text("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# ---- use by the user and other programs
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Use of this machine by its user and by other programs, at one moment."""
+
+    cores: float
+    """Cores of the machine."""
+    others: float
+    """Cores that other programs have used since the last reading."""
+    is_on_battery: bool = False
+    is_memory_short: bool = False
+    idle_s: float | None = None
+    """Seconds since the user's last key or movement; None if the system does not say."""
+
+
+class ReadsUse(Protocol):
+    """Reader of the machine's use."""
+
+    def read(self) -> Use:
+        """Return the use since the last call. May take a moment.
+
+        Raises:
+            OSError: the system does not say.
+        """
+        ...
+
+
+_RECLASSIFIED = 30
+"""Readings after which each process is asked for its program again: a new one may not have begun it."""
+_SHORT_STALL = 10.0
+"""Share of the last ten seconds, in percent, in which a process waited for memory (Linux's `/proc/pressure/memory`)."""
+_SHORT_SHARE = 0.05
+"""Share of the memory below which it is short, where Linux counts no such waits."""
+_MAC_WARNS = 2
+"""Level of `kern.memorystatus_vm_pressure_level` from which memory is short: 1 is normal, 2 a warning, 4 critical."""
+_MAC_READ_S = 5.0
+"""Time for which what a Mac's programs print is used again."""
+
+
+class SystemUse:
+    """Use as the operating system counts it. Processes of mlx-ring are no other programs, nor are their children."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Begin to count; `root` is that of the file system."""
+        self._root = root
+        self._is_own: dict[psutil.Process, bool] = {}
+        self._readings = 0
+        self._before = self._count()
+        self._mac: tuple[float, bool, float | None] | None = None
+
+    def read(self) -> Use:
+        """Return the use since the last call."""
+        (then_s, busy_before_s, own_before), now = self._before, self._count()
+        now_s, busy_s, own = self._before = now
+        own_s = sum(max(0.0, seconds - own_before.get(process, 0.0)) for process, seconds in own.items())
+        others = (busy_s - busy_before_s - own_s) / max(1e-3, now_s - then_s)
+        cores = float(psutil.cpu_count() or 1)
+        is_short, idle_s = self._read_mac() if sys.platform == "darwin" else (self._is_memory_short(), None)
+        return Use(cores, min(cores, max(0.0, others)), is_on_battery(), is_short, idle_s)
+
+    def _count(self) -> tuple[float, float, Mapping[psutil.Process, float]]:
+        """Return the time, and the CPU seconds of all processes and of each own one."""
+        self._readings += 1
+        if self._readings % _RECLASSIFIED == 0:
+            self._is_own.clear()
+        present = {process: self._is_own.get(process) for process in psutil.process_iter()}
+        own_pids = {process.pid for process, known in present.items() if known} | {os.getpid()}
+        for process, known in present.items():
+            if known is None and is_own(process, own_pids):
+                own_pids.add(process.pid)
+        self._is_own = {process: process.pid in own_pids for process in present}
+        own = {process: _cpu_s(process) for process in present if process.pid in own_pids}
+        times = psutil.cpu_times()
+        busy_s = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+        return time.monotonic(), busy_s, own
+
+    def _is_memory_short(self) -> bool:
+        try:
+            return stalls(self._root.joinpath("proc/pressure/memory").read_text()) >= _SHORT_STALL
+        except OSError:  # a kernel without it, or one that has switched it off
+            memory = psutil.virtual_memory()
+            return memory.available < _SHORT_SHARE * memory.total
+
+    def _read_mac(self) -> tuple[bool, float | None]:
+        now = time.monotonic()
+        if self._mac is None or now - self._mac[0] >= _MAC_READ_S:
+            level = _ask_mac("kern.memorystatus_vm_pressure_level")
+            idle_s = mac_idle_s(_printed("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"))
+            self._mac = now, level.isdigit() and int(level) >= _MAC_WARNS, idle_s
+        return self._mac[1:]
+
+
+def is_own(process: psutil.Process, own: Collection[int]) -> bool:
+    """Report whether a process is one of mlx-ring: a child of these, or by its command line."""
+    try:
+        return process.ppid() in own or is_own_program(process.cmdline())
+    except (psutil.Error, OSError):
+        return False
+
+
+def is_own_program(command: Sequence[str]) -> bool:
+    """Report whether a command line is that of mlx-ring, as a module or as the installed program."""
+    return any(
+        part == "mlx_ring" or part.startswith("mlx_ring.") or Path(part).name == "mlx-ring"
+        for part in command[:4]
+    )
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error, OSError):
+        return sum(process.cpu_times()[:2])
+    return 0.0
+
+
+def stalls(pressure: str) -> float:
+    """Return the percentage of the last ten seconds in which a process waited, from a file of `/proc/pressure`; else 0."""
+    found = re.search(r"^some avg10=([\d.]+)", pressure, re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+def mac_idle_s(registry: str) -> float | None:
+    """Return the seconds since the user's last key or movement, from what `ioreg -c IOHIDSystem` prints."""
+    found = re.search(r'"HIDIdleTime" = (\d+)', registry)
+    return None if found is None else int(found[1]) / 1e9

@@ -153,11 +153,11 @@ def mac_footprint(proc_pid_rusage: Callable[..., int]) -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
-    for folder in _ancestry(root, ""):
+    for folder in control_groups(root, ""):
         for name in ("memory.max", "memory.high"):
             if (limit := _number(folder / name)) is not None:
                 yield _limit(folder, folder / name, limit, "memory.current", "")
-    for folder in _ancestry(root, "memory"):
+    for folder in control_groups(root, "memory"):
         file = folder / "memory.limit_in_bytes"
         if (limit := _number(file)) is not None and limit < _NO_LIMIT:
             yield _limit(folder, file, limit, "memory.usage_in_bytes", "total_")
@@ -171,11 +171,11 @@ def _limit(folder: Path, file: Path, limit: int, usage: str, prefix: str) -> _Me
 
 
 def _cpu_quotas(root: Path) -> Iterator[CpuQuota]:
-    for folder in _ancestry(root, ""):
+    for folder in control_groups(root, ""):
         granted = _words(folder / "cpu.max")
         if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit():  # noqa: PLR2004 - two fields: quota and period
             yield _quota(int(granted[0]), int(granted[1]))
-    for folder in _ancestry(root, "cpu"):
+    for folder in control_groups(root, "cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota is not None and period and quota > 0:
             yield _quota(quota, period)
@@ -185,9 +185,9 @@ def _quota(granted_us: int, period_us: int) -> CpuQuota:
     return CpuQuota(granted_us / max(1, period_us), max(1, period_us) / 1e6)
 
 
-def _ancestry(root: Path, controller: str) -> list[Path]:
+def control_groups(root: Path, controller: str) -> list[Path]:
     """Return the folders of this process's group and of those around it; of version 2 if no controller is named."""
-    mount, path = _mount(root, controller), _own_path(root, controller)
+    mount, path = _mount(root, controller), own_control_group(root, controller)
     if mount is None or path is None:
         return []
     parts = [part for part in path.split("/") if part not in ("", "..")]
@@ -205,7 +205,7 @@ def _mount(root: Path, controller: str) -> Path | None:
     return next((place for place in places if (place / needed).exists()), None)
 
 
-def _own_path(root: Path, controller: str) -> str | None:
+def own_control_group(root: Path, controller: str) -> str | None:
     """Return the path in `/proc/self/cgroup`: lines of `number:controllers:path`, of version 2 without controllers."""
     for line in _lines(root / "proc" / "self" / "cgroup"):
         _, _, rest = line.partition(":")

@@ -243,7 +243,9 @@ class NodeProfile:
     workers_at_once: int = 1
     """Number of workers that can compute at the same time without slowing each other down."""
     ratios: StepRatios = StepRatios()
-    """Measured times of its steps over what all of the above predicts."""
+    """Measured times of its steps over what all of the above predicts. They include the share below."""
+    speed_share: float = 1.0
+    """Share of its speed that its user leaves it."""
 
     @property
     def usable_bytes(self) -> int:

@@ -308,6 +308,13 @@ class Settings(PlacementSettings):
         _PROCESS,
         metavar="SHARE",
     )
+    yielding: Switch = setting(
+        "off",
+        "Yield while other programs of this machine are busy, it runs on its battery, or its memory is short.",
+        _PROCESS,
+        metavar="MODE",
+        switch_on=("--yield-to-user",),
+    )
     spare_worker: Spare = setting(
         "auto",
         "Keep a spare worker process on each machine; auto keeps one that takes at most 1 percent of memory.",

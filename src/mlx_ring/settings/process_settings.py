@@ -17,6 +17,7 @@ from mlx_ring.host.power import KeepAwakeMode
 
 BlasMode = Literal["auto", "openblas", "off"]
 SpareMode = Literal["auto", "on", "off"]
+SwitchMode = Literal["on", "off"]
 _FLAG = "--settings"
 
 
@@ -43,6 +44,7 @@ class AgentSettings(WorkerSettings):
     model_load_timeout: float
     """In seconds."""
     spare_worker: SpareMode
+    yielding: SwitchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,11 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { describeEnergy, describePower, describeRole } from "../../../src/mlx_ring/api/page/web/cluster/machines.js";
+import {
+  describeEnergy,
+  describePower,
+  describeRole,
+  describeYielding,
+} from "../../../src/mlx_ring/api/page/web/cluster/machines.js";
 
 /** @param {object} [more] @returns {any} */
 const worker = (more = {}) => ({ model: "demo", rank: 0, layers: [0, 5], ...more });
@@ -35,4 +40,19 @@ test("power is that of the parts that have one", () => {
 test("energy per token is named where it is known", () => {
   assert.equal(describeEnergy(/** @type {any} */ ({ joules_per_token: 0.1234 })), "0.123 J per generated token");
   assert.equal(describeEnergy(/** @type {any} */ ({ joules_per_token: null })), "");
+});
+
+test("a machine that yields says why, and what plans count of it", () => {
+  /** @param {number} speed @param {number} memory @returns {any} */
+  const yielding = (speed, memory) => ({
+    reason: "it is busy",
+    speed_share: speed,
+    memory_share: memory,
+    priority: "",
+  });
+  assert.equal(describeYielding(yielding(1, 1)), "yields to its user: it is busy");
+  assert.equal(
+    describeYielding(yielding(0.25, 0.5)),
+    "yields to its user: it is busy; plans count 25 % of its speed and 50 % of its memory",
+  );
 });

@@ -165,6 +165,20 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
         ("node", "kind"),
         [*ratios.items()],
     )
+    present = [node for node in nodes if node.state != "gone"]
+    yielding = {node.id: node.yielding for node in present if node.yielding is not None}
+    yield gauge(
+        "node_yields",
+        "1 while a node yields to its user, else 0.",
+        ("node",),
+        [((node.id,), float(node.id in yielding)) for node in present],
+    )
+    yield gauge(
+        "node_speed_share",
+        "Share of a node's speed that its user leaves, as plans count it.",
+        ("node",),
+        [((node.id,), yielding[node.id].speed_share if node.id in yielding else 1.0) for node in present],
+    )
     here = [worker for _, worker in workers]
     limits = {worker.node: worker.memory_bytes for worker in here if worker.memory_bytes}
     free = {worker.node: worker.memory_left_bytes for worker in here if worker.memory_bytes}

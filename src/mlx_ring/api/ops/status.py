@@ -83,6 +83,19 @@ class EnergyStatus(_Status):
     """Mean power of the last seconds; null at the first reading."""
 
 
+class YieldingStatus(_Status):
+    """State of a machine that yields to its user."""
+
+    reason: str
+    """Such as `other programs use 1.6 of 2 cores`."""
+    speed_share: float
+    """Share of its speed that plans count."""
+    memory_share: float
+    """Share of its memory that plans count."""
+    priority: str
+    """Means that lowers its workers' priority, such as `autogroup nice 10`; empty if nothing can."""
+
+
 class NodeStatus(_Status):
     """A machine of the cluster."""
 
@@ -109,6 +122,8 @@ class NodeStatus(_Status):
     energy: list[EnergyStatus] = Field(default=[])
     """Parts that count their energy; empty if none does, or if the agent may not read the counters."""
     step_time_ratios: StepTimeRatios = StepTimeRatios()
+    yielding: YieldingStatus | None = None
+    """Null if the node does not yield to its user."""
     trusted: list[str]
     """Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing."""
     versions: dict[str, str]

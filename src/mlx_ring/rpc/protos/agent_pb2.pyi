@@ -90,16 +90,30 @@ class WatchRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class AgentEvent(_message.Message):
-    __slots__ = ("hello", "workers", "memory_bytes", "memory_free_bytes")
+    __slots__ = ("hello", "workers", "memory_bytes", "memory_free_bytes", "yielding")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    YIELDING_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     memory_bytes: int
     memory_free_bytes: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
+    yielding: Yielding
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., yielding: _Optional[_Union[Yielding, _Mapping]] = ...) -> None: ...
+
+class Yielding(_message.Message):
+    __slots__ = ("reason", "speed_share", "memory_share", "priority")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SPEED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    speed_share: float
+    memory_share: float
+    priority: str
+    def __init__(self, reason: _Optional[str] = ..., speed_share: _Optional[float] = ..., memory_share: _Optional[float] = ..., priority: _Optional[str] = ...) -> None: ...
 
 class WorkerState(_message.Message):
     __slots__ = ("instance", "stage", "rank", "pid", "address", "alive", "exit_reason", "status", "silent_s", "assignment")

@@ -1,3 +1,4 @@
+from mlx_ring.rpc.protos import agent_pb2 as _agent_pb2
 from mlx_ring.rpc.protos import hello_pb2 as _hello_pb2
 from mlx_ring.rpc.protos import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
@@ -9,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "wants_to_leave")
+    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "yielding", "wants_to_leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +24,7 @@ class AttendRequest(_message.Message):
     TRUSTED_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     ENERGY_FIELD_NUMBER: _ClassVar[int]
+    YIELDING_FIELD_NUMBER: _ClassVar[int]
     WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     machine: str
@@ -37,8 +39,9 @@ class AttendRequest(_message.Message):
     trusted_problem: str
     leaves: bool
     energy: _containers.RepeatedCompositeFieldContainer[PartEnergy]
+    yielding: _agent_pb2.Yielding
     wants_to_leave: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., wants_to_leave: _Optional[bool] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., yielding: _Optional[_Union[_agent_pb2.Yielding, _Mapping]] = ..., wants_to_leave: _Optional[bool] = ...) -> None: ...
 
 class PartEnergy(_message.Message):
     __slots__ = ("part", "joules", "watts")

@@ -395,6 +395,8 @@ export interface NodeStatus {
   /** Parts that count their energy; empty if none does, or if the agent may not read the counters. */
   energy: EnergyStatus[];
   step_time_ratios: StepTimeRatios;
+  /** Null if the node does not yield to its user. */
+  yielding: YieldingStatus | null;
   /** Interfaces, with addresses, on which the owner allows MLX's collectives; or the reason why one is missing. */
   trusted: string[];
   /** Versions of packages, by name. */
@@ -842,4 +844,16 @@ export interface WhatIfChoices {
   models: string[];
   /** Objectives of the plans. */
   objectives: ("latency" | "throughput" | "first-token" | "memory")[];
+}
+
+/** State of a machine that yields to its user. */
+export interface YieldingStatus {
+  /** Such as `other programs use 1.6 of 2 cores`. */
+  reason: string;
+  /** Share of its speed that plans count. */
+  speed_share: number;
+  /** Share of its memory that plans count. */
+  memory_share: number;
+  /** Means that lowers its workers' priority, such as `autogroup nice 10`; empty if nothing can. */
+  priority: string;
 }

@@ -1,7 +1,7 @@
 // The machines, what their memory is used for, and the links between them.
 
 /** @import { ClusterStatus, DeviceStatus, EnergyStatus, LinkStatus, NodeMemory, NodeStatus } from "../types.js" */
-/** @import { ProfileStatus } from "../types.js" */
+/** @import { ProfileStatus, YieldingStatus } from "../types.js" */
 
 import { Bar, Facts, Legend, stageFill } from "../components.js";
 import { bytes, counted, figures, rate } from "../format.js";
@@ -70,6 +70,7 @@ function Machine({ node, cluster, name }) {
     <p>${describeHardware(node, workers)}</p>
     <p>${describeRole(node, workers)}</p>
     ${reason && html`<p>${reason}</p>`}
+    ${node.yielding && html`<p class="state busy">${describeYielding(node.yielding)}</p>`}
     <${Memory} memory=${memory} workers=${workers} name=${name} />
     ${power && html`<p class="muted">${power}</p>`}
     ${
@@ -199,6 +200,19 @@ export function describePower(energy) {
   const counted = energy.filter(({ watts }) => watts !== null);
   const parts = counted.map(({ part, watts }) => `${PARTS[part]} ${figures(watts)} W`);
   return parts.length ? `Power: ${parts.join(", ")}` : "";
+}
+
+/**
+ * Return why a machine yields to its user, and what plans count of it.
+ * @param {YieldingStatus} yielding
+ */
+export function describeYielding({ reason, speed_share: speed, memory_share: memory }) {
+  const counted = [
+    speed < 1 && `${figures(100 * speed)} % of its speed`,
+    memory < 1 && `${figures(100 * memory)} % of its memory`,
+  ].filter(Boolean);
+  const plans = counted.length ? `; plans count ${counted.join(" and ")}` : "";
+  return `yields to its user: ${reason}${plans}`;
 }
 
 /**
