@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, TryLimit, start_enrolment_server
-from mlx_ring.cluster.security.members import Members
-from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import AddressInUse
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server

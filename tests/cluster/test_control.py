@@ -24,7 +24,7 @@ from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.agent_link import yielding_of
 from mlx_ring.cluster.control import Control, energy_of, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
-from mlx_ring.cluster.security.members import Members
+from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.errors import PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress

@@ -57,7 +57,7 @@ def create_token(
     life_s, most = _duration_s(expires), _uses(uses)
     folder = cluster_folder(state_dir)
     from mlx_ring.cluster.security.authority import Authority  # imports gRPC, which is slow
-    from mlx_ring.cluster.security.tokens import TokenStore
+    from mlx_ring.cluster.security.records import TokenStore
 
     fingerprint = Authority.open(folder).fingerprint
     token = TokenStore(folder).create(fingerprint, name=name, life_s=life_s, uses=most)
@@ -68,7 +68,7 @@ def create_token(
 @token_app.command("list")
 def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
     """List the join tokens, without their secrets."""
-    from mlx_ring.cluster.security.tokens import TokenStore  # slow to import
+    from mlx_ring.cluster.security.records import TokenStore  # slow to import
 
     now_s = time.time()
     table = Table("id", "name", "state", "expires", box=None, pad_edge=False)
@@ -87,7 +87,7 @@ def revoke_token(
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
     """Revoke a token. Machines that joined with it stay members."""
-    from mlx_ring.cluster.security.tokens import TokenStore  # slow to import
+    from mlx_ring.cluster.security.records import TokenStore  # slow to import
 
     record = TokenStore(cluster_folder(state_dir)).revoke(token)
     print(f"Token {record.id} is revoked.")
@@ -121,7 +121,7 @@ node_app = typer.Typer(help="List, drain, remove and readmit machines of the clu
 def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
     """List the nodes of the cluster, when their certificates expire, and which are quarantined until when."""
     from mlx_ring.cluster.quarantine import QuarantineList  # slow to import
-    from mlx_ring.cluster.security.members import Members
+    from mlx_ring.cluster.security.records import Members
 
     folder = cluster_folder(state_dir)
     left_out = QuarantineList(folder).held()
@@ -139,7 +139,7 @@ def remove_node(
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
     """Remove a node from the cluster. Its certificate is refused from now on."""
-    from mlx_ring.cluster.security.members import Members  # slow to import
+    from mlx_ring.cluster.security.records import Members  # slow to import
 
     Members(cluster_folder(state_dir)).remove(node)
     print(f"{node} is removed from this cluster. It needs a new token to join again.")

@@ -29,8 +29,7 @@ from mlx_ring.cluster.membership import (
 )
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
-from mlx_ring.cluster.security.members import Members
-from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress

@@ -27,7 +27,7 @@ from mlx_ring.cli.doctor.network import (
     judge_link,
 )
 from mlx_ring.cluster.control import open_control
-from mlx_ring.cluster.security.members import Members
+from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import InterfaceKind, LanAddress

@@ -10,7 +10,7 @@ from cryptography import x509
 
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
 from mlx_ring.cluster.security.enrolment import admit_own_machine
-from mlx_ring.cluster.security.members import Members
+from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.rpc.tls.certificates import Key, make_key, make_signing_request
 from mlx_ring.rpc.tls.peers import Revoked, node_name, peer_of_certificate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.cluster.security.records import TokenStore
 from mlx_ring.core.errors import ConfigError, TokenRefused
 from mlx_ring.core.join_token import JoinToken
 

@@ -21,8 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.cluster.security.members import Members
-from mlx_ring.cluster.security.tokens import TokenStore
+from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import RingError, TokenRefused
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
