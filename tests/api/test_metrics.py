@@ -19,8 +19,9 @@ from mlx_ring.api.metrics.machines import LinkCounts, energy_families
 from mlx_ring.api.metrics.requests import MeteredReplica, step_families
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.core.engine_stats import COUNTS, Meter, OpenRequest, StepTotals
+from mlx_ring.core.engine_stats import COUNTS, Meter, StepTotals
 from mlx_ring.core.errors import WorkerLost
+from mlx_ring.core.generation import OpenRequest
 from mlx_ring.core.worker_status import LinkUse
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.head.status import ClusterView, node_statuses

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mlx_ring.core.errors import RingError
+from mlx_ring.core.generation import EndedRequest
 from mlx_ring.core.types import FinishReason, RankId
 
 
@@ -93,26 +94,6 @@ class StepTiming:
     """Mean length of the context that its rows attended to."""
     sequence: int = 0
     """Sequence of its only row; 0 if it had several rows or none."""
-
-
-RequestState = Literal["waiting", "reading", "answering", "paused"]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """A request that has not ended, without its text."""
-
-    id: str
-    state: RequestState
-    """`reading` means prefill, `answering` decode, `paused` that its instance was lost and is loaded again."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that the prefix cache supplied."""
-    read_tokens: int
-    """Prompt tokens in the KV cache, cached ones included."""
-    tokens: int
-    """Tokens of the answer so far."""
-    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,27 +273,6 @@ class Distribution:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """A request that has ended. Times are in seconds of the engine's clock."""
-
-    submitted_at: float
-    opened_at: float | None
-    """Time of its first admission; None if it was never admitted."""
-    first_token_at: float | None
-    last_token_at: float | None
-    ended_at: float
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reason: FinishReason
-    error: RingError | None = None
-
-    @property
-    def queue_s(self) -> float:
-        return (self.ended_at if self.opened_at is None else self.opened_at) - self.submitted_at
 
 
 class Metered(Protocol):

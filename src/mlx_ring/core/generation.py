@@ -1,4 +1,4 @@
-"""A generation request, its stream of answer text, and the stop strings that may end it.
+"""A generation request, its stream of answer text, the stop strings that may end it, and its state for reports.
 
 The API makes the requests and reads the streams; the engine answers them.
 """
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from mlx_ring.core.errors import ContextExceeded, RingError
 from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
@@ -244,3 +244,46 @@ class StopMatcher:
             if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0
+
+
+# ---- reports
+
+RequestState = Literal["waiting", "reading", "answering", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request that has not ended, without its text."""
+
+    id: str
+    state: RequestState
+    """`reading` means prefill, `answering` decode, `paused` that its instance was lost and is loaded again."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache supplied."""
+    read_tokens: int
+    """Prompt tokens in the KV cache, cached ones included."""
+    tokens: int
+    """Tokens of the answer so far."""
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended. Times are in seconds of the engine's clock."""
+
+    submitted_at: float
+    opened_at: float | None
+    """Time of its first admission; None if it was never admitted."""
+    first_token_at: float | None
+    last_token_at: float | None
+    ended_at: float
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reason: FinishReason
+    error: RingError | None = None
+
+    @property
+    def queue_s(self) -> float:
+        return (self.ended_at if self.opened_at is None else self.opened_at) - self.submitted_at

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, Policy, StepTotals
 from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, ServingError, WorkerLost
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, OpenRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Settled
+from mlx_ring.engine.admission import Settled, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.executor import Executor, GrammarRequests
 from mlx_ring.engine.in_flight import Predict, Unanswered
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
+from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler

@@ -11,8 +11,9 @@ from itertools import count, cycle
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
-from mlx_ring.core.engine_stats import Meter, OpenRequest
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, PlanError, RingError
+from mlx_ring.core.generation import OpenRequest
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
