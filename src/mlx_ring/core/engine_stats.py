@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import EndedRequest
-from mlx_ring.core.types import FinishReason, RankId
+from mlx_ring.core.types import WAYS, FinishReason, RankId, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,8 @@ class EngineLoad:
     """Number of their prompt tokens that are not yet computed."""
     shared_tokens: int
     """Tokens of the prompts that are cached there."""
+    token_s: float | None = None
+    """Predicted seconds to compute a token of a prompt; None before one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,10 @@ class Meter:
         self.given_up: Counter[str] = Counter()
         """Interrupted requests that were not continued, by the error's name."""
         self.pause_s = Distribution(REQUEST_S)
+        self.way_predicted_s = {way: Distribution(REQUEST_S) for way in WAYS}
+        self.way_taken_s = {way: Distribution(REQUEST_S) for way in WAYS}
+        self.measured: dict[str, list[float]] = {}
+        """Sums of measurements by which engines predict times; `engine/resumption.py` has their form."""
         self.loads = 0
         """Number of times that an instance began to serve."""
         self.losses: Counter[str] = Counter()
@@ -349,6 +355,12 @@ class Meter:
         """Record the seconds of a complete recovery's parts."""
         for part, seconds in parts.items():
             self.recovery_s[part].record(seconds)
+
+    def record_way(self, way: Way, predicted_s: float | None, taken_s: float) -> None:
+        """Record a way back that has ended: its predicted time, if there was a prediction, and the time it took; seconds."""
+        if predicted_s is not None:
+            self.way_predicted_s[way].record(predicted_s)
+        self.way_taken_s[way].record(taken_s)
 
     def record_end(self, request: EndedRequest) -> None:
         """Record the end of a request; distributions contain only complete answers."""

@@ -127,3 +127,9 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+Way = Literal["recompute", "kept", "disk", "replica", "wait"]
+"""Way of a sequence back to its next token: all tokens are computed again; workers that stay have kept KV of them; KV is
+read from disks; another replica computes them; a suspect machine or worker is waited for, and everything stays in place."""
+WAYS: tuple[Way, ...] = get_args(Way)

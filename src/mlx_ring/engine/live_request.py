@@ -137,7 +137,14 @@ class LiveRequest:
         if unanswered:
             self._count_loss(unanswered)
         self.on_resumed = None
+        self._arrive(None)
         self.stream.pause()
+
+    def _arrive(self, now: float | None) -> None:
+        """End its way back, if it is on one, at its new tokens or with None without any."""
+        if self.sequence.back is not None:
+            self.sequence.back.arrive(now)
+            self.sequence.back = None
 
     def _count_loss(self, unanswered: Mapping[RankId, int]) -> None:
         if self._counted and self.sequence.length >= self._cleared_at:
@@ -224,6 +231,7 @@ class LiveRequest:
         self.stream.resume(continues=self._is_interrupted)
         if tokens:
             self._is_interrupted, self.stalled_since = False, None
+            self._arrive(now)
         self.stream.put(self._delta(tokens, reading, finish_reason, now))
         self._report_resumed(has_token=bool(tokens))
 
@@ -236,6 +244,7 @@ class LiveRequest:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
         self._report_resumed(has_token=False)
+        self._arrive(None)
         self.on_ended()
         self.stream.resume(continues=False)
         if self._deadline is not None:
