@@ -194,10 +194,11 @@ def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused
     async def run() -> None:
         succession = Succession(scripted(b"abcdef"))
         recoveries = loaded(clock, succession.meter)
-        service = SimpleNamespace(recoveries=recoveries, error=LOSS)
+        service = SimpleNamespace(recoveries=recoveries, error=LOSS, runs=lambda _home: False)
         model: Any = HostedModel.__new__(HostedModel)
         model.replicas = [SimpleNamespace(service=service)]
-        model.settings = SimpleNamespace(resume="on")
+        model.settings, model.meters = SimpleNamespace(resume="on"), [succession.meter]
+        model.served = SimpleNamespace(names=["demo"])
         model._held, model._has_served, model._leaving = succession.held, True, None
         succession._hold = model.hold
         for lost in range(1, MOST_LOSSES + 1):

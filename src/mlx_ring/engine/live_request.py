@@ -25,9 +25,10 @@ from mlx_ring.core.generation import (
     RequestState,
     RequestStream,
     RequestTimings,
+    WaysBack,
 )
 from mlx_ring.core.traces import CLIENT, Span
-from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
+from mlx_ring.core.types import FinishReason, RankId, TokenLogprob, Way
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence
@@ -139,6 +140,12 @@ class LiveRequest:
         self.on_resumed = None
         self._arrive(None)
         self.stream.pause()
+
+    def set_way_back(self, ways: WaysBack, way: Way, seconds: float | None) -> None:
+        """Begin its way back from the loss, with the predicted seconds until it serves again, or of the whole way."""
+        self._arrive(None)
+        if self.interrupted_at is not None and self.sequence.opened_at is not None:
+            self.sequence.back = ways.begin(way, seconds, self.interrupted_at)
 
     def _arrive(self, now: float | None) -> None:
         """End its way back, if it is on one, at its new tokens or with None without any."""
