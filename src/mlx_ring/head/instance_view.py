@@ -41,6 +41,8 @@ PROMPT_LOSSES = 5
 MOST_LOSSES = 15
 """Losses in a row after which interrupted requests are not continued."""
 _LONGEST_PAUSE_S = 30.0
+_FIRST_LOAD_SHARE = 0.5
+"""Part of the first load that the first recovery is predicted to take: weights and programs are in memory then."""
 _PHASES = get_args(RecoveryPhase)
 _PARTS: Mapping[RecoveryPhase, str] = {"planning": "plan", "loading": "load", "replaying": "replay"}
 
@@ -163,8 +165,10 @@ class Recoveries:
     @property
     def back_s(self) -> float | None:
         """Predicted seconds from a loss until an instance serves, by the last plan and load; None before the first load."""
-        load_s = self._last_s.get("loading")
-        return None if load_s is None else self.pause_s + self._last_s.get("planning", 0.0) + load_s
+        load_s, plan_s = self._last_s.get("loading"), self._last_s.get("planning")
+        if load_s is None:
+            return None
+        return self.pause_s + (_FIRST_LOAD_SHARE * load_s if plan_s is None else plan_s + load_s)
 
     @property
     def status(self) -> RecoveryStatus | None:
@@ -210,7 +214,12 @@ class SuspectWait:
     """Wait for suspects of an instance, as long as it is predicted to be cheaper than a recovery without them."""
 
     def __init__(
-        self, instance: str, meter: Meter, silences: Silences, recovery_s: Callable[[], float | None]
+        self,
+        instance: str,
+        meter: Meter,
+        silences: Silences,
+        recovery_s: Callable[[], float | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare for the suspects of an instance.
 
@@ -219,8 +228,9 @@ class SuspectWait:
             meter: measurements of the replica.
             silences: earlier silences; this adds its own.
             recovery_s: returns the predicted seconds of a recovery now, or None.
+            clock: returns seconds.
         """
-        self._instance, self._meter, self._silences = instance, meter, silences
+        self._instance, self._meter, self._silences, self._clock = instance, meter, silences, clock
         self._predict_recovery_s = recovery_s
         self._back: WayBack | None = None
         self._recovery_s: float | None = None
@@ -235,7 +245,7 @@ class SuspectWait:
         if self._back is None and not is_over:
             other = "unknown" if self._recovery_s is None else f"{self._recovery_s:.2f} s"
             ways = WaysBack(self._instance, self._meter.record_way, f" (recovery: {other})")
-            self._back = ways.begin("wait", self._silences.wait_s(silent_s, limit_s), silent_s)
+            self._back = ways.begin("wait", self._silences.wait_s(silent_s, limit_s), self._clock())
         self._silent_s = max(self._silent_s, silent_s)
         return is_over
 
@@ -246,7 +256,7 @@ class SuspectWait:
         if self._back is not None or not has_answered:
             self._silences.record(self._silent_s if has_answered else None)
         if self._back is not None:
-            self._back.arrive(self._silent_s)
+            self._back.arrive(self._clock())
             self._back = None
 
 

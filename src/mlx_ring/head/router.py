@@ -109,6 +109,10 @@ def give_back(
     """
     own, waiting = _own_destination(lost), list[LiveRequest]()
     others = [(_destination(service.engine), service.engine) for service in serving]
+    speeds = [each.token_s for each in (own, *(other for other, _ in others)) if each.token_s is not None]
+    for each in (own, *(other for other, _ in others)):
+        # An instance that has not computed a prompt yet is taken to be as fast as the slowest other one.
+        each.token_s = max(speeds, default=None) if each.token_s is None else each.token_s
     for live in lives:
         tokens = tuple(live.sequence.tokens)
         chosen = choose_destination(tokens, [other for other, _ in others], own) if others else own
