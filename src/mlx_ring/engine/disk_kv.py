@@ -349,6 +349,8 @@ class Ways:
 
     def add(self, sequence: Sequence) -> None:
         """Predict the way of a sequence that is about to wait, and let the ranks look for its blocks on their disks."""
+        if sequence.back is None and self._disk is None:
+            return
         kept, start = self._kv.kept_of(sequence.id), self._start(sequence)
         compute_s = self._compute_s(sequence, start, kept)
         sequence.reads_s = compute_s or 0.0
@@ -404,7 +406,7 @@ class Ways:
     def _start(self, sequence: Sequence) -> int:
         """Return the tokens that the sequence need not compute: cached ones, or those that an earlier one computes."""
         tokens = _to_prefill(sequence)
-        ahead = (_to_prefill(other) for other in self._ahead(sequence))
+        ahead = (other.tokens for other in self._ahead(sequence))
         return max(self._kv.shared(tokens, self._running), shared_beginning(tokens, ahead))
 
     def _ahead(self, sequence: Sequence) -> Iterable[Sequence]:

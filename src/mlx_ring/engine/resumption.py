@@ -270,9 +270,11 @@ def _line(n: float, x: float, y: float, xx: float, xy: float) -> tuple[float, fl
     return (least, slope) if least >= 0.0 else (0.0, xy / xx)
 
 
-def shared_beginning(tokens: Tokens, others: Iterable[Tokens]) -> int:
+def shared_beginning(tokens: Tokens, others: Iterable[Ordered[int]]) -> int:
     """Return the tokens of the longest beginning that is shared with another text, if it can be reused."""
-    most = max((shared_length(other, tokens) for other in others), default=0)
+    first = tokens[:LEAST_TOKENS]
+    alike = (tuple(other) for other in others if tuple(other[:LEAST_TOKENS]) == first)
+    most = max((shared_length(other, tokens) for other in alike), default=0)
     return most if most >= LEAST_TOKENS else 0
 
 
