@@ -122,19 +122,21 @@ def chunk(tokens: int, context: int, seconds: float, stage: int = 0) -> StepTimi
 
 @given(st.floats(1e-5, 1e-2), st.floats(0.0, 1e-5), st.integers(0, 4000), st.integers(1, 4000))
 def test_speed_follows_the_length_of_the_context(least: float, slope: float, start: int, more: int) -> None:
-    speed = PrefillSpeed(1, {})
+    meter = Meter()
+    speed = PrefillSpeed(1, meter.measured)
     assert speed.seconds(start, start + more) is None
     for context in range(128, 4096, 256):
-        speed.record(chunk(256, context, 256 * (least + slope * context)))
+        meter.record_chunk(chunk(256, context, 256 * (least + slope * context)), 1)
     expected = more * (least + slope * (start + more / 2))
     assert speed.seconds(start, start + more) == pytest.approx(expected, rel=0.05)
     assert speed.seconds(start, start) == 0.0
 
 
 def test_speed_outlives_its_engine_and_counts_the_slowest_stage() -> None:
-    measured: dict[str, list[float]] = {}
+    meter = Meter()
+    measured = meter.measured
     for stage, seconds in enumerate((0.1, 0.3)):
-        PrefillSpeed(2, measured).record(chunk(100, 50, seconds, stage))
+        meter.record_chunk(chunk(100, 50, seconds, stage), 2)
     speed = PrefillSpeed(2, measured)
     assert speed.seconds(0, 10_000, 1) == pytest.approx(10.0)
     assert speed.seconds(0, 10_000) == pytest.approx(30.0 + 10.0 * 256 / 10_000)

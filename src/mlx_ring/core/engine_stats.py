@@ -283,6 +283,16 @@ class Metered(Protocol):
     def totals(self) -> StepTotals: ...
 
 
+_FADES, _LEAST_CHUNK = 0.95, 32
+"""Factor by which each chunk lowers the weight of those before it, and tokens from which one counts: smaller ones mostly
+read the weights."""
+
+
+def prefill_name(stage: int, stages: int) -> str:
+    """Return the name of the sums of a stage's chunks."""
+    return f"prefill {stage}/{stages}"
+
+
 Rank = tuple[RankId, str]
 """A rank and its node."""
 
@@ -355,6 +365,15 @@ class Meter:
         """Record the seconds of a complete recovery's parts."""
         for part, seconds in parts.items():
             self.recovery_s[part].record(seconds)
+
+    def record_chunk(self, timing: StepTiming, stages: int) -> None:
+        """Add a prefill step of a stage's first rank to the sums of weights, contexts, a token's seconds, and their products."""
+        if timing.tokens < _LEAST_CHUNK or timing.compute_us <= 0 or timing.rank.rank:
+            return
+        x, y = float(timing.context_tokens), timing.compute_us / 1e6 / timing.tokens
+        name, new = prefill_name(timing.rank.stage, stages), (1.0, x, y, x * x, x * y)
+        before = self.measured.get(name, [0.0] * len(new))
+        self.measured[name] = [_FADES * old + one for old, one in zip(before, new, strict=True)]
 
     def record_way(self, way: Way, predicted_s: float | None, taken_s: float) -> None:
         """Record a way back that has ended: its predicted time, if there was a prediction, and the time it took; seconds."""

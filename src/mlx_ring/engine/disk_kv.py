@@ -201,7 +201,10 @@ class DiskKv:
             token_s = max(0.0, now - fetch.reads_since_s) / (fetch.blocks * BLOCK_TOKENS)
             before = self._measured.get(_SPEED, [token_s])[0]
             self._measured[_SPEED] = [before + _WEIGHT * (token_s - before), now]
-        if fetch.back is not None and all(sequence.back is not fetch.back for sequence in fetch.waiting):
+        on_their_way = [sequence.back for sequence in fetch.waiting if sequence.back is not None]
+        for back in () if fetch.blocks else on_their_way:
+            back.turn("recompute", None)
+        if fetch.back is not None and fetch.back not in on_their_way:
             fetch.back.arrive(now if fetch.blocks else None)
 
     def predict_s(self, tokens: int, now: float) -> float:
@@ -349,8 +352,6 @@ class Ways:
 
     def add(self, sequence: Sequence) -> None:
         """Predict the way of a sequence that is about to wait, and let the ranks look for its blocks on their disks."""
-        if sequence.back is None and self._disk is None:
-            return
         kept, start = self._kv.kept_of(sequence.id), self._start(sequence)
         compute_s = self._compute_s(sequence, start, kept)
         sequence.reads_s = compute_s or 0.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from mlx_ring.core.engine_stats import StepTiming
+from mlx_ring.core.engine_stats import prefill_name
 from mlx_ring.core.types import TokenLogprob, Way
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Tokens, shared_length
 from mlx_ring.engine.sequence import Sequence
@@ -188,10 +188,6 @@ def choose_way(candidates: Ordered[Candidate]) -> Candidate:
     return next(each for each, seconds in known if seconds <= most)
 
 
-_FADES = 0.95
-"""Factor by which each chunk lowers the weight of those before it."""
-_LEAST_CHUNK = 32
-"""Tokens of a chunk from which it counts: smaller ones mostly read the weights."""
 _PREDICTED_CHUNK, _MEDIUM_TEXT = 256, 1024
 PredictChunk = Callable[[int, int, int], float]
 """Function that predicts a stage's seconds for a chunk of some tokens after a context of some tokens."""
@@ -209,24 +205,11 @@ class PrefillSpeed:
 
         Args:
             stages: number of stages.
-            measured: sums by stage, which this changes: weights, contexts, seconds, and products of these.
+            measured: sums of chunks by stage, as `Meter.record_chunk` makes them.
             predict: predicts the seconds of a chunk, until one was measured.
         """
-        self._names = [f"prefill {stage}/{stages}" for stage in range(stages)]
+        self._names = [prefill_name(stage, stages) for stage in range(stages)]
         self._measured, self._predict = measured, predict
-
-    def record(self, timing: StepTiming) -> None:
-        """Learn from a prefill step of a stage's first rank."""
-        if timing.tokens < _LEAST_CHUNK or timing.compute_us <= 0:
-            return
-        x, y, name = (
-            float(timing.context_tokens),
-            timing.compute_us / 1e6 / timing.tokens,
-            self._names[timing.rank.stage],
-        )
-        new = (1.0, x, y, x * x, x * y)
-        before = self._measured.get(name, [0.0] * len(new))
-        self._measured[name] = [_FADES * old + one for old, one in zip(before, new, strict=True)]
 
     def seconds(self, start: int, end: int, stages: int | None = None) -> float | None:
         """Return the time to compute the tokens [start, end) on the first `stages`, or all; None if it is unknown."""

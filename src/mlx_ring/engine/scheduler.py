@@ -45,7 +45,7 @@ class Scheduler:
         predict: Predict | None = None,
         meter: Meter | None = None,
     ) -> None:
-        meter = Meter() if meter is None else meter
+        self._meter = meter = Meter() if meter is None else meter
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
         self._instance = instance
@@ -127,7 +127,8 @@ class Scheduler:
         """Append a sequence to the queue, and KV that was kept of it. Others pass it until it is ready."""
         if kept is not None:
             self._kv.keep_for(sequence, kept)
-        self.ways.add(sequence)
+        if sequence.back is not None or self.disk is not None:
+            self.ways.add(sequence)
         self._waiting[sequence.id] = sequence
         self.suspects.add(sequence)
 
@@ -343,8 +344,8 @@ class Scheduler:
             advances += self._fail_rows(sent_step, done.failure)
         else:
             self._sizer.record(answered.timing, is_prefill=sent_step.is_prefill)
-            if sent_step.is_prefill and not answered.rank.rank:
-                self.ways.speed.record(answered.timing)
+            if sent_step.is_prefill:
+                self._meter.record_chunk(answered.timing, self._stages)
         if answered.rank == self._sampler:
             if sent_step.batch is not None:
                 sent_step.batch.in_flight -= 1
