@@ -1,4 +1,4 @@
-"""A generation request, its stream of answer text, the stop strings that may end it, its state for reports, and its ways back after a loss.
+"""A generation request: its stream of answer text, its stop strings, its state for reports, and its ways back.
 
 The API makes the requests and reads the streams; the engine answers them.
 """

@@ -130,6 +130,9 @@ class TokenLogprob:
 
 
 Way = Literal["recompute", "kept", "disk", "replica", "wait"]
-"""Way of a sequence back to its next token: all tokens are computed again; workers that stay have kept KV of them; KV is
-read from disks; another replica computes them; a suspect machine or worker is waited for, and everything stays in place."""
+"""Way of a sequence back to its next token.
+
+`recompute`: all tokens are computed again. `kept`: workers that stay have kept KV. `disk`: KV is read from disks.
+`replica`: another replica computes the tokens. `wait`: a suspect answers in time, and everything stays in place.
+"""
 WAYS: tuple[Way, ...] = get_args(Way)

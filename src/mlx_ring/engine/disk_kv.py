@@ -94,8 +94,11 @@ class Fetched:
 
 
 Choose = Callable[[Ordered[Sequence], int, float, float], WayBack | None]
-"""Function that chooses between disk and computing, for sequences that begin with the tokens on the disk, their number, the
-predicted seconds to read them, and the time now. It returns the first sequence's way back, if that is the disk."""
+"""Function that chooses between disk and computing. It returns the first sequence's way back, if that is the disk.
+
+It receives the sequences that begin with the tokens on the disk. Then follow the number of these tokens, the predicted
+seconds to read them, and the time now.
+"""
 
 
 class DiskKv:
