@@ -188,13 +188,17 @@ def test_pauses_grow_after_several_losses_and_pass_with_time() -> None:
     assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)
 
 
+def runs_none(_home: object) -> bool:
+    return False
+
+
 def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused() -> None:
     clock = Clock()
 
     async def run() -> None:
         succession = Succession(scripted(b"abcdef"))
         recoveries = loaded(clock, succession.meter)
-        service = SimpleNamespace(recoveries=recoveries, error=LOSS, runs=lambda _home: False)
+        service = SimpleNamespace(recoveries=recoveries, error=LOSS, runs=runs_none)
         model: Any = HostedModel.__new__(HostedModel)
         model.replicas = [SimpleNamespace(service=service)]
         model.settings, model.meters = SimpleNamespace(resume="on"), [succession.meter]

@@ -137,10 +137,14 @@ class Interrupted:
         self.way, self.seconds = way, seconds
 
 
+def ignore(*_: object) -> None:
+    pass
+
+
 def ways_of(lost: Serving | None, *serving: Serving) -> list[tuple[str, float | None]]:
     """Return the ways of three requests with the same beginning."""
     lives = [Interrupted(SimpleNamespace(tokens=[*range(100), 100 + number])) for number in range(3)]
-    ways = WaysBack("demo", lambda *_: None)
+    ways = WaysBack("demo", ignore)
     waiting, _ = give_back(cast("Any", lives), cast("Any", lost), cast("Any", serving), ways)
     assert [live.way for live in lives].count("recompute") == len(waiting)
     assert sum(len(each.taken) for each in serving) == 3 - len(waiting)
