@@ -9,6 +9,10 @@ killed" is a reload of the whole model.
 
 Each machine is idle before, until it has a spare worker.
 
+Then follow the ways back that were taken, with their predicted and taken seconds from the metrics `way_back_predicted_seconds`
+and `way_back_taken_seconds`. Before the row "all workers killed, KV on disk", the stream's prompt was answered once, so that
+the disks have its KV.
+
 The last columns are of the workers that the fault spared: how many were replaced, and the megabytes that the others read
 from files. `--large` takes a model of a gigabyte with random weights. With `--resume off`, the stream ends with an error.
 Its time is then that of the first token of a new request.
@@ -46,6 +50,8 @@ _BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperatur
 _FAULT_AFTER = 20
 """Number of events before the fault."""
 _ASK_AGAIN_S = 0.05
+_LONG_PROMPT = 1500
+"""Tokens of the prompt whose KV is on the disks."""
 _PARTS = ("detect", "plan", "load", "replay", "first_token")
 
 
@@ -58,6 +64,8 @@ class Fault:
     end: Callable[[ServedCluster, Rank], None] | None = None
     victims: int = 1
     """Number of workers that it ends."""
+    has_disk: bool = False
+    """True if machines keep KV on disk, and the stream has a long prompt that was answered before."""
 
 
 def _stop_worker(_served: ServedCluster, victim: Rank) -> None:
@@ -107,6 +115,7 @@ _FAULTS: Mapping[str, Fault] = {
     "agent killed": Fault(FAULTS["agent killed"].inject),
     "head stopped, 5 s": Fault(_stop_head, 5.0, _continue_head, 0),
     "all workers killed": Fault(_kill_all, victims=_MACHINES),
+    "all workers killed, KV on disk": Fault(_kill_all, victims=_MACHINES, has_disk=True),
 }
 
 
@@ -119,6 +128,8 @@ class Measured:
     token_s: float = 0.0
     """Until the next token."""
     parts: dict[str, float] = field(default_factory=dict[str, float])
+    ways: dict[str, tuple[float, float]] = field(default_factory=dict[str, "tuple[float, float]"])
+    """Predicted and taken seconds by way back."""
     replaced: int = 0
     """Workers that were replaced although the fault spared them."""
     read_mb: float = 0.0
@@ -144,7 +155,7 @@ def main() -> None:
             f"{model.name}, a stage on each of {_MACHINES} machines, medians of {arguments.rounds} rounds, in seconds"
         )
         titles = "".join(f"{part:>12}" for part in (*_PARTS, "notified", "next token"))
-        print(f"{'fault':22}{titles}{'replaced':>10}{'read MB':>9}")
+        print(f"{'fault':32}{titles}{'replaced':>10}{'read MB':>9}  way: predicted, taken")
         for name in arguments.only or _FAULTS:
             measured = [
                 measure(cluster, _FAULTS[name], (*flags, *cluster.join_flags))
@@ -158,13 +169,21 @@ def _row(fault: str, measured: Sequence[Measured]) -> str:
     columns.append([each.notified_s for each in measured if each.notified_s is not None])
     columns.append([each.token_s for each in measured])
     cells = "".join(f"{median(column):12.2f}" if column else f"{'-':>12}" for column in columns)
-    return f"{fault:22}{cells}{max(each.replaced for each in measured):10}{max(each.read_mb for each in measured):9.1f}"
+    names = sorted({way for each in measured for way in each.ways})
+    ways = "; ".join(
+        f"{way}: {', '.join(f'{median(times):.2f}' for times in zip(*(each.ways[way] for each in measured if way in each.ways), strict=True))}"
+        for way in names
+    )
+    most = max(each.replaced for each in measured), max(each.read_mb for each in measured)
+    return f"{fault:32}{cells}{most[0]:10}{most[1]:9.1f}  {ways}"
 
 
 def measure(cluster: LanCluster, fault: Fault, flags: Sequence[str]) -> Measured:
     """Interrupt a stream once, on a server of its own."""
     before = _spares(cluster)
-    server = cluster.serve(_MACHINES, *flags, joining=cluster.machines[1:])
+    disk = ("--kv-disk", "1GiB") if fault.has_disk else ()
+    cluster.join_flags = (*flags[-2:], *disk)
+    server = cluster.serve(_MACHINES, *flags, *disk, joining=cluster.machines[1:])
     served = ServedCluster(server, Path(), cluster.http, cluster.head.threads, cluster)
     try:
         victim = next(rank for rank in served.wait_until_ready() if served.can_lose(rank))
@@ -189,9 +208,20 @@ def _spares(cluster: LanCluster) -> list[int]:
 
 def _interrupt(served: ServedCluster, victim: Rank, fault: Fault) -> Measured:
     """Cause the fault in a stream. Runs in the head's host."""
+    body = (
+        {**_BODY, "prompt": [5 + number % 200 for number in range(_LONG_PROMPT)]} if fault.has_disk else _BODY
+    )
+    if fault.has_disk:
+        served.http.post(
+            served.server.url + "/v1/completions", json={**body, "max_tokens": 2, "stream": False}
+        )
+        eventually(
+            lambda: served.metric("kv_disk_saved_tokens_total"), lambda tokens: tokens >= _LONG_PROMPT - 256
+        )
     before, ranks, result = _parts(served), served.ranks(), Measured()
+    ways = _ways(served)
     read = {rank.pid: _read_bytes(rank) for rank in ranks}
-    with served.http.stream("POST", served.server.url + "/v1/completions", json=_BODY) as answer:
+    with served.http.stream("POST", served.server.url + "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line)
         for _ in range(_FAULT_AFTER):
             next(lines)
@@ -205,6 +235,11 @@ def _interrupt(served: ServedCluster, victim: Rank, fault: Fault) -> Measured:
     if result.notified_s is not None and served.metric("requests_resumed_total"):
         after = eventually(lambda: _parts(served), lambda parts: parts != before)
         result.parts = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    result.ways = {
+        way: (predicted - ways[way][0], taken - ways[way][1])
+        for way, (predicted, taken) in _ways(served).items()
+        if taken > ways[way][1]
+    }
     stayed = {rank.pid for rank in ready} & read.keys()
     result.replaced = len(ranks) - len(stayed) - fault.victims
     result.read_mb = sum(_read_bytes(rank) - read[rank.pid] for rank in ready if rank.pid in stayed) / 1e6
@@ -221,6 +256,14 @@ def _parts(served: ServedCluster) -> dict[str, float]:
     text = served.http.get(served.server.url + "/metrics").text
     found = re.findall(r'^mlx_ring_recovery_seconds_sum{.*part="(\w+)".*} (\S+)$', text, re.MULTILINE)
     return {part: float(seconds) for part, seconds in found}
+
+
+def _ways(served: ServedCluster) -> dict[str, tuple[float, float]]:
+    """Return the predicted and the taken seconds of all ways back, by way."""
+    text = served.http.get(served.server.url + "/metrics").text
+    found = re.findall(r'^mlx_ring_way_back_(\w+)_seconds_sum{.*way="(\w+)".*} (\S+)$', text, re.MULTILINE)
+    seconds = {(kind, way): float(value) for kind, way, value in found}
+    return {way: (seconds["predicted", way], seconds["taken", way]) for _, way in seconds}
 
 
 def _follow(lines: Iterator[str], began: float) -> tuple[float | None, float | None]:

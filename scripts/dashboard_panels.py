@@ -164,6 +164,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((mean("recovery_seconds", "model_name, part"), f"{MODEL} {{{{part}}}}"),),
                 "Mean. The first token comes within the replay.",
             ),
+            Panel(
+                "Ways back: predicted and taken time",
+                "s",
+                (
+                    (mean("way_back_predicted_seconds", "model_name, way"), f"{MODEL} {{{{way}}}} predicted"),
+                    (mean("way_back_taken_seconds", "model_name, way"), f"{MODEL} {{{{way}}}} taken"),
+                ),
+                "Mean, by the way that was chosen.",
+            ),
             quantiles(
                 "Time to first token", "time_to_first_token_seconds", "From arrival to the first token."
             ),

@@ -714,7 +714,7 @@ def test_file_that_is_no_database_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_found(tmp_path: Path) -> None:
-    """A changed byte never changes an answer: its request is missing, or its deltas end before the byte."""
+    """Change each byte in turn: an answer is missing, or its deltas end before the byte."""
     database = JournalDatabase(tmp_path, SIZE)
     bodies = {f"resp_{n}": b'{"input": "SOME-BODY-%d"}' % n for n in range(3)}
     for id_, body in bodies.items():
@@ -830,7 +830,7 @@ def test_disk_that_hung_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_of_one_connection_do_not_share_an_answer(tmp_path: Path) -> None:
-    """A large body makes the server resume reading within the request's context, which later requests then inherit."""
+    """Send a large body: the server resumes reading within the request's context, which later requests then inherit."""
     head = Head(tmp_path, keys=("sk-first", "sk-second"))
 
     async def run(url: str) -> list[httpx.Response]:

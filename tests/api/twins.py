@@ -15,8 +15,9 @@ from tests.engine.twin import TwinExecutor
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
 from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, Moved, State
-from mlx_ring.core.engine_stats import Meter, OpenRequest, Policy
+from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RequestError, RingError
+from mlx_ring.core.generation import OpenRequest
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.engine.engine import Engine

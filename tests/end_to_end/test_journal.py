@@ -146,7 +146,8 @@ def test_answers_in_progress_when_their_head_is_killed_continue_with_the_next(
             lambda: client.responses.retrieve(alone.id), lambda made: made.status == "incomplete"
         )
         assert ended.output_text == undisturbed.output_text
-        assert continued(server) == 3
+        # The last one may have been killed before its first token.
+        assert continued(server) >= 2
         assert server.stop() == 0
 
 

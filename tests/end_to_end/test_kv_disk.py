@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,12 @@ def test_prompt_is_restored_by_another_split_of_the_layers(
         assert ask(server)[::2] == (text, tokens)
         assert prefix_stats(server)["restored_tokens"] == tokens
         metrics = server.http.get("/metrics").text
+        log = (tmp_path / "logs" / "head.log").read_text()
     assert f'mlx_ring_kv_disk_restored_tokens_total{{instance="0",model_name="demo"}} {tokens}.0' in metrics
+    labels = '{instance="0",model_name="demo",way="disk"}'
+    assert f"mlx_ring_way_back_taken_seconds_count{labels} 1.0" in metrics
+    assert f"mlx_ring_way_back_predicted_seconds_count{labels} 1.0" in metrics
+    assert re.search(rf"Ways back of \S+: disk \(1\), predicted .* took .* \({tokens} tokens; ", log)
 
 
 def test_answer_is_the_same_without_what_another_group_of_ranks_saved(

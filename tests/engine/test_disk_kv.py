@@ -215,9 +215,11 @@ def test_request_that_ends_while_it_waits_leaves_nothing_on_the_ranks() -> None:
         engine = make_engine(after)
         slow = asyncio.create_task(ask(engine))
         await settled(lambda: len(held) == 1)
+        engine.fetched(*held[0])
+        await settled(lambda: len(held) == 2)
         slow.cancel()
         await settled(lambda: not after.has_fetched)
-        engine.fetched(*held[0])
+        engine.fetched(*held[1])
         assert engine.stats().scheduler.waiting == engine.stats().scheduler.running == 0
 
     asyncio.run(run())
@@ -225,6 +227,10 @@ def test_request_that_ends_while_it_waits_leaves_nothing_on_the_ranks() -> None:
 
 def make_text(prompt: Sequence[int] = PROMPT) -> Text:
     return make_sequence(1, replace_prompt(make_request(), prompt), LIMITS, 0.0)
+
+
+def computes(*_: object) -> None:
+    """Choose to compute what the disks have."""
 
 
 def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
@@ -236,7 +242,7 @@ def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
     disk.want(text, 0)
     assert [len(each.blocks.digests) for each in disk.take_unsent()] == [3]
     assert [each.adopt.fetch for each in disk.leave(text)] == [2]
-    assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=2, blocks=3)) is None
+    assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=2, blocks=3), 0.0, computes) is None
 
 
 def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:

@@ -16,8 +16,8 @@ from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.admission import choose_to_shed
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.live_request import choose_to_shed
 from mlx_ring.head.router import Router
 
 NAMES = "abc"

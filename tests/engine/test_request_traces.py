@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_ring.core.engine_stats import EndedRequest
-from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.generation import EndedRequest, GenerateRequest
 from mlx_ring.core.traces import TRACEPARENT, Attributes
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.request_traces import RequestTracer

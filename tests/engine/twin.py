@@ -132,9 +132,9 @@ class _Rank:
             held.reached = adopt.length
 
     def fetch(self, wanted: worker_pb2.FetchKv) -> int:
-        """Read blocks from the disk; return their number."""
+        """Read blocks from the disk, or count them; return their number."""
         found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
-        if found:
+        if found and not wanted.only_looks:
             self.fetched[wanted.id] = [token for digest in found for token in self.disk[digest]]
         return len(found)
 

@@ -19,6 +19,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.executor import GrpcExecutor
+from mlx_ring.engine.resumption import Silences
 from mlx_ring.head import instance as subject
 from mlx_ring.head.instance import Epoch, Instance
 from mlx_ring.head.kv_memory import Reservation
@@ -81,7 +82,8 @@ class FakeService:
         pass
 
     suspect = record_workers = lose = ignore
-    recoveries = SimpleNamespace(status=None)
+    recoveries = SimpleNamespace(status=None, silences=Silences())
+    recovery_s = None
 
     def load_phase(self, _rank: RankId) -> str:
         return "weights"

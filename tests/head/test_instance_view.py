@@ -188,16 +188,21 @@ def test_pauses_grow_after_several_losses_and_pass_with_time() -> None:
     assert (recoveries.pause_s, recoveries.refusal) == (0.0, None)
 
 
+def runs_none(_home: object) -> bool:
+    return False
+
+
 def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused() -> None:
     clock = Clock()
 
     async def run() -> None:
         succession = Succession(scripted(b"abcdef"))
         recoveries = loaded(clock, succession.meter)
-        service = SimpleNamespace(recoveries=recoveries, error=LOSS)
+        service = SimpleNamespace(recoveries=recoveries, error=LOSS, runs=runs_none)
         model: Any = HostedModel.__new__(HostedModel)
         model.replicas = [SimpleNamespace(service=service)]
-        model.settings = SimpleNamespace(resume="on")
+        model.settings, model.meters = SimpleNamespace(resume="on"), [succession.meter]
+        model.served = SimpleNamespace(names=["demo"])
         model._held, model._has_served, model._leaving = succession.held, True, None
         succession._hold = model.hold
         for lost in range(1, MOST_LOSSES + 1):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -14,12 +16,14 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.cluster.agent_link import AgentLink, LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
-from mlx_ring.core.engine_stats import Policy
+from mlx_ring.core.engine_stats import Meter, Policy
 from mlx_ring.core.errors import NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.in_flight import Unanswered
+from mlx_ring.engine.resumption import Silences
 from mlx_ring.head import instance_watch as subject
+from mlx_ring.head.instance_view import SuspectWait
 from mlx_ring.head.instance_watch import StuckWatch
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.rpc.channels import Silence
@@ -167,9 +171,19 @@ class Watching:
     """A watch over an instance with one rank on one node, by a clock of its own."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, stays: int | None = None, is_cluster: bool = True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        stays: int | None = None,
+        is_cluster: bool = True,
+        history: Sequence[float | None] = (),
+        recovery_s: float | None = None,
     ) -> None:
         self.now_s = 100.0
+        self.meter, silences = Meter(), Silences()
+        for silent_s in history:
+            silences.record(silent_s)
+        wait = SuspectWait("tiny-1", self.meter, silences, lambda: recovery_s, lambda: self.now_s)
         monkeypatch.setattr(subject, "Silence", partial(Silence, lambda: self.now_s))
         monkeypatch.setattr(subject, "_JUDGE_S", 1e9)
         self.agent, self.engine = FakeAgent(), FakeEngine()
@@ -186,6 +200,7 @@ class Watching:
             is_cluster=is_cluster,
             first_epoch=2,
             staying={} if stays is None else {RankId(0, 0): stays},
+            wait=wait,
         )
         self.watch._engine = cast("Engine", self.engine)  # pyright: ignore[reportPrivateUsage] - deadlines need a whole one
 
@@ -221,11 +236,13 @@ class Watching:
             self.watch.judge()
 
 
-def watch_and(act: Callable[[Watching], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def watch_and(
+    act: Callable[[Watching], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, **figures: Any
+) -> None:
     """Run a watch whose agent has reported, and act."""
 
     async def run() -> None:
-        watching = Watching(monkeypatch)
+        watching = Watching(monkeypatch, **figures)
         async with watching.watch.watching(hello_pb2.Hello()):
             await watching.watch.begin()
             await watching.report()
@@ -249,6 +266,54 @@ def test_a_silent_node_pauses_the_engine_until_it_speaks(monkeypatch: pytest.Mon
         assert watching.watch.suspects == (set(), set())
 
     watch_and(act, monkeypatch)
+
+
+def test_a_wait_that_ends_in_time_is_recorded_with_its_prediction(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def act(watching: Watching) -> None:
+        watching.pass_time(2.5)
+        watching.watch.on_node_message("n2")
+        watching.pass_time(0.25)
+        assert watching.losses == []
+        taken = watching.meter.way_taken_s["wait"]
+        assert (sum(taken.counts), taken.total) == (1, 0.75)
+        assert 0.0 < watching.meter.way_predicted_s["wait"].total < 1.5
+
+    watch_and(act, monkeypatch, recovery_s=2.0)
+    assert re.search(
+        r"Ways back of tiny-1: wait \(1\), predicted 0.\d+ s, took 0.75 s \(recovery: 2.00 s\)", caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "recovery_s", "lost_after_s"),
+    [
+        ((), None, 3.5),
+        ((), 2.0, 3.5),
+        ([None] * 8, 60.0, 3.5),
+        ([None] * 8, None, 3.5),
+        ([None] * 8, 1.0, 2.0),
+        ([2.2] * 8, 1.0, 3.5),
+    ],
+)
+def test_a_suspect_is_waited_for_while_that_is_predicted_to_be_cheaper(
+    monkeypatch: pytest.MonkeyPatch,
+    history: Sequence[float | None],
+    recovery_s: float | None,
+    lost_after_s: float,
+) -> None:
+    async def act(watching: Watching) -> None:
+        watching.pass_time(lost_after_s - 0.25)
+        assert not watching.losses
+        watching.pass_time(0.25)
+        (loss,) = watching.losses
+        assert isinstance(loss, NodeLost)
+        assert f"sent nothing for {lost_after_s:g} s" in str(loss)
+
+    watch_and(act, monkeypatch, history=history, recovery_s=recovery_s)
 
 
 def test_a_silent_agent_of_the_only_machine_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
 from mlx_ring.core.types import SamplingParams
-from mlx_ring.head.router import SEQUENCE_TOKENS, Router
+from mlx_ring.head.router import SEQUENCE_TOKENS, Router, give_back
 
 IDLE = EngineLoad(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 
@@ -106,3 +108,66 @@ def test_full_instances_are_overloaded_and_none_at_all_is_not_ready() -> None:
         Router(lambda: [Instance(is_full=True), Instance(is_full=True)]).submit_all(request("a"))
     with pytest.raises(NotReady):
         Router(list).submit_all(request("a"))
+
+
+class Serving:
+    """Instance that serves, or is about to, and records the requests that it takes over."""
+
+    def __init__(self, token_s: float | None, to_read: int = 0, back_s: float | None = 0.0) -> None:
+        self.load, self.taken = replace(load(to_read=to_read), token_s=token_s), list[Any]()
+        self.engine = self
+        self.recoveries = SimpleNamespace(back_s=back_s, refusal=None)
+
+    def load_for(self, _prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
+        return self.load
+
+    def take_over(self, lives: Iterable[Any]) -> None:
+        self.taken += lives
+
+
+@dataclass(eq=False)
+class Interrupted:
+    """Interrupted request that records its way back."""
+
+    sequence: Any
+    way: str = ""
+    seconds: float | None = None
+
+    def set_way_back(self, _ways: object, way: str, seconds: float | None) -> None:
+        self.way, self.seconds = way, seconds
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def ways_of(lost: Serving | None, *serving: Serving) -> list[tuple[str, float | None]]:
+    """Return the ways of three requests with the same beginning."""
+    lives = [Interrupted(SimpleNamespace(tokens=[*range(100), 100 + number])) for number in range(3)]
+    ways = WaysBack("demo", ignore)
+    waiting, _ = give_back(cast("Any", lives), cast("Any", lost), cast("Any", serving), ways)
+    assert [live.way for live in lives].count("recompute") == len(waiting)
+    assert sum(len(each.taken) for each in serving) == 3 - len(waiting)
+    return [(live.way, live.seconds) for live in lives]
+
+
+def test_interrupted_requests_go_to_the_replica_or_wait_by_predicted_time() -> None:
+    lost = Serving(0.01, back_s=1.0)
+    assert ways_of(lost, Serving(0.01, 50)) == [
+        ("replica", pytest.approx(1.51)),
+        ("replica", pytest.approx(1.52)),
+        ("replica", pytest.approx(1.53)),
+    ]
+    assert ways_of(lost, Serving(0.01, 500)) == [("recompute", 1.0)] * 3
+    assert [way for way, _ in ways_of(lost)] == ["recompute"] * 3
+
+
+def test_without_predictions_interrupted_requests_go_to_another_replica() -> None:
+    for lost in (None, Serving(0.01, back_s=None)):
+        assert {way for way, _ in ways_of(lost, Serving(0.01, 9999))} == {"replica"}
+    assert ways_of(Serving(None, back_s=1.0), Serving(None, 9999)) == [("replica", None)] * 3
+
+
+def test_an_instance_that_was_not_measured_counts_as_fast_as_another_one() -> None:
+    assert ways_of(Serving(None, back_s=1.0), Serving(0.01, 500)) == [("recompute", 1.0)] * 3
+    assert ways_of(Serving(0.01, back_s=9.0), Serving(None))[0] == ("replica", pytest.approx(1.01))

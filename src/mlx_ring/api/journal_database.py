@@ -255,7 +255,8 @@ class JournalDatabase:
         """Return a kept answer and the JSON of its request; None if there is none of this id, or it is damaged."""
         found = self._db.execute(
             "SELECT number, owner, path, created, random, runs_alone, checksum, end, ended, error, message, param, "
-            "body, prompts, joined FROM answers JOIN requests USING (number) LEFT JOIN deltas USING (number) WHERE id = ?",
+            "body, prompts, joined "
+            "FROM answers JOIN requests USING (number) LEFT JOIN deltas USING (number) WHERE id = ?",
             (id_,),
         ).fetchone()
         if found is None:

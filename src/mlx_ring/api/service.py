@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
-from mlx_ring.core.engine_stats import EngineStats, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineStats, Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, OpenRequest, RequestStream
 from mlx_ring.core.types import Sampling
 from mlx_ring.core.worker_status import WorkerInfo
 from mlx_ring.models.model_folder import PullProgress, Report

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mlx_ring.core.errors import RingError
-from mlx_ring.core.types import FinishReason, RankId
+from mlx_ring.core.generation import EndedRequest
+from mlx_ring.core.types import WAYS, FinishReason, RankId, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +96,6 @@ class StepTiming:
     """Sequence of its only row; 0 if it had several rows or none."""
 
 
-RequestState = Literal["waiting", "reading", "answering", "paused"]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """A request that has not ended, without its text."""
-
-    id: str
-    state: RequestState
-    """`reading` means prefill, `answering` decode, `paused` that its instance was lost and is loaded again."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that the prefix cache supplied."""
-    read_tokens: int
-    """Prompt tokens in the KV cache, cached ones included."""
-    tokens: int
-    """Tokens of the answer so far."""
-    age_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Load of one instance, and what it has cached of some prompts."""
@@ -127,6 +108,8 @@ class EngineLoad:
     """Number of their prompt tokens that are not yet computed."""
     shared_tokens: int
     """Tokens of the prompts that are cached there."""
+    token_s: float | None = None
+    """Predicted seconds to compute a token of a prompt; None before one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,31 +277,20 @@ class Distribution:
         self.total += value * times
 
 
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """A request that has ended. Times are in seconds of the engine's clock."""
-
-    submitted_at: float
-    opened_at: float | None
-    """Time of its first admission; None if it was never admitted."""
-    first_token_at: float | None
-    last_token_at: float | None
-    ended_at: float
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reason: FinishReason
-    error: RingError | None = None
-
-    @property
-    def queue_s(self) -> float:
-        return (self.ended_at if self.opened_at is None else self.opened_at) - self.submitted_at
-
-
 class Metered(Protocol):
     """An engine whose totals a meter reads."""
 
     def totals(self) -> StepTotals: ...
+
+
+_FADES, _LEAST_CHUNK = 0.95, 32
+"""Factor by which each chunk lowers the weight of those before it, and tokens from which one counts: smaller ones mostly
+read the weights."""
+
+
+def prefill_name(stage: int, stages: int) -> str:
+    """Return the name of the sums of a stage's chunks."""
+    return f"prefill {stage}/{stages}"
 
 
 Rank = tuple[RankId, str]
@@ -347,6 +319,10 @@ class Meter:
         self.given_up: Counter[str] = Counter()
         """Interrupted requests that were not continued, by the error's name."""
         self.pause_s = Distribution(REQUEST_S)
+        self.way_predicted_s = {way: Distribution(REQUEST_S) for way in WAYS}
+        self.way_taken_s = {way: Distribution(REQUEST_S) for way in WAYS}
+        self.measured: dict[str, list[float]] = {}
+        """Sums of measurements by which engines predict times; `engine/resumption.py` has their form."""
         self.loads = 0
         """Number of times that an instance began to serve."""
         self.losses: Counter[str] = Counter()
@@ -389,6 +365,21 @@ class Meter:
         """Record the seconds of a complete recovery's parts."""
         for part, seconds in parts.items():
             self.recovery_s[part].record(seconds)
+
+    def record_chunk(self, timing: StepTiming, stages: int) -> None:
+        """Add a prefill step of a stage's first rank to the sums of weights, contexts, a token's seconds, and their products."""
+        if timing.tokens < _LEAST_CHUNK or timing.compute_us <= 0 or timing.rank.rank:
+            return
+        x, y = float(timing.context_tokens), timing.compute_us / 1e6 / timing.tokens
+        name, new = prefill_name(timing.rank.stage, stages), (1.0, x, y, x * x, x * y)
+        before = self.measured.get(name, [0.0] * len(new))
+        self.measured[name] = [_FADES * old + one for old, one in zip(before, new, strict=True)]
+
+    def record_way(self, way: Way, predicted_s: float | None, taken_s: float) -> None:
+        """Record a way back that has ended: its predicted time, if there was a prediction, and the time it took; seconds."""
+        if predicted_s is not None:
+            self.way_predicted_s[way].record(predicted_s)
+        self.way_taken_s[way].record(taken_s)
 
     def record_end(self, request: EndedRequest) -> None:
         """Record the end of a request; distributions contain only complete answers."""

@@ -1,4 +1,4 @@
-"""A generation request, its stream of answer text, and the stop strings that may end it.
+"""A generation request: its stream of answer text, its stop strings, its state for reports, and its ways back.
 
 The API makes the requests and reads the streams; the engine answers them.
 """
@@ -6,14 +6,15 @@ The API makes the requests and reads the streams; the engine answers them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from mlx_ring.core.errors import ContextExceeded, RingError
-from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob
+from mlx_ring.core.types import FinishReason, PoolingKind, SamplingParams, TokenLogprob, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +291,116 @@ class StopMatcher:
             if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0
+
+
+# ---- reports
+
+RequestState = Literal["waiting", "reading", "answering", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request that has not ended, without its text."""
+
+    id: str
+    state: RequestState
+    """`reading` means prefill, `answering` decode, `paused` that its instance was lost and is loaded again."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache supplied."""
+    read_tokens: int
+    """Prompt tokens in the KV cache, cached ones included."""
+    tokens: int
+    """Tokens of the answer so far."""
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended. Times are in seconds of the engine's clock."""
+
+    submitted_at: float
+    opened_at: float | None
+    """Time of its first admission; None if it was never admitted."""
+    first_token_at: float | None
+    last_token_at: float | None
+    ended_at: float
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reason: FinishReason
+    error: RingError | None = None
+
+    @property
+    def queue_s(self) -> float:
+        return (self.ended_at if self.opened_at is None else self.opened_at) - self.submitted_at
+
+
+# ---- ways back
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class WayBack:
+    """Way on which a sequence gets back to its next token. Times are in seconds of the engine's clock."""
+
+    way: Way
+    seconds: float | None
+    """Predicted time from `since`; None: unknown."""
+    since: float
+    """Time of the loss, or of the choice."""
+    group: WaysBack
+    has_ended: bool = False
+
+    def arrive(self, now: float | None) -> None:
+        """Record the time of the next token, once; None if there will be none on this way."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.group.record(self, None if now is None else now - self.since)
+
+    def turn(self, way: Way, more_s: float | None) -> None:
+        """Take another way, or a part of the way, whose predicted time is longer by some seconds; None: unknown."""
+        self.way = way
+        self.seconds = None if self.seconds is None or more_s is None else max(0.0, self.seconds + more_s)
+
+
+class WaysBack:
+    """Ways back of sequences that were interrupted together. Once all have arrived, one line of the log has them."""
+
+    def __init__(
+        self, what: str, record: Callable[[Way, float | None, float], None], about: str = ""
+    ) -> None:
+        """Start without any.
+
+        Args:
+            what: their common name for the log.
+            record: receives each way that was taken, with the predicted and the taken seconds.
+            about: text for the end of the line, as other ways and their predictions.
+        """
+        self._what, self._record, self._about = what, record, about
+        self._begun = 0
+        self._arrived: dict[Way, list[tuple[float | None, float]]] = {}
+
+    def begin(self, way: Way, seconds: float | None, since: float) -> WayBack:
+        """Begin one more way; see `WayBack`."""
+        self._begun += 1
+        return WayBack(way, seconds, since, self)
+
+    def record(self, back: WayBack, taken_s: float | None) -> None:
+        """Record that a sequence has arrived, or with None that it does not."""
+        self._begun -= 1
+        if taken_s is not None:
+            self._record(back.way, back.seconds, taken_s)
+            self._arrived.setdefault(back.way, []).append((back.seconds, taken_s))
+        if not self._begun and self._arrived:
+            parts = [_describe_way(way, times) for way, times in self._arrived.items()]
+            log.info("Ways back of %s: %s%s", self._what, "; ".join(parts), self._about)
+            self._arrived = {}
+
+
+def _describe_way(way: Way, times: Sequence[tuple[float | None, float]]) -> str:
+    """Describe the sequences that took a way, with the longest times."""
+    known = [seconds for seconds, _ in times if seconds is not None]
+    predicted = f"predicted {max(known):.2f} s" if known else "without a prediction"
+    return f"{way} ({len(times)}), {predicted}, took {max(taken for _, taken in times):.2f} s"

@@ -127,3 +127,12 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+Way = Literal["recompute", "kept", "disk", "replica", "wait"]
+"""Way of a sequence back to its next token.
+
+`recompute`: all tokens are computed again. `kept`: workers that stay have kept KV. `disk`: KV is read from disks.
+`replica`: another replica computes the tokens. `wait`: a suspect answers in time, and everything stays in place.
+"""
+WAYS: tuple[Way, ...] = get_args(Way)

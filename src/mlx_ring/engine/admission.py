@@ -1,4 +1,7 @@
-"""Admission of sequences: what one waits for, beside memory, before it may run. Pure.
+"""Admission of sequences: the places of an engine, and what a sequence waits for, beside memory, before it may run. Pure.
+
+Places are limited. All of them are shared evenly among clients: the client with most requests loses its newest to one
+with fewer. One client alone may have every place. A sequence waits for these:
 
 - Its grammar: all sampling ranks must have compiled it. Answers under the same grammar share one, which the ranks keep as
   long as one of these answers exists.
@@ -7,17 +10,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
+from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import Overloaded, RequestError, RingError
 from mlx_ring.core.types import Grammar, RankId
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
+_RETRY_AFTER_S = 1.0
 GRAMMAR_WITHIN_S = 30.0
 """Longest time for the ranks to compile a grammar, from when they have compiled those before it."""
 
@@ -207,3 +213,85 @@ class Suspects:
     def before(self) -> Iterator[Sequence]:
         """Iterate over the waiting sequences up to the first suspect."""
         return takewhile(lambda each: not each.runs_alone, self._waiting.values())
+
+
+# ---- places
+
+
+def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:
+    """Check that requests that belong together can be admitted to the queue now.
+
+    Args:
+        requests: number of requests.
+        policy: limits of the scheduler.
+        free: number of free places.
+        waiting: number of requests in the queue.
+
+    Raises:
+        RequestError: there are more than the server ever admits.
+        Overloaded: the queue has no room for them now.
+    """
+    most = policy.most_requests
+    if requests > most:
+        raise RequestError(
+            f"This request asks for {requests} answers (its prompts times n), but the server accepts {most} at once "
+            f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_queued_requests}): ask for fewer.",
+            param="n",
+        )
+    if requests > free:
+        wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
+        asked = f", and this one asks for {requests} answers" if requests > 1 else ""
+        raise Overloaded(
+            f"{wait} already{asked}; try again in {_RETRY_AFTER_S:g} s.",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+
+def shed_error() -> Overloaded:
+    """Return the error of a waiting request that was shed for another client."""
+    return Overloaded(
+        "The queue is full, and this client has the most requests in it: one of them was shed for another client; "
+        f"try again in {_RETRY_AFTER_S:g} s.",
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+class PlaceHolder(Protocol):
+    """A request that has a place."""
+
+    @property
+    def client(self) -> str: ...
+    @property
+    def may_be_shed(self) -> bool: ...
+
+
+PlaceHolderT = TypeVar("PlaceHolderT", bound=PlaceHolder)
+
+
+def choose_to_shed(
+    held: Iterable[PlaceHolderT], client: str, *, wants: int, needs: int
+) -> list[PlaceHolderT] | None:
+    """Choose the newest waiting requests of the clients that have most.
+
+    Args:
+        held: requests that have places, the oldest first.
+        client: the client that sends new requests.
+        wants: number of these.
+        needs: number of these that have no free place.
+
+    Returns:
+        As many requests as needed; None if that would leave another client with fewer than this one.
+    """
+    places, waiting = Counter({client: wants}), dict[str, list[PlaceHolderT]]()
+    for each in held:
+        places[each.client] += 1
+        if each.may_be_shed:
+            waiting.setdefault(each.client, []).append(each)
+    shed: list[PlaceHolderT] = []
+    while len(shed) < needs:
+        most = max((name for name in waiting if waiting[name]), key=places.__getitem__, default=client)
+        if places[most] <= places[client]:
+            return None
+        shed.append(waiting[most].pop())
+        places[most] -= 1
+    return shed

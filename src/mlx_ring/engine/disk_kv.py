@@ -1,21 +1,35 @@
 """KV on the ranks' disks: what is read before a sequence runs, and what is written after it. Pure.
 
 Tokens are saved in blocks. A block's digest covers all tokens up to its end, so that it names the block's content. Every
-rank saves its own layers. Of a prompt's blocks, as many are restored as every rank has.
+rank saves its own layers. Of a prompt's blocks, as many are restored as every rank has, if that is predicted to be faster
+than to compute them. So the ranks first count the blocks, and read them only if asked to. If several sequences begin
+with the same blocks, these are read once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
+from typing import Protocol
 
 import numpy as np
 
-from mlx_ring.core.types import RankId
+from mlx_ring.core.generation import WayBack, WaysBack
+from mlx_ring.core.types import RankId, Way
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.prefix_cache import Tokens
+from mlx_ring.engine.resumption import (
+    Candidate,
+    KeptKv,
+    PrefillSpeed,
+    choose_way,
+    shared_beginning,
+)
 from mlx_ring.engine.rows import drop_operation, restore_operations
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -25,6 +39,12 @@ _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 """Blocks that are saved with one step, without rows and with them: rows wait while a rank copies blocks."""
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
 """Speed at which each rank saves while rows run, and least time between two blocks then: copies delay rows."""
+_ASSUMED_BYTES_PER_S = 1e9
+"""Speed at which a rank reads, until it was measured. It is high, so that a disk is tried."""
+_WEIGHT, _FORGET_S = 0.5, 600.0
+"""Weight of the newest measurement, and seconds after which a low speed is forgotten."""
+_SPEED = "disk"
+"""Name of the measurement: the seconds of a token, and the time of the last one."""
 _REMEMBERED = 1 << 16
 """Number of saved blocks that are remembered."""
 
@@ -46,14 +66,20 @@ def block_digests(tokens: Iterable[int]) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Fetch:
-    """Blocks that the ranks read for a sequence."""
+    """Blocks that the ranks count, and may then read, for sequences that begin with them."""
 
-    sequence: Sequence
+    tokens: tuple[int, ...]
+    digests: list[bytes]
+    waiting: list[Sequence]
     owed_by: set[RankId]
     blocks: int
     """Number that every rank has which has answered."""
     is_held: bool = False
     """True if a rank has read any."""
+    reads_since_s: float | None = None
+    """Time from which they are read; None while they are counted."""
+    back: WayBack | None = None
+    """Way back that ends once they are restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +87,40 @@ class Fetched:
     """Result of a fetch on all ranks."""
 
     id: int
-    sequence: Sequence
-    length: int
+    tokens: tuple[int, ...]
     """Tokens that all ranks have read."""
     is_held: bool
     """True if a rank may keep what it has read."""
 
 
+Choose = Callable[[Ordered[Sequence], int, float, float], WayBack | None]
+"""Function that chooses between disk and computing. It returns the first sequence's way back, if that is the disk.
+
+It receives the sequences that begin with the tokens on the disk. Then follow the number of these tokens, the predicted
+seconds to read them, and the time now.
+"""
+
+
 class DiskKv:
     """Fetches and saves of one instance, for one epoch."""
 
-    def __init__(self, ranks: Iterable[RankId], kv: Mapping[RankId, RankKv] | None = None) -> None:
-        """Start without any, for all ranks with their KV memory."""
+    def __init__(
+        self,
+        ranks: Iterable[RankId],
+        kv: Mapping[RankId, RankKv] | None = None,
+        measured: dict[str, list[float]] | None = None,
+    ) -> None:
+        """Start without any.
+
+        Args:
+            ranks: all ranks.
+            kv: their KV memory.
+            measured: measurements of earlier engines, which this changes.
+        """
         self._ranks = frozenset(ranks)
-        token_bytes = max((rank.bytes_per_token for rank in (kv or {}).values()), default=0)
-        self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * token_bytes / _BYTES_PER_S)
+        self._token_bytes = max((rank.bytes_per_token for rank in (kv or {}).values()), default=0)
+        self._measured = {} if measured is None else measured
+        self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * self._token_bytes / _BYTES_PER_S)
         self._next_save_s = 0.0
         self._ids = count(1)
         self._fetches: dict[int, _Fetch] = {}
@@ -91,48 +136,108 @@ class DiskKv:
     # ---- restore
 
     def want(self, sequence: Sequence, reusable: int) -> None:
-        """Let the ranks read a new sequence's blocks, if they may have more than the `reusable` tokens in memory."""
+        """Let the ranks count a new sequence's blocks, if they may have more than the `reusable` tokens in memory."""
         most = (sequence.fill_to - 1) // BLOCK_TOKENS
         if sequence.request.computes_all or most * BLOCK_TOKENS <= reusable:
             return
+        tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
+        digests = block_digests(tokens)
+        for id_, fetch in self._fetches.items():
+            if fetch.digests[:most] == digests:
+                fetch.waiting.append(sequence)
+                sequence.awaits_kv = id_
+                return
         id_ = next(self._ids)
-        digests = block_digests(sequence.tokens[: most * BLOCK_TOKENS])
-        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
-        self._fetches[id_] = _Fetch(sequence, set(self._ranks), most)
-        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks))
+        self._fetches[id_] = _Fetch(tokens, digests, [sequence], set(self._ranks), most)
+        self._ask(id_, digests, only_looks=True)
         sequence.awaits_kv = id_
+
+    def _ask(self, id_: int, digests: list[bytes], *, only_looks: bool) -> None:
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=only_looks))
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def take_unsent(self) -> list[worker_pb2.FetchKv]:
         """Return the requests to send to all ranks, and forget them."""
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def answered(self, rank: RankId, fetched: worker_pb2.KvFetched) -> Fetched | None:
-        """Record a rank's answer; return the result once all have answered, or one of them with nothing."""
+    def answered(
+        self, rank: RankId, fetched: worker_pb2.KvFetched, now: float, choose: Choose
+    ) -> Fetched | None:
+        """Record a rank's answer; return the result once all have answered, or one of them with nothing.
+
+        Once all have counted the blocks, `choose` says whether they are read.
+        """
         fetch = self._fetches.get(fetched.id)
         if fetch is None:
             return None
         fetch.owed_by.discard(rank)
         fetch.blocks = min(fetch.blocks, fetched.blocks)
-        fetch.is_held |= fetched.blocks > 0
+        is_read = fetch.reads_since_s is not None
+        fetch.is_held |= is_read and fetched.blocks > 0
         if fetch.owed_by and fetch.blocks:
             return None
+        if fetch.blocks and not is_read:
+            tokens = fetch.blocks * BLOCK_TOKENS
+            fetch.back = choose(fetch.waiting, tokens, self.predict_s(tokens, now), now)
+            if fetch.back is not None:
+                fetch.owed_by, fetch.reads_since_s = set(self._ranks), now
+                self._ask(fetched.id, fetch.digests[: fetch.blocks], only_looks=False)
+                return None
+            fetch.blocks = 0
         del self._fetches[fetched.id]
-        fetch.sequence.awaits_kv = 0
-        is_held = fetch.is_held or bool(fetch.owed_by)
-        return Fetched(fetched.id, fetch.sequence, fetch.blocks * BLOCK_TOKENS, is_held)
+        for sequence in fetch.waiting:
+            sequence.awaits_kv = 0
+        self._measure(fetch, now)
+        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS]
+        return Fetched(fetched.id, tokens, fetch.is_held or (is_read and bool(fetch.owed_by)))
+
+    def _measure(self, fetch: _Fetch, now: float) -> None:
+        """Learn the speed from a fetch that was read, and end its way back."""
+        if fetch.reads_since_s is None:
+            return
+        if fetch.blocks:
+            token_s = max(0.0, now - fetch.reads_since_s) / (fetch.blocks * BLOCK_TOKENS)
+            before = self._measured.get(_SPEED, [token_s])[0]
+            self._measured[_SPEED] = [before + _WEIGHT * (token_s - before), now]
+        on_their_way = [sequence.back for sequence in fetch.waiting if sequence.back is not None]
+        for back in () if fetch.blocks else on_their_way:
+            back.turn("recompute", None)
+        if fetch.back is not None and fetch.back not in on_their_way:
+            fetch.back.arrive(now if fetch.blocks else None)
+
+    def predict_s(self, tokens: int, now: float) -> float:
+        """Return the predicted seconds until all ranks have read some tokens, by the slowest one of the last fetches.
+
+        A speed that was measured long ago, when a disk may have been busy, counts no longer if it was low.
+        """
+        assumed_s = self._token_bytes / _ASSUMED_BYTES_PER_S
+        token_s, measured_at = self._measured.get(_SPEED, (assumed_s, -math.inf))
+        if now - measured_at > _FORGET_S:
+            token_s = min(token_s, assumed_s)
+        return tokens * token_s
 
     def leave(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
         """Give up a sequence's fetch; return the operations that forget what the ranks may have read."""
         id_, sequence.awaits_kv = sequence.awaits_kv, 0
+        fetch = self._fetches.get(id_)
+        if fetch is None:
+            return []
+        fetch.waiting.remove(sequence)
+        if fetch.waiting:
+            return []
         was_sent = all(wanted.id != id_ for wanted in self._unsent)
         self._unsent = [wanted for wanted in self._unsent if wanted.id != id_]
-        is_read = self._fetches.pop(id_, None) is not None and was_sent
-        return [drop_operation(id_)] if is_read else []
+        del self._fetches[id_]
+        return [drop_operation(id_)] if was_sent or fetch.reads_since_s is not None else []
 
     def restore(self, fetched: Fetched, keep: Keep) -> list[step_pb2.CacheOperation]:
         """Keep what was fetched as KV of an ended sequence; return the operations that forget it, if that is impossible."""
-        tokens = tuple(fetched.sequence.tokens[: fetched.length])
+        tokens = fetched.tokens
         if keep(tokens, len(tokens), partial(restore_operations, fetched.id, tokens)):
             self.restored_tokens += len(tokens)
             self._remember(block_digests(tokens))
@@ -198,8 +303,138 @@ class DiskKv:
     def clear(self) -> None:
         """Forget what is fetched and what is to be saved."""
         for fetch in self._fetches.values():
-            fetch.sequence.awaits_kv = 0
+            for sequence in fetch.waiting:
+                sequence.awaits_kv = 0
         self._fetches.clear()
         self._unsent.clear()
         self._to_save.clear()
         self._checked.clear()
+
+
+# ---- the choice
+
+
+class KvInMemory(Protocol):
+    """KV that the ranks have in memory."""
+
+    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
+        """Return the number of a text's tokens that the prefix cache could supply now."""
+        ...
+
+    def kept_of(self, sequence: int) -> KeptKv | None:
+        """Return the KV that was kept for a waiting sequence."""
+        ...
+
+    def keep_new(
+        self, tokens: Tokens, reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]], /
+    ) -> bool:
+        """Keep KV as of an ended sequence; return False if there is no room or no need."""
+        ...
+
+    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
+        """Add operations that change no sequence."""
+        ...
+
+
+class Ways:
+    """Ways of an engine's sequences to their next token: what is predicted of each, and which one is taken."""
+
+    def __init__(
+        self,
+        speed: PrefillSpeed,
+        kv: KvInMemory,
+        disk: DiskKv | None,
+        running: Mapping[int, Sequence],
+        waiting: Mapping[int, Sequence],
+        record: Callable[[Way, float | None, float], None],
+    ) -> None:
+        """Prepare for the sequences of an engine; `record` receives ways of single sequences, as `WaysBack` does."""
+        self.speed = speed
+        self._kv, self._disk, self._record = kv, disk, record
+        self._running, self._waiting = running, waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Predict the way of a sequence that is about to wait, and let the ranks look for its blocks on their disks."""
+        kept, start = self._kv.kept_of(sequence.id), self._start(sequence)
+        compute_s = self._compute_s(sequence, start, kept)
+        sequence.reads_s = compute_s or 0.0
+        if sequence.back is not None and sequence.back.way == "recompute":
+            more_s = None if compute_s is None else compute_s + self._queue_s(sequence)
+            sequence.back.turn("recompute" if kept is None else "kept", more_s)
+        if self._disk is None or sequence.runs_alone:
+            return
+        # A disk may hang, so a sequence with kept KV does not wait for one that can save little.
+        at_best = [Candidate("kept", compute_s), Candidate("disk", 0.0)]
+        if kept is None or choose_way(at_best).way == "disk":
+            self._disk.want(sequence, self._kv.shared(_to_prefill(sequence), self._running))
+
+    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched, now: float) -> bool:
+        """Record that a rank has found KV on its disk; return True if there is something to send."""
+        if self._disk is None:
+            return False
+        if (result := self._disk.answered(rank, fetched, now, self.choose)) is None:
+            return self._disk.has_unsent
+        self._kv.add_operations(self._disk.restore(result, self._kv.keep_new))
+        return True
+
+    def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:
+        """Choose between the disk and computing, as `Choose`."""
+        first = sequences[0]
+        kept, start = self._kv.kept_of(first.id), self._start(first)
+        if tokens <= start:
+            return None
+        compute_s = self._compute_s(first, start, kept)
+        rest_s = self._compute_s(first, tokens, kept)
+        disk = Candidate("disk", None if rest_s is None else disk_s + rest_s)
+        compute = Candidate("recompute" if kept is None else "kept", compute_s)
+        chosen = choose_way([disk, compute] if kept is None else [compute, disk])
+        if chosen is not disk:
+            if first.back is None:
+                more_s = None if compute_s is None else compute_s + self._queue_s(first)
+                about = f" (disk: {_in_seconds(disk.seconds)} for {tokens} tokens and the rest)"
+                first.back = self._begin(first, about).begin(compute.way, more_s, now)
+            return None
+        first.reads_s = rest_s or 0.0
+        more_s = None if disk.seconds is None or compute_s is None else disk.seconds - compute_s
+        for sequence in sequences:
+            if sequence.back is not None:
+                sequence.back.turn("disk", more_s)
+        if first.back is not None:
+            return first.back
+        about = f" ({tokens} tokens; recompute: {_in_seconds(compute_s)}, {_in_seconds(rest_s)} of it for the rest)"
+        return self._begin(first, about).begin("disk", disk_s, now)
+
+    def _begin(self, sequence: Sequence, about: str) -> WaysBack:
+        return WaysBack(sequence.request.request_id, self._record, about)
+
+    def _start(self, sequence: Sequence) -> int:
+        """Return the tokens that the sequence need not compute: cached ones, or those that an earlier one computes."""
+        tokens = _to_prefill(sequence)
+        ahead = (other.tokens for other in self._ahead(sequence))
+        return max(self._kv.shared(tokens, self._running), shared_beginning(tokens, ahead))
+
+    def _ahead(self, sequence: Sequence) -> Iterable[Sequence]:
+        others = chain(self._running.values(), self._waiting.values())
+        return (other for other in others if other.id < sequence.id)
+
+    def _queue_s(self, sequence: Sequence) -> float:
+        """Return the predicted seconds until the sequences before it are prefilled."""
+        return sum(
+            other.reads_s * max(0, other.fill_to - other.scheduled) / max(1, other.fill_to - other.reused)
+            for other in self._ahead(sequence)
+        )
+
+    def _compute_s(self, sequence: Sequence, start: int, kept: KeptKv | None) -> float | None:
+        """Return the predicted seconds to compute the tokens after the first `start`."""
+        length = start if kept is None else max(start, kept.length)
+        behind = None if kept is None else kept.first_stage
+        parts = (self.speed.seconds(start, length, behind), self.speed.seconds(length, sequence.fill_to))
+        return None if None in parts else sum(filter(None, parts))
+
+
+def _to_prefill(sequence: Sequence) -> Tokens:
+    return tuple(sequence.tokens[: sequence.fill_to])
+
+
+def _in_seconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds:.2f} s"

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, OpenRequest, Policy, StepTotals
+from mlx_ring.core.engine_stats import EngineLoad, EngineStats, Meter, Policy, StepTotals
 from mlx_ring.core.errors import LinkLost, NotReady, ProtocolError, RingError, ServingError, WorkerLost
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, OpenRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
-from mlx_ring.engine.admission import Settled
+from mlx_ring.engine.admission import Settled, check_places, choose_to_shed, shed_error
 from mlx_ring.engine.executor import Executor, GrammarRequests
 from mlx_ring.engine.in_flight import Predict, Unanswered
-from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.live_request import Hold, LiveRequest, check_places, choose_to_shed, shed_error
+from mlx_ring.engine.kv_budget import RankKv, log_new_context
+from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
@@ -83,7 +83,13 @@ class Engine:
         self.policy = policy
         self._clock, self._began = clock, clock()
         self._scheduler = Scheduler(
-            executor.ranks, instance=instance, epoch=epoch, policy=policy, kv=kv, predict=predict
+            executor.ranks,
+            instance=instance,
+            epoch=epoch,
+            policy=policy,
+            kv=kv,
+            predict=predict,
+            meter=self._meter,
         )
         self._grammars = GrammarRequests(executor, self._scheduler.suspects, self._settle)
         self._model_limits = limits
@@ -160,8 +166,8 @@ class Engine:
         self._grammars.answered(rank, prepared)
 
     def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
-        if self._ended is None and self._scheduler.fetched(rank, fetched):
-            self._send_steps(self._clock())
+        if self._ended is None and self._scheduler.ways.fetched(rank, fetched, now := self._clock()):
+            self._send_steps(now)
 
     def _settle(self, settled: Settled) -> None:
         """Release the sequences that waited for a grammar."""
@@ -397,15 +403,7 @@ class Engine:
         self._scheduler.limit_kv(self._wanted_kv)
         before = self.context_length
         self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
-        if self.context_length != before:
-            _log.log(
-                logging.WARNING if self.context_length < before else logging.INFO,
-                "The context of %s changes to %d tokens from %d, because it shares KV memory with other loaded models. "
-                "Set --max-model-len to keep it constant.",
-                self._instance,
-                self.context_length,
-                before,
-            )
+        log_new_context(self._instance, before, self.context_length)
         self._executor.limit_kv(self._scheduler.kv_limits)
 
     def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
@@ -416,6 +414,7 @@ class Engine:
             sequences=self._scheduler.num_open,
             tokens_to_read=self._scheduler.tokens_to_read,
             shared_tokens=shared,
+            token_s=self._scheduler.ways.speed.token_s,
         )
 
     @property

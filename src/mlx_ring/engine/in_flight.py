@@ -14,6 +14,7 @@ from mlx_ring.core.engine_stats import RankTotals, StepTiming
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch
+from mlx_ring.engine.resumption import PredictChunk
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.step_times import StepWindow
@@ -60,6 +61,13 @@ class StepSize:
 
 Predict = Callable[[int, StepSize], float]
 """Function that predicts the seconds of computation of a stage, given by its number, for a step."""
+
+
+def predict_chunk_by(predict: Predict | None) -> PredictChunk | None:
+    """Return the prediction of a chunk alone; None without any."""
+    if predict is None:
+        return None
+    return lambda stage, tokens, context: predict(stage, StepSize(1, tokens, context, is_decode=False))
 
 
 class StepDeadlines:

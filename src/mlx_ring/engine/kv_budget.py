@@ -6,6 +6,7 @@ sequences. Released memory counts until every rank has answered the step that fr
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from mlx_ring.core.engine_stats import BLOCK, RankKvUse, kv_blocks
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import RankId
 from mlx_ring.rpc.protos import worker_pb2
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,3 +334,16 @@ def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> 
         f"{wanted} tokens needs {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
         "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8."
     )
+
+
+def log_new_context(instance: str, before: int, now: int) -> None:
+    """Log that an instance's context has changed, in tokens, if it has."""
+    if now != before:
+        _log.log(
+            logging.WARNING if now < before else logging.INFO,
+            "The context of %s changes to %d tokens from %d, because it shares KV memory with other loaded models. "
+            "Set --max-model-len to keep it constant.",
+            instance,
+            now,
+            before,
+        )

@@ -262,6 +262,9 @@ class KvManager:
         if self.budget.is_over:
             self.drop_kept(sequence.id)
 
+    def kept_of(self, sequence: int) -> KeptKv | None:
+        return self._kept.get(sequence)
+
     def drop_kept(self, sequence: int) -> None:
         """Free the KV that was kept for a sequence and that it has not taken."""
         kept = self._kept.pop(sequence, None)

@@ -3,30 +3,32 @@
 An engine lasts as long as its instance. A request outlives it: its stream, its text, its times and its known tokens
 stay here, and the next engine continues them. Its owner, `home`, is the engine that works on it, or the queue for
 the next engine.
-
-The owner has a limited number of places. All of them are shared evenly among clients: the client with most requests
-loses its newest to one with fewer. One client alone may have every place.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from mlx_ring.core.engine_stats import EndedRequest, Meter, OpenRequest, Policy, RequestState
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import (
     DeadlineExceeded,
     GroupStuck,
-    Overloaded,
     RepeatedLoss,
-    RequestError,
     RingError,
 )
-from mlx_ring.core.generation import Delta, RequestStream, RequestTimings
+from mlx_ring.core.generation import (
+    Delta,
+    EndedRequest,
+    OpenRequest,
+    RequestState,
+    RequestStream,
+    RequestTimings,
+    WaysBack,
+)
 from mlx_ring.core.traces import CLIENT, Span
-from mlx_ring.core.types import FinishReason, RankId, TokenLogprob
+from mlx_ring.core.types import FinishReason, RankId, TokenLogprob, Way
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, Sequence, continue_sequence
@@ -34,7 +36,6 @@ from mlx_ring.engine.streams import AnswerText, Reading, Vocabulary
 
 PROGRESS_TOKENS = 2
 """Tokens after a loss that clear a request of having caused it."""
-_RETRY_AFTER_S = 1.0
 LOSSES_TO_RUN_ALONE, LOSSES_TO_GIVE_UP = 2, 3
 """Losses in a row after which a request runs alone, and after which it is given up."""
 
@@ -137,7 +138,20 @@ class LiveRequest:
         if unanswered:
             self._count_loss(unanswered)
         self.on_resumed = None
+        self._arrive(None)
         self.stream.pause()
+
+    def set_way_back(self, ways: WaysBack, way: Way, seconds: float | None) -> None:
+        """Begin its way back from the loss, with the predicted seconds until it serves again, or of the whole way."""
+        self._arrive(None)
+        if self.interrupted_at is not None and self.sequence.opened_at is not None:
+            self.sequence.back = ways.begin(way, seconds, self.interrupted_at)
+
+    def _arrive(self, now: float | None) -> None:
+        """End its way back, if it is on one, at its new tokens or with None without any."""
+        if self.sequence.back is not None:
+            self.sequence.back.arrive(now)
+            self.sequence.back = None
 
     def _count_loss(self, unanswered: Mapping[RankId, int]) -> None:
         if self._counted and self.sequence.length >= self._cleared_at:
@@ -224,6 +238,7 @@ class LiveRequest:
         self.stream.resume(continues=self._is_interrupted)
         if tokens:
             self._is_interrupted, self.stalled_since = False, None
+            self._arrive(now)
         self.stream.put(self._delta(tokens, reading, finish_reason, now))
         self._report_resumed(has_token=bool(tokens))
 
@@ -236,6 +251,7 @@ class LiveRequest:
         """Record the end, and fail the stream with the error, if any."""
         self.has_ended = True
         self._report_resumed(has_token=False)
+        self._arrive(None)
         self.on_ended()
         self.stream.resume(continues=False)
         if self._deadline is not None:
@@ -321,88 +337,6 @@ class LiveRequest:
         first = now if sequence.first_token_at is None else sequence.first_token_at
         last = now if sequence.last_token_at is None else sequence.last_token_at
         return RequestTimings(opened - sequence.submitted_at, first - opened, last - first - self._paused_s)
-
-
-# ---- places
-
-
-def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:
-    """Check that requests that belong together can be admitted to the queue now.
-
-    Args:
-        requests: number of requests.
-        policy: limits of the scheduler.
-        free: number of free places.
-        waiting: number of requests in the queue.
-
-    Raises:
-        RequestError: there are more than the server ever admits.
-        Overloaded: the queue has no room for them now.
-    """
-    most = policy.most_requests
-    if requests > most:
-        raise RequestError(
-            f"This request asks for {requests} answers (its prompts times n), but the server accepts {most} at once "
-            f"(--max-num-seqs {policy.max_num_seqs}, --max-queued-requests {policy.max_queued_requests}): ask for fewer.",
-            param="n",
-        )
-    if requests > free:
-        wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
-        asked = f", and this one asks for {requests} answers" if requests > 1 else ""
-        raise Overloaded(
-            f"{wait} already{asked}; try again in {_RETRY_AFTER_S:g} s.",
-            retry_after_s=_RETRY_AFTER_S,
-        )
-
-
-def shed_error() -> Overloaded:
-    """Return the error of a waiting request that was shed for another client."""
-    return Overloaded(
-        "The queue is full, and this client has the most requests in it: one of them was shed for another client; "
-        f"try again in {_RETRY_AFTER_S:g} s.",
-        retry_after_s=_RETRY_AFTER_S,
-    )
-
-
-class PlaceHolder(Protocol):
-    """A request that has a place."""
-
-    @property
-    def client(self) -> str: ...
-    @property
-    def may_be_shed(self) -> bool: ...
-
-
-PlaceHolderT = TypeVar("PlaceHolderT", bound=PlaceHolder)
-
-
-def choose_to_shed(
-    held: Iterable[PlaceHolderT], client: str, *, wants: int, needs: int
-) -> list[PlaceHolderT] | None:
-    """Choose the newest waiting requests of the clients that have most.
-
-    Args:
-        held: requests that have places, the oldest first.
-        client: the client that sends new requests.
-        wants: number of these.
-        needs: number of these that have no free place.
-
-    Returns:
-        As many requests as needed; None if that would leave another client with fewer than this one.
-    """
-    places, waiting = Counter({client: wants}), dict[str, list[PlaceHolderT]]()
-    for each in held:
-        places[each.client] += 1
-        if each.may_be_shed:
-            waiting.setdefault(each.client, []).append(each)
-    shed: list[PlaceHolderT] = []
-    while len(shed) < needs:
-        most = max((name for name in waiting if waiting[name]), key=places.__getitem__, default=client)
-        if places[most] <= places[client]:
-            return None
-        shed.append(waiting[most].pop())
-        places[most] -= 1
-    return shed
 
 
 # ---- causes of losses

@@ -63,7 +63,7 @@ class PrefixIndex:
         if child is None:
             child = node.children[tokens[place]] = _Node(tokens[place:])
             return child
-        shared = _shared(child.edge, tokens, place)
+        shared = shared_length(child.edge, tokens, place)
         if shared < len(child.edge):
             upper = _Node(child.edge[:shared], {child.edge[shared]: child}, dict(child.holders))
             child.edge = child.edge[shared:]
@@ -90,7 +90,7 @@ class PrefixIndex:
         path: list[tuple[int, Collection[int]]] = []
         node, place = self._root, 0
         while place < len(tokens) and (child := node.children.get(tokens[place])) is not None:
-            shared = _shared(child.edge, tokens, place)
+            shared = shared_length(child.edge, tokens, place)
             place += shared
             path.append((place, child.holders))
             if shared < len(child.edge):
@@ -99,7 +99,7 @@ class PrefixIndex:
         yield from reversed(path)
 
 
-def _shared(edge: Tokens, tokens: Tokens, place: int) -> int:
+def shared_length(edge: Tokens, tokens: Tokens, place: int = 0) -> int:
     """Return the length of the common prefix of `edge` and `tokens[place:]`: a run at a time, then by halving."""
     longest = min(len(edge), len(tokens) - place)
     if edge[:longest] == tokens[place : place + longest]:

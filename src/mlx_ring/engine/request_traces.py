@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from mlx_ring.core.engine_stats import EndedRequest
-from mlx_ring.core.generation import GenerateRequest
+from mlx_ring.core.generation import EndedRequest, GenerateRequest
 from mlx_ring.core.traces import TRACEPARENT, Span, TracePlace, Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.rpc.protos import step_pb2

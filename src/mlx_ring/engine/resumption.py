@@ -1,17 +1,23 @@
-"""Interrupted sequences in another engine: the KV that stages keep of them, and their tokens that are drawn again. Pure.
+"""Interrupted sequences in another engine: the KV that stages keep, tokens drawn again, and the cheapest way back. Pure.
 
 If an instance is patched, the stages behind the last lost one keep KV of each sequence. Its length is the one that all
 of them hold for certain. Up to there, the next engine computes the known tokens again on the other stages alone. After
 that it continues on all stages. If only a link was lost, every stage keeps its KV.
+
+Every way back has a predicted time, from measured times. `choose_way` alone compares them. The ways are listed in a fixed
+order of preference, in which each one is safe. A later way is chosen only if it is faster by more than a margin.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
 
-from mlx_ring.core.types import TokenLogprob
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS
+from mlx_ring.core.engine_stats import prefill_name
+from mlx_ring.core.types import TokenLogprob, Way
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Tokens, shared_length
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
@@ -150,3 +156,212 @@ class Resumptions:
             sequence.redraws = False
             self.redrawn += 1
             self.disagreements += token.token != sequence.tokens[-1]
+
+
+# ---- the cheapest way back
+
+MARGIN, LEAST_MARGIN_S = 0.1, 0.05
+"""Share and time by which a way must be faster than those that are preferred to it: predictions are no more exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way back, and its predicted seconds until the next token; None: unknown."""
+
+    way: Way
+    seconds: float | None
+
+
+def choose_way(candidates: Ordered[Candidate]) -> Candidate:
+    """Choose the first candidate whose predicted time is within the margin of the shortest one.
+
+    Args:
+        candidates: the possible ways, the preferred ones first. If the time of the first one is unknown, it is chosen, and
+            others of unknown time never are.
+    """
+    first = candidates[0]
+    if first.seconds is None:
+        return first
+    known = [(each, each.seconds) for each in candidates if each.seconds is not None]
+    least = min(seconds for _, seconds in known)
+    most = least + max(LEAST_MARGIN_S, MARGIN * least)
+    return next(each for each, seconds in known if seconds <= most)
+
+
+_PREDICTED_CHUNK, _MEDIUM_TEXT = 256, 1024
+PredictChunk = Callable[[int, int, int], float]
+"""Function that predicts a stage's seconds for a chunk of some tokens after a context of some tokens."""
+_LEAST_SPREAD = 64.0
+"""Standard deviation of the context's length from which its influence on the time is measured."""
+
+
+class PrefillSpeed:
+    """Predicted times of prefill, by a line through the measured times of a token over the length of its context."""
+
+    def __init__(
+        self, stages: int, measured: dict[str, list[float]], predict: PredictChunk | None = None
+    ) -> None:
+        """Start with what was measured before.
+
+        Args:
+            stages: number of stages.
+            measured: sums of chunks by stage, as `Meter.record_chunk` makes them.
+            predict: predicts the seconds of a chunk, until one was measured.
+        """
+        self._names = [prefill_name(stage, stages) for stage in range(stages)]
+        self._measured, self._predict = measured, predict
+
+    def seconds(self, start: int, end: int, stages: int | None = None) -> float | None:
+        """Return the time to compute the tokens [start, end) on the first `stages`, or all; None if it is unknown."""
+        if end <= start:
+            return 0.0
+        times: list[float] = []
+        for stage in range(len(self._names) if stages is None else stages):
+            seconds = self._stage_s(stage, start, end)
+            if seconds is None:
+                return None
+            times.append(seconds)
+        # The stages work at the same time, except on the first and the last chunk.
+        slowest = max(times, default=0.0)
+        return slowest + (sum(times) - slowest) * min(1.0, _PREDICTED_CHUNK / (end - start))
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds of a token of a text of medium length; None if it is unknown."""
+        seconds = self.seconds(0, _MEDIUM_TEXT)
+        return None if seconds is None else seconds / _MEDIUM_TEXT
+
+    def _stage_s(self, stage: int, start: int, end: int) -> float | None:
+        tokens, context = end - start, (start + end) / 2
+        sums = self._measured.get(self._names[stage])
+        if sums is not None:
+            least, slope = _line(*sums)
+            return tokens * (least + slope * context)
+        if self._predict is None:
+            return None
+        chunk = min(tokens, _PREDICTED_CHUNK)
+        return self._predict(stage, chunk, round(context)) * tokens / chunk
+
+
+def _line(n: float, x: float, y: float, xx: float, xy: float) -> tuple[float, float]:
+    """Return a token's seconds without context, and those for each token of its context, from sums; neither is negative."""
+    spread = n * xx - x * x
+    if spread <= (n * _LEAST_SPREAD) ** 2:
+        return y / n, 0.0
+    slope = max(0.0, (n * xy - x * y) / spread)
+    least = (y - slope * x) / n
+    return (least, slope) if least >= 0.0 else (0.0, xy / xx)
+
+
+def shared_beginning(tokens: Tokens, others: Iterable[Ordered[int]]) -> int:
+    """Return the tokens of the longest beginning that is shared with another text, if it can be reused."""
+    first = tokens[:LEAST_TOKENS]
+    alike = (tuple(other) for other in others if tuple(other[:LEAST_TOKENS]) == first)
+    most = max((shared_length(other, tokens) for other in alike), default=0)
+    return most if most >= LEAST_TOKENS else 0
+
+
+@dataclass(slots=True)
+class Destination:
+    """An engine that may continue interrupted sequences."""
+
+    way: Way
+    ready_s: float | None
+    """Predicted time until it serves; None: unknown."""
+    token_s: float | None
+    """Predicted seconds to compute a token; None: unknown."""
+    ahead_tokens: int
+    """Tokens to compute there before, running sequences included."""
+    shared: Callable[[Tokens], int] = lambda _tokens: 0
+    """Function that returns the cached tokens of a text there."""
+    given: list[Tokens] = field(default_factory=list[Tokens])
+    """Texts that it was given."""
+
+    def own_tokens(self, tokens: Tokens) -> int:
+        """Return the tokens of a text that it would have to compute: a beginning that is shared with another one counts once."""
+        return len(tokens) - max(self.shared(tokens), shared_beginning(tokens, self.given))
+
+    def seconds(self, tokens: Tokens) -> float | None:
+        """Return the predicted time until the text's next token; None if it is unknown."""
+        if self.ready_s is None or self.token_s is None:
+            return None
+        return self.ready_s + self.token_s * (self.ahead_tokens + self.own_tokens(tokens))
+
+    def give(self, tokens: Tokens) -> None:
+        """Record that it gets the text."""
+        self.ahead_tokens += self.own_tokens(tokens)
+        self.given.append(tokens)
+
+
+def choose_destination(tokens: Tokens, others: Ordered[Destination], own: Destination) -> Destination:
+    """Choose where a sequence continues: on an engine that serves, or on its own instance, once it is back.
+
+    Args:
+        tokens: its known tokens.
+        others: engines that serve; one of them is preferred. Without predictions, it is the one with least to compute.
+        own: the instance that was lost.
+    """
+
+    def cost(other: Destination) -> tuple[float, int]:
+        seconds = other.seconds(tokens)
+        return math.inf if seconds is None else seconds, other.ahead_tokens + other.own_tokens(tokens)
+
+    best = min(others, key=cost)
+    chosen = choose_way([Candidate(best.way, best.seconds(tokens)), Candidate(own.way, own.seconds(tokens))])
+    return own if chosen.way == own.way else best
+
+
+_PRIOR_RETURNS_S, _PRIOR_WEIGHT, _PRIOR_LOSSES = (2.2, 2.4, 2.7, 3.0, 3.4), 0.8, 1.0
+"""Silences that are assumed before any was measured: those that ended, the weight of each, and those that did not."""
+_KEPT_SILENCES = 16
+WAIT_BONUS_S = 1.0
+"""Time by which waiting may take longer than a recovery: it leaves everything in place."""
+
+
+class Silences:
+    """Lengths of the last silences of suspects, which predict how long the next one lasts. All times are in seconds."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+
+    def record(self, silent_s: float | None) -> None:
+        """Record a silence that has ended, or with None one that ended in a loss."""
+        self._seen = [*self._seen, math.inf if silent_s is None else silent_s][-_KEPT_SILENCES:]
+
+    def _weights(self, silent_s: float) -> tuple[list[tuple[float, float]], float]:
+        """Return the rests of silences that lasted longer, with their weights, and the weight of those that never ended."""
+        prior = [(length, _PRIOR_WEIGHT) for length in _PRIOR_RETURNS_S]
+        seen = [*prior, *((length, 1.0) for length in self._seen if length < math.inf)]
+        lost = _PRIOR_LOSSES + sum(length == math.inf for length in self._seen)
+        return sorted((length - silent_s, weight) for length, weight in seen if length > silent_s), lost
+
+    def wait_s(self, silent_s: float, limit_s: float) -> float:
+        """Return the mean rest of a silence that ends before the limit; the time to the limit if none does."""
+        rests = [each for each in self._weights(silent_s)[0] if each[0] <= limit_s - silent_s]
+        weight = sum(one for _, one in rests)
+        return sum(rest * one for rest, one in rests) / weight if weight else max(0.0, limit_s - silent_s)
+
+    def is_worth_waiting(self, silent_s: float, limit_s: float, recovery_s: float | None) -> bool:
+        """Return True if some further wait, up to the limit, is expected to cost less than the recovery at once.
+
+        Args:
+            silent_s: length of the silence so far.
+            limit_s: length from which it counts as a loss in any case.
+            recovery_s: predicted time to the next tokens without the suspect; None: unknown, so that the limit decides.
+        """
+        if silent_s >= limit_s:
+            return False
+        if recovery_s is None:
+            return True
+        recovery_s += WAIT_BONUS_S
+        rests, lost = self._weights(silent_s)
+        weight = lost + sum(one for _, one in rests)
+
+        def cost(wait_s: float) -> float:
+            returned = [(rest, one) for rest, one in rests if rest <= wait_s]
+            left = weight - sum(one for _, one in returned)
+            return (sum(rest * one for rest, one in returned) + left * (wait_s + recovery_s)) / weight
+
+        most_s = limit_s - silent_s
+        waits = [most_s, *(rest for rest, _ in rests if rest <= most_s)]
+        return min(map(cost, waits)) < recovery_s

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 
-from mlx_ring.core.engine_stats import CacheStats, Policy, SchedulerStats, StepTotals
+from mlx_ring.core.engine_stats import CacheStats, Meter, Policy, SchedulerStats, StepTotals
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
-from mlx_ring.engine.disk_kv import DiskKv
-from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight
+from mlx_ring.engine.disk_kv import DiskKv, Ways
+from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight, predict_chunk_by
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefill import Prefilling
-from mlx_ring.engine.resumption import KeptKv, LeftKv, Resumptions
+from mlx_ring.engine.resumption import KeptKv, LeftKv, PrefillSpeed, Resumptions
 from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer
 from mlx_ring.rpc.failures import failure_to_error
-from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.rpc.protos import step_pb2
 
 
 class Scheduler:
@@ -43,7 +43,9 @@ class Scheduler:
         policy: Policy,
         kv: Mapping[RankId, RankKv] | None = None,
         predict: Predict | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = meter = Meter() if meter is None else meter
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
         self._instance = instance
@@ -52,9 +54,12 @@ class Scheduler:
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self.suspects = Suspects(self._waiting, self._running)
-        disk = DiskKv(ranks, kv) if policy.kv_disk is not None and policy.prefix_cache else None
+        saves = policy.kv_disk is not None and policy.prefix_cache
+        disk = DiskKv(ranks, kv, meter.measured) if saves else None
         self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
         self.disk = self._kv.disk
+        speed = PrefillSpeed(self._stages, meter.measured, predict_chunk_by(predict))
+        self.ways = Ways(speed, self._kv, self.disk, self._running, self._waiting, meter.record_way)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._decoding = Decoding(policy, self._stages, sizer=self._sizer, kv=self._kv)
         self.in_flight = StepsInFlight(ranks, StepDeadlines(policy.step_deadline_s, predict))
@@ -120,21 +125,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence, kept: KeptKv | None = None) -> None:
         """Append a sequence to the queue, and KV that was kept of it. Others pass it until it is ready."""
-        if self.disk is not None and kept is None and not sequence.runs_alone:
-            self.disk.want(
-                sequence, self._kv.shared(tuple(sequence.tokens[: sequence.fill_to]), self._running)
-            )
-        self._waiting[sequence.id] = sequence
-        self.suspects.add(sequence)
         if kept is not None:
             self._kv.keep_for(sequence, kept)
-
-    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> bool:
-        """Record that a rank has read KV from its disk; return True if a sequence no longer waits for that."""
-        if self.disk is None or (result := self.disk.answered(rank, fetched)) is None:
-            return False
-        self._kv.add_operations(self.disk.restore(result, self._kv.keep_new))
-        return True
+        if sequence.back is not None or self.disk is not None:
+            self.ways.add(sequence)
+        self._waiting[sequence.id] = sequence
+        self.suspects.add(sequence)
 
     def free_kept(self, kept: Iterable[KeptKv]) -> None:
         """Free KV that was kept for sequences that do not come."""
@@ -348,6 +344,8 @@ class Scheduler:
             advances += self._fail_rows(sent_step, done.failure)
         else:
             self._sizer.record(answered.timing, is_prefill=sent_step.is_prefill)
+            if sent_step.is_prefill:
+                self._meter.record_chunk(answered.timing, self._stages)
         if answered.rank == self._sampler:
             if sent_step.batch is not None:
                 sent_step.batch.in_flight -= 1

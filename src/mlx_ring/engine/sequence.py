@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import ContextExceeded, RequestError, RingError
-from mlx_ring.core.generation import GenerateRequest, context_exceeded
+from mlx_ring.core.generation import GenerateRequest, WayBack, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import Extent, Found
 from mlx_ring.engine.prompt_lookup import PromptLookup
@@ -101,6 +101,10 @@ class Sequence:
     """Prompt tokens that the prefix cache supplied at first admission."""
     found: tuple[int, int, Found] | None = None
     """Last lookup in the prefix cache, with the cache's version and the number of tokens at that time."""
+    back: WayBack | None = None
+    """Its way back to its next token, after a loss or if disks have KV of it, until it has that token."""
+    reads_s: float = 0.0
+    """Predicted seconds to compute what is left to prefill, without what others compute before; 0: unknown."""
     lookup: PromptLookup = field(default_factory=PromptLookup)
     admitted_at: float = 0.0
     """Time of its last admission."""
@@ -342,7 +346,7 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
             prompt_tokens=before.length,
             context_tokens=limits.context_length,
         )
-    sequence.traceparent = before.traceparent
+    sequence.traceparent, sequence.back = before.traceparent, before.back
     sequence.cached_tokens = before.cached_tokens
     sequence.opened_at = before.opened_at
     sequence.first_token_at, sequence.last_token_at = before.first_token_at, before.last_token_at

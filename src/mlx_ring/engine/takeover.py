@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from mlx_ring.core.engine_stats import EngineLoad, Meter, OpenRequest, Policy
+from mlx_ring.core.engine_stats import EngineLoad, Meter, Policy
 from mlx_ring.core.errors import NotReady, RingError
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, OpenRequest, RequestStream
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, SamplingParams, TokenLogprob
-from mlx_ring.engine.live_request import Home, LiveRequest, check_places, choose_to_shed, shed_error
+from mlx_ring.engine.admission import check_places, choose_to_shed, shed_error
+from mlx_ring.engine.live_request import Home, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, make_sequence

@@ -38,7 +38,7 @@ from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv, kept_message
 from mlx_ring.engine.streams import Vocabulary
-from mlx_ring.head.instance_view import InstanceService
+from mlx_ring.head.instance_view import InstanceService, SuspectWait
 from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
@@ -128,9 +128,9 @@ class Instance:
             is_cluster=epoch.trust is not None,
             first_epoch=0 if epoch.loaded else epoch.number,
             staying={place: worker.pid for place, (worker, _) in (epoch.prepared or {}).items()},
+            wait=SuspectWait(epoch.instance, meter, service.recoveries.silences, service.recovery_s),
         )
-        self._has_served = False
-        self._drained = frozenset[str]()
+        self._has_served, self._drained = False, frozenset[str]()
         self._loaded: StartedWorkers = epoch.prepared or {}
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False

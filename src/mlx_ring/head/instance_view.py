@@ -15,10 +15,12 @@ from mlx_ring.api.ops.status import RecoveryPhase, RecoveryStatus
 from mlx_ring.api.service import InstanceInfo
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WaitUse, WorkerInfo, WorkerMemory
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.resumption import Destination, Silences
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.status import InstanceView, LoadingProgress
@@ -39,6 +41,8 @@ PROMPT_LOSSES = 5
 MOST_LOSSES = 15
 """Losses in a row after which interrupted requests are not continued."""
 _LONGEST_PAUSE_S = 30.0
+_FIRST_LOAD_SHARE = 0.5
+"""Part of the first load that the first recovery is predicted to take: weights and programs are in memory then."""
 _PHASES = get_args(RecoveryPhase)
 _PARTS: Mapping[RecoveryPhase, str] = {"planning": "plan", "loading": "load", "replaying": "replay"}
 
@@ -67,6 +71,8 @@ class Recoveries:
         """Seconds of the ended parts of the present recovery."""
         self._last_s: dict[RecoveryPhase, float] = {}
         """Seconds that each phase took last."""
+        self.silences = Silences()
+        """Silences of its machines and workers."""
         self._resumed = self._replaying = 0
         """Requests that were resumed, and those of them that have no new token yet. Ended ones without a token do not
         count."""
@@ -157,6 +163,14 @@ class Recoveries:
         return self._longest_load_s
 
     @property
+    def back_s(self) -> float | None:
+        """Predicted seconds from a loss until an instance serves, by the last plan and load; None before the first load."""
+        load_s, plan_s = self._last_s.get("loading"), self._last_s.get("planning")
+        if load_s is None:
+            return None
+        return self.pause_s + (_FIRST_LOAD_SHARE * load_s if plan_s is None else plan_s + load_s)
+
+    @property
     def status(self) -> RecoveryStatus | None:
         """Phase of the present recovery, and how long it may take; None without one."""
         if self._phase is None:
@@ -196,6 +210,56 @@ class Recoveries:
         )
 
 
+class SuspectWait:
+    """Wait for suspects of an instance, as long as it is predicted to be cheaper than a recovery without them."""
+
+    def __init__(
+        self,
+        instance: str,
+        meter: Meter,
+        silences: Silences,
+        recovery_s: Callable[[], float | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare for the suspects of an instance.
+
+        Args:
+            instance: its name.
+            meter: measurements of the replica.
+            silences: earlier silences; this adds its own.
+            recovery_s: returns the predicted seconds of a recovery now, or None.
+            clock: returns seconds.
+        """
+        self._instance, self._meter, self._silences, self._clock = instance, meter, silences, clock
+        self._predict_recovery_s = recovery_s
+        self._back: WayBack | None = None
+        self._recovery_s: float | None = None
+        self._silent_s = 0.0
+        """Longest silence at the last look."""
+
+    def gives_up(self, silent_s: float, limit_s: float) -> bool:
+        """Return True if a suspect that has been silent for some seconds is waited for no longer, at most up to a limit."""
+        if self._back is None:
+            self._recovery_s, self._silent_s = self._predict_recovery_s(), silent_s
+        is_over = not self._silences.is_worth_waiting(silent_s, limit_s, self._recovery_s)
+        if self._back is None and not is_over:
+            other = "unknown" if self._recovery_s is None else f"{self._recovery_s:.2f} s"
+            ways = WaysBack(self._instance, self._meter.record_way, f" (recovery: {other})")
+            self._back = ways.begin("wait", self._silences.wait_s(silent_s, limit_s), self._clock())
+        self._silent_s = max(self._silent_s, silent_s)
+        return is_over
+
+    def end(self, *, has_answered: bool) -> None:
+        """Record the end of the silence, or of the wait."""
+        if not has_answered:
+            log.warning("%s waits no longer for what is silent for %.1f s", self._instance, self._silent_s)
+        if self._back is not None or not has_answered:
+            self._silences.record(self._silent_s if has_answered else None)
+        if self._back is not None:
+            self._back.arrive(self._clock())
+            self._back = None
+
+
 class InstanceService:
     """Engine and its workers, or the reason why there is none."""
 
@@ -219,6 +283,23 @@ class InstanceService:
         if self._engine is None:
             raise NotReady(LOADING)
         return self._engine
+
+    def runs(self, home: object) -> bool:
+        """Return True if a request's owner is its engine, lost or not."""
+        return self._engine is home
+
+    def recovery_s(self) -> float | None:
+        """Return the predicted seconds until its requests have new tokens, if it is lost now; None if they are unknown.
+
+        All their tokens count, because the loss decides which KV is kept. A shared beginning counts once.
+        """
+        if self._engine is None or self.recoveries.back_s is None:
+            return None
+        token_s = self._engine.load_for(()).token_s
+        own = Destination("recompute", self.recoveries.back_s, token_s, 0)
+        for live in self._engine.lives:
+            own.give(tuple(live.sequence.tokens))
+        return own.seconds(())
 
     @property
     def error(self) -> RingError | None:

@@ -16,11 +16,14 @@ from typing import Literal
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import SILENCE_S
 from mlx_ring.cluster.relinking import ANSWERS_S
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import LinkLost, NodeLost, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.engine.kv_budget import NodeRank
+from mlx_ring.engine.resumption import Silences
+from mlx_ring.head.instance_view import SuspectWait
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.step_down import blame_late, blame_reset, ranks_of_reset
 from mlx_ring.rpc.channels import Silence
@@ -93,6 +96,7 @@ class InstanceWatch:
         is_cluster: bool,
         first_epoch: int = 0,
         staying: Mapping[RankId, int] | None = None,
+        wait: SuspectWait | None = None,
     ) -> None:
         """Prepare a watch, inside the event loop.
 
@@ -105,7 +109,9 @@ class InstanceWatch:
             is_cluster: True if its nodes attend the head; otherwise there is one machine.
             first_epoch: lowest epoch of its workers; others of the instance are left from before a loss. 0: any.
             staying: process id of each worker that stays, and is of an earlier epoch until it is linked.
+            wait: decides how long suspects are waited for, up to the limits; None: up to the limits.
         """
+        self._wait = SuspectWait(instance, Meter(), Silences(), lambda: None) if wait is None else wait
         self._instance = instance
         self._placement = placement
         self._lose_instance = lose
@@ -230,8 +236,9 @@ class InstanceWatch:
             if seconds >= SUSPECT_S:
                 suspect_nodes.add(node)
                 suspicions.append(f"{node} has sent nothing for {seconds:.1f} s")
-            if seconds >= SILENCE_S and not self._lost_nodes[node].is_set():
-                self._lose_silent(node, SILENCE_S)
+            if self._is_over(seconds, SILENCE_S) and not self._lost_nodes[node].is_set():
+                self._wait.end(has_answered=False)
+                self._lose_silent(node, min(SILENCE_S, round(seconds, 1)))
         for node, silence in self._unreported.items():
             if silence.look() >= _FIRST_REPORT_S and not self._lost_nodes[node].is_set():
                 self._lose_silent(node, _FIRST_REPORT_S)
@@ -240,6 +247,12 @@ class InstanceWatch:
                 (site.link.on_suspect if suspect_nodes else site.link.on_answer)()
         self._suspect_nodes = frozenset(suspect_nodes)
         self._suspect(suspicions)
+
+    def _is_over(self, silent_s: float, limit_s: float) -> bool:
+        """Return True if a silence counts as a loss: at its limit, or when a recovery is predicted to be cheaper."""
+        if silent_s < SUSPECT_S or self._engine is None or self._engine.error is not None:
+            return silent_s >= limit_s
+        return self._wait.gives_up(silent_s, limit_s)
 
     def _lose_silent(self, node: str, seconds: float) -> None:
         if self._is_cluster:
@@ -275,6 +288,7 @@ class InstanceWatch:
             log.warning("%s is suspect and gets no new steps: %s", self._instance, self._suspicion)
             self._engine.pause()
         else:
+            self._wait.end(has_answered=True)
             log.warning("%s continues in place: what was silent has answered", self._instance)
             self._engine.resume()
 
@@ -368,7 +382,8 @@ class InstanceWatch:
             return
         label = _label(state, node)
         # Its last answer may be of its load, so the phase in it shows nothing.
-        if state.silent_s >= WORKER_SILENCE_S:
+        if self._is_over(state.silent_s, WORKER_SILENCE_S):
+            self._wait.end(has_answered=False)
             self.lost_ranks.add(rank)
             self.silent_ranks.add(rank)
             error = WorkerStuck(f"{label} has not answered for {state.silent_s:.0f} s; it is stuck.")

@@ -7,12 +7,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count, cycle
+from itertools import count
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
-from mlx_ring.core.engine_stats import Meter, OpenRequest
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, PlanError, RingError
+from mlx_ring.core.generation import OpenRequest, WaysBack
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
@@ -22,7 +23,7 @@ from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.takeover import HeldRequests, move_requests
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.replica import Replica
-from mlx_ring.head.router import Routed, Router
+from mlx_ring.head.router import Routed, Router, give_back
 from mlx_ring.head.served_model import (
     ServedModel,
     describe_model,
@@ -41,6 +42,8 @@ Ready = Callable[[ServedModel, InstanceInfo, float], None]
 
 
 JUST_NOW_S = 0.5
+_PATIENCE = 2.0
+"""Multiple of the predicted time after which requests no longer wait for their own instance while another one serves."""
 
 
 class HostedModel:
@@ -189,15 +192,34 @@ class HostedModel:
         is_waiting = self.settings.resume == "on" and self._has_served and self.error is not None
         return is_waiting and self._refusal is None
 
-    def hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
-        """Give the requests of a lost instance to the other replicas, or keep them until one is loaded again."""
-        serving = [each.engine for each in self._preferred()]
-        if not serving:
-            self._held.hold(lives, loss)
-            if (refusal := self._refusal) is not None:
-                self._held.fail(refusal)
-        for live, engine in zip(lives, cycle(serving), strict=False):
-            engine.take_over([live])
+    def hold(self, lives: Iterable[LiveRequest], loss: RingError, *, may_wait: bool = True) -> None:
+        """Give each request of a lost instance to the replica that is predicted to continue it first.
+
+        It may also wait for its own instance: if that is faster, or while no other one serves.
+
+        Args:
+            lives: the requests, in their order.
+            loss: the loss.
+            may_wait: False if no request is to wait while another instance serves.
+        """
+        interrupted, serving = list(lives), self._preferred()
+        homes = [live.home for live in interrupted]
+        lost = next((each for each in self.replicas if any(map(each.service.runs, homes))), None)
+        ways = WaysBack(self.model_id, (self.meter(0) if lost is None else lost.meter).record_way)
+        back = lost.service if lost is not None and may_wait and self._leaving is None else None
+        waiting, back_s = give_back(interrupted, back, serving, ways)
+        if waiting or not serving:
+            self._held.hold(waiting, loss)
+        if not serving and (refusal := self._refusal) is not None:
+            self._held.fail(refusal)
+        if waiting and serving:
+            asyncio.get_running_loop().call_later(_PATIENCE * back_s + JUST_NOW_S, self._hand_over, loss)
+
+    def _hand_over(self, loss: RingError) -> None:
+        """Let instances that serve continue what has waited for its own instance for much longer than predicted."""
+        if self._serving() and len(self._held):
+            log.warning("%s is not back as predicted: other replicas continue its requests", self.model_id)
+            self.hold(self._held.take(), loss, may_wait=False)
 
     @property
     def _refusal(self) -> NotReady | None:

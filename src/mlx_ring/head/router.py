@@ -1,4 +1,4 @@
-"""Choice of the engine that answers a request."""
+"""Choice of the engine that answers a request, or that continues it after a loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Protocol
 
 from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded, RingError
-from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.resumption import Destination, choose_destination
+from mlx_ring.head.instance_view import InstanceService
 
 SEQUENCE_TOKENS = 64
 """Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
@@ -84,3 +88,57 @@ def _cost(load: EngineLoad, prompt_tokens: int) -> int:
     """Return the cost of a prompt's first token, in tokens to compute."""
     own = prompt_tokens - load.shared_tokens
     return load.tokens_to_read + own + SEQUENCE_TOKENS * load.sequences
+
+
+def give_back(
+    lives: Sequence[LiveRequest],
+    lost: InstanceService | None,
+    serving: Sequence[InstanceService],
+    ways: WaysBack,
+) -> tuple[list[LiveRequest], float]:
+    """Give each interrupted request to the instance that is predicted to continue it first.
+
+    Args:
+        lives: the requests, in their order.
+        lost: their instance, which will be loaded again; None: no request waits for it while another one serves.
+        serving: the instances that serve.
+        ways: receives the ways of requests that had begun.
+
+    Returns:
+        The requests that wait for the lost instance, and the predicted seconds until it serves.
+    """
+    own, waiting = _own_destination(lost), list[LiveRequest]()
+    others = [(_destination(service.engine), service.engine) for service in serving]
+    speeds = [each.token_s for each in (own, *(other for other, _ in others)) if each.token_s is not None]
+    for each in (own, *(other for other, _ in others)):
+        # An instance that has not computed a prompt yet is taken to be as fast as the slowest other one.
+        each.token_s = max(speeds, default=None) if each.token_s is None else each.token_s
+    for live in lives:
+        tokens = tuple(live.sequence.tokens)
+        chosen = choose_destination(tokens, [other for other, _ in others], own) if others else own
+        live.set_way_back(ways, chosen.way, own.ready_s if chosen is own else chosen.seconds(tokens))
+        chosen.give(tokens)
+        if chosen is own:
+            waiting.append(live)
+        for other, engine in others:
+            if chosen is other:
+                engine.take_over([live])
+    return waiting, own.ready_s or 0.0
+
+
+def _own_destination(lost: InstanceService | None) -> Destination:
+    """Return a lost instance, once it is back; its time is unknown if it is None, or was lost too often."""
+    if lost is None or lost.recoveries.refusal is not None:
+        return Destination("recompute", None, None, 0)
+    return Destination("recompute", lost.recoveries.back_s, lost.engine.load_for(()).token_s, 0)
+
+
+def _destination(engine: Engine) -> Destination:
+    """Return another instance, which serves."""
+
+    def shared(tokens: tuple[int, ...]) -> int:
+        return engine.load_for([tokens]).shared_tokens
+
+    load = engine.load_for(())
+    ahead_tokens = load.tokens_to_read + SEQUENCE_TOKENS * load.sequences
+    return Destination("replica", 0.0, load.token_s, ahead_tokens, shared)

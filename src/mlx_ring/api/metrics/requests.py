@@ -29,7 +29,7 @@ from mlx_ring.core.errors import (
     WorkerLost,
     WorkerStuck,
 )
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import WAYS, RankId
 
 PREFIX = "mlx_ring_"
 MODEL = ("model_name", "instance")
@@ -241,6 +241,21 @@ def request_families(replicas: Sequence[MeteredReplica], models: Sequence[ModelS
         (*MODEL, "part"),
         [((*each.labels, part), seen) for each in replicas for part, seen in each.meter.recovery_s.items()],
     )
+    for name, field, help_text in (
+        (
+            "way_back_predicted_seconds",
+            "way_predicted_s",
+            "Predicted time of the ways back that were chosen and have ended.",
+        ),
+        ("way_back_taken_seconds", "way_taken_s", "Time that the ways back took which were chosen."),
+    ):
+        samples = [(each.labels, getattr(each.meter, field)) for each in replicas]
+        yield histogram(
+            name,
+            help_text,
+            (*MODEL, "way"),
+            [((*labels, way), by_way[way]) for labels, by_way in samples for way in WAYS],
+        )
 
 
 def _kv_usage(stats: EngineStats | None) -> float:

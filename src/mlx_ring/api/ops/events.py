@@ -29,8 +29,9 @@ from mlx_ring.api.ops.cache import CacheStatistics, cache_statistics
 from mlx_ring.api.ops.cluster import ClusterStatus, cluster_status
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, StreamedAnswer
-from mlx_ring.core.engine_stats import OpenRequest, RankTotals, RequestState, StepTotals
+from mlx_ring.core.engine_stats import RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
+from mlx_ring.core.generation import OpenRequest, RequestState
 from mlx_ring.core.logs import LogLine, recent_lines
 
 log = logging.getLogger(__name__)

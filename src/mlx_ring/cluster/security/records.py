@@ -1,4 +1,4 @@
-"""What the head stores of its cluster: join tokens, and the nodes that joined, with their certificates.
+"""Records of a cluster that its head stores: join tokens, and the nodes that joined, with their certificates.
 
 Of a token's secret it stores the SHA-256. The secret is 20 random bytes, so inverting a plain hash is as hard as
 guessing the secret.

@@ -70,6 +70,8 @@ class _Fetch:
     """Blocks that were requested, and what has come of them."""
 
     answer: Callable[[int], None]
+    only_looks: bool = False
+    """True if blocks are only counted; then they have no content here."""
     blocks: list[list[Content]] = field(default_factory=list["list[Content]"])
     """Content by block and layer."""
     is_answered: bool = False
@@ -175,8 +177,8 @@ class KvDisk:
     # ---- fetch
 
     def fetch(self, wanted: worker_pb2.FetchKv, answer: Callable[[int], None]) -> None:
-        """Read blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
-        fetch = _Fetch(answer)
+        """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
+        fetch = _Fetch(answer, wanted.only_looks)
         with self._lock:
             is_busy = sum(not each.is_answered for each in self._fetches.values()) >= _MOST_FETCHES
             self._fetches[wanted.id] = fetch
@@ -190,8 +192,9 @@ class KvDisk:
         timer.daemon = True
         timer.start()
         digests, found, began = list(wanted.blocks.digests), 0, time.monotonic()
+        read = self._find_block if fetch.only_looks else self._read_block
         try:
-            while found < len(digests) and (block := self._read_block(digests[found])) is not None:
+            while found < len(digests) and (block := read(digests[found])) is not None:
                 with self._lock:
                     if fetch.is_answered:
                         break
@@ -202,7 +205,8 @@ class KvDisk:
         timer.cancel()
         fetch.read_s = time.monotonic() - began
         self._answer(wanted.id, fetch)
-        self._writer.submit(self._touch, digests[:found])
+        if not fetch.only_looks:
+            self._writer.submit(self._touch, digests[:found])
 
     def _give_up(self, id_: int, fetch: _Fetch) -> None:
         self._answer(id_, fetch, f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
@@ -211,12 +215,21 @@ class KvDisk:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
-            if not fetch.blocks and self._fetches.get(id_) is fetch:
+            if (fetch.only_looks or not fetch.blocks) and self._fetches.get(id_) is fetch:
                 del self._fetches[id_]
         if not late:
             if problem:
                 self._complain(problem)
             fetch.answer(len(fetch.blocks))
+
+    def _find_block(self, digest: bytes) -> list[Content] | None:
+        """Return a block without its content, or None if a layer is missing."""
+        try:
+            ranges = [_parse_range(name) for name in os.listdir(self._path(digest))]  # noqa: PTH208 - faster
+        except OSError:
+            return None
+        missing = set(self._layers).difference(*filter(None, ranges))
+        return None if missing else []
 
     def _read_block(self, digest: bytes) -> list[Content] | None:
         """Return a block's content by layer, or None if a layer is missing or damaged."""
