@@ -1,6 +1,6 @@
 """Database of the journal: requests, the deltas of their answers, and how these ended, in one SQLite file.
 
-Deltas of answers in progress go to a log, one row for all that a step made, because a row for each answer costs ten
+Deltas of answers in progress go to a log, with one row for all that a step made. A row for each answer would cost ten
 times as much. When an answer ends or is suspended, its deltas are saved in one value. `fold` does so for all others,
 and empties the log. Checksums find bytes that changed.
 
@@ -254,14 +254,13 @@ class JournalDatabase:
     def find(self, id_: str) -> tuple[KeptAnswer, bytes] | None:
         """Return a kept answer and the JSON of its request; None if there is none of this id, or it is damaged."""
         found = self._db.execute(
-            "SELECT number, owner, path, created, random, runs_alone, checksum, end, ended, error, message, param, "
-            "body, prompts, joined "
-            "FROM answers JOIN requests USING (number) LEFT JOIN deltas USING (number) WHERE id = ?",
+            "SELECT answers.*, body, prompts, joined FROM answers JOIN requests USING (number) "
+            "LEFT JOIN deltas USING (number) WHERE id = ?",
             (id_,),
         ).fetchone()
         if found is None:
             return None
-        number, owner, path, created, random, runs_alone, checksum, kind, *rest = found
+        number, _, owner, path, created, random, runs_alone, checksum, kind, *rest = found
         at, error, message, param, body, prompts, joined = rest
         request = KeptRequest(id_, owner, path, created, random, bool(runs_alone))
         lines = (joined or b"").splitlines()
