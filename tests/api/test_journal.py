@@ -891,7 +891,8 @@ def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_as
             head.service.is_loaded = False
             begun = asyncio.Event()
 
-            async def ready(_: object) -> None:
+            async def ready(model: object) -> None:
+                del model
                 begun.set()
                 await asyncio.get_running_loop().create_future()
 
