@@ -29,6 +29,7 @@ from tests.api.test_openapi import check
 from tests.api.twins import TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
 from tests.eventually import run_tasks_until
+from tests.examples import examples
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.disk_thread import DiskThread
@@ -36,7 +37,7 @@ from mlx_ring.api.journal import Journal
 from mlx_ring.api.journal_database import FILE, JournalDatabase
 from mlx_ring.api.kept_answers import End, KeptRequest
 from mlx_ring.api.openapi import ApiRoute
-from mlx_ring.core.errors import ConfigError, StepFailed
+from mlx_ring.core.errors import ConfigError, NotReady, StepFailed
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
@@ -51,6 +52,12 @@ STREAMS: dict[str, dict[str, Any]] = {
 """A streamed request of each endpoint whose answers are kept."""
 Events = list[tuple[str, str]]
 """Ids and data of events."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not take a busy disk for one that hangs. Tests of such disks set less."""
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 60.0)
 
 
 class Head:
@@ -625,11 +632,13 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.kept: dict[str, list[bytes]] = {}
         self.open: set[str] = set()
         self.steps = count()
+        self.numbers_before = set[int]()
 
     @rule(target=ids)
     def add(self) -> str:
         id_ = f"resp_{next(self.steps)}"
         self.numbers[id_], _ = self.database.add(kept_request(id_), b"{}", [(1,)], ())
+        assert self.numbers[id_] not in self.numbers_before
         self.kept[id_] = []
         self.open.add(id_)
         return id_
@@ -658,7 +667,7 @@ class DatabaseMachine(RuleBasedStateMachine):
     @rule(id_=consumes(ids))
     def remove(self, id_: str) -> None:
         self.database.remove([id_])
-        del self.kept[id_]
+        self.kept.pop(id_, None)
         self.open.discard(id_)
 
     @rule()
@@ -669,6 +678,17 @@ class DatabaseMachine(RuleBasedStateMachine):
     def start_again(self) -> None:
         self.database.close()
         self.database = JournalDatabase(Path(self.folder.name), SIZE)
+
+    @rule()
+    def lose_the_file(self) -> None:
+        """Numbers of answers of the file before are never used again, so that what comes for them hits no other."""
+        before, self.numbers_before = dict(self.numbers), self.numbers_before | set(self.numbers.values())
+        self.database.begin_anew(sqlite3.DatabaseError("malformed"), self.database.generation)
+        self.kept.clear()
+        self.open.clear()
+        for number in before.values():
+            self.database.append([(number, 0, b"[]")], [(number, End("completed", 9), [b"[]"])], ())
+            self.database.save(number, [b"[]"])
 
     def teardown(self) -> None:
         self.database.fold()
@@ -683,6 +703,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
 
 TestDatabase = DatabaseMachine.TestCase
+TestDatabase.settings = examples(0.4, stateful_step_count=20)
 
 
 def test_two_heads_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,10 +738,11 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     """Change each byte in turn: an answer is missing, or its deltas end before the byte."""
     database = JournalDatabase(tmp_path, SIZE)
     bodies = {f"resp_{n}": b'{"input": "SOME-BODY-%d"}' % n for n in range(3)}
+    number = 0
     for id_, body in bodies.items():
         number, _ = database.add(kept_request(id_), body, [(1, 2)], ())
         database.append([(number, place, b'[0,[7],["WORD-%d"]]' % place) for place in range(4)], (), ())
-    database.append((), [(3, End("completed", 9), [b'[0,[7],["WORD-0"]]'])], ())
+    database.append((), [(number, End("completed", 9), [b'[0,[7],["WORD-0"]]'])], ())
     database.close()
     whole = (tmp_path / FILE).read_bytes()
     assert not (tmp_path / f"{FILE}-wal").exists()
@@ -803,7 +825,7 @@ def test_pause_of_the_event_loop_does_not_look_like_a_hanging_disk(monkeypatch: 
         # The loop stands still for longer than the disk may take, and the function runs meanwhile.
         done.wait()
         stand_still()
-        return [await asked, await disk.run(lambda: 2)]
+        return [await asked, await disk.run(lambda: 2, limit_s=60)]
 
     assert asyncio.run(run()) == [1, 2]
 
@@ -914,6 +936,29 @@ def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_as
 
     queued, more, ended = asyncio.run(run())
     assert (queued["status"], more, ended["status"]) == ("queued", 0, "completed")
+
+
+def test_response_that_the_model_drops_is_continued_when_it_can_be(tmp_path: Path) -> None:
+    """Errors that pass do not end a background response; its reader is cut off, and comes back."""
+
+    async def run() -> tuple[str, dict[str, Any]]:
+        async with running(tmp_path, automatic=False) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            path = f"/v1/responses/{json.loads(text)['id']}"
+            reading = asyncio.create_task(head.call("GET", f"{path}?stream=true"))
+            while head.service.engine.stats().generated_tokens < 5:
+                await head.step()
+            head.service.engine.fail(NotReady("The model is unloaded."))
+            cut = (await reading)[1]
+            # The model is loaded again.
+            head.service.engine = TwinService().engine
+            await run_tasks_until(lambda: head.journal.stats().ended)
+            return cut, json.loads((await head.call("GET", path))[1])
+
+    cut, ended = asyncio.run(run())
+    assert "error" not in cut.replace('"error":null', "")
+    assert ended["status"] == "completed"
+    assert ended["output"][0]["content"][0]["text"] == "Grüße: 日本, and 🙂 to you."
 
 
 def test_key_that_is_not_ascii_has_one_owner_however_it_is_sent(tmp_path: Path) -> None:

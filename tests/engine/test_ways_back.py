@@ -125,8 +125,8 @@ def test_speed_follows_the_length_of_the_context(least: float, slope: float, sta
     meter = Meter()
     speed = PrefillSpeed(1, meter.measured)
     assert speed.seconds(start, start + more) is None
-    for context in range(128, 4096, 256):
-        meter.record_chunk(chunk(256, context, 256 * (least + slope * context)), 1)
+    for context in range(0, 4096, 256):
+        meter.record_chunk(chunk(256, context, 256 * (least + slope * (context + 128))), 1)
     expected = more * (least + slope * (start + more / 2))
     assert speed.seconds(start, start + more) == pytest.approx(expected, rel=0.05)
     assert speed.seconds(start, start) == 0.0

@@ -15,7 +15,7 @@ from mlx_ring.api.journal import Journal
 from mlx_ring.api.middleware.access_log import note_model
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.prompts import PromptEncoder
-from mlx_ring.api.request_body import BODY, Body, read_body
+from mlx_ring.api.request_body import BODY, Body, read_body, read_bytes
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import PLAYBACK, note_stream
@@ -63,7 +63,10 @@ class ApiContext:
 
     async def rest(self, request: Request) -> Response:
         """Return the events of a kept answer that follow the one in `Last-Event-ID`. Raises what `kept` raises."""
-        return await self.kept.rest(request)
+        journal = self.kept
+        # The body, which is that of the first request, must have been read before a disconnect can be noticed.
+        await read_bytes(request, self.settings.max_body_bytes, self.settings.client_timeout_s)
+        return await journal.rest(request)
 
     @property
     def default(self) -> ModelService:

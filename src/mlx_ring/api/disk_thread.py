@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -19,13 +20,18 @@ class DiskThread:
 
     def __init__(self) -> None:
         self._jobs = queue.SimpleQueue[Callable[[], None]]()
+        self._since: float | None = None
+        """Time at which the function that runs began; None while none runs."""
         self._overdue = False
         """True while a function takes too long. Others are refused then, so that they do not fill the memory."""
         threading.Thread(target=self._work, name="disk", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            self._jobs.get()()
+            job = self._jobs.get()
+            self._since = time.monotonic()
+            job()
+            self._since = None
 
     def start(
         self,
@@ -36,13 +42,13 @@ class DiskThread:
     ) -> None:
         """Run a function that uses the disk after all earlier ones, and call `then` once with its result or error.
 
-        The error is a `TimeoutError` if the disk takes too long, and the function may still run. If the disk is known
-        to hang, it does not run.
+        The error is a `TimeoutError` if this function or an earlier one takes too long, and it may still run. If the
+        disk is known to hang, it does not run.
 
         Args:
             work: the function.
             then: receives the result, or the error.
-            limit_s: longest wait; None: a second.
+            limit_s: longest time that one function may take; None: a second.
         """
         if self._overdue:
             then(None, TimeoutError("the disk does not answer"))
@@ -56,12 +62,18 @@ class DiskThread:
                 is_reported = True
                 then(result, error)
 
-        def overdue() -> None:
-            self._overdue = True
-            report(None, TimeoutError(f"the disk does not answer within {timeout_s:g} s"))
+        def look() -> None:
+            nonlocal timer
+            since = self._since
+            left_s = timeout_s if since is None else since + timeout_s - time.monotonic()
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            elif not is_reported:
+                self._overdue = True
+                report(None, TimeoutError(f"the disk does not answer within {timeout_s:g} s"))
 
         timeout_s = _SLOWEST_S if limit_s is None else limit_s
-        timer = loop.call_later(timeout_s, overdue)
+        timer = loop.call_later(timeout_s, look)
 
         def finish(result: T | None, error: Exception | None) -> None:
             timer.cancel()

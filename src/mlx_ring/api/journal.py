@@ -11,6 +11,7 @@ runs alone (`background`) has the journal itself as a reader.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -20,25 +21,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from mlx_ring.api.journal_writer import KEPT_S, JournalWriter
 from mlx_ring.api.kept_answers import End, KeptAnswer, KeptRequest
-from mlx_ring.api.recordings import RecordedPlayback, Recording, failed
+from mlx_ring.api.recordings import PASSING, RecordedPlayback, Recording, failed
 from mlx_ring.api.streaming import PLAYBACK, Endpoint
 from mlx_ring.core.errors import (
     Conflict,
     NotReady,
-    Overloaded,
     RequestError,
     RingError,
     ServingError,
     UnknownAnswer,
     UnknownModel,
-    WorkerLost,
-    WorkerStuck,
 )
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.traces import CLIENT
@@ -47,8 +45,9 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 1.0
 """Time after which an answer that runs alone is submitted again, if the model could not take it."""
+_LONGEST_WAIT_S = 30.0
 _MOST_ALONE = 64
-"""Largest number of answers without a client that are computed, or wait in the engine's queue."""
+"""Largest number of answers that are continued without a client at the same time."""
 _LONGEST_NUMBER = 9
 
 
@@ -132,15 +131,23 @@ class Journal:
             RingError: it cannot be computed now.
         """
         recording = self._first_recording()
-        work = self._writer.run(_read_all(answer, self._scope(recording)))
+        work = self._writer.run(self._read_first(recording, answer))
         opened = asyncio.ensure_future(recording.opened.wait())
         try:
             await asyncio.wait((work, opened), return_when=asyncio.FIRST_COMPLETED)
         finally:
             opened.cancel()
+        if work.cancelled():
+            raise NotReady("The server is shutting down.")
         if work.done():
             work.result()
         return await self._play(recording, request.receive, streams=streams)
+
+    async def _read_first(self, recording: Recording, answer: Response) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await _read_all(answer, self._scope(recording))
+        if recording.end is None:
+            self._complete_soon(recording)
 
     async def queue_alone(
         self, request: Request, requests: Sequence[GenerateRequest], *, streams: bool
@@ -181,8 +188,6 @@ class Journal:
         id_, _, number = given.rpartition(":")
         if not id_ or not number.isdecimal() or len(number) > _LONGEST_NUMBER:
             raise RequestError(f"Last-Event-ID is '{given}', which is no id of an event of this server.")
-        async for _ in request.stream():
-            pass
         return await self.write_again(request, id_, streams=True, after=int(number))
 
     async def cancel(self, request: Request, id_: str) -> None:
@@ -260,10 +265,17 @@ class Journal:
             self._writer.run(self._complete_kept(id_))
 
     async def _complete_kept(self, id_: str) -> None:
-        async with self._alone:
-            recording = self._writer.recordings.get(id_) or await self._writer.load(id_)
-            if recording is not None:
-                await self._complete(recording)
+        """Complete an answer of an earlier head, once the disk gives it."""
+        while True:
+            try:
+                recording = self._writer.recordings.get(id_) or await self._writer.load(id_)
+            except NotReady as error:
+                log.debug("%s waits: %s", id_, error)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            else:
+                break
+        if recording is not None:
+            self._complete_soon(recording)
 
     async def _continue(self, recording: Recording) -> None:
         """Compute the rest of a suspended answer without a client."""
@@ -273,32 +285,31 @@ class Journal:
 
     def _complete_soon(self, recording: Recording) -> None:
         if recording.completion is None or recording.completion.done():
-            recording.completion = self._writer.run(self._complete_in_turn(recording))
-
-    async def _complete_in_turn(self, recording: Recording) -> None:
-        async with self._alone:
-            await self._complete(recording)
+            recording.completion = self._writer.run(self._complete(recording))
 
     async def _complete(self, recording: Recording) -> None:
         """Read an answer to its end, as often as the model could not take it."""
         CLIENT.set(f"journal {recording.request.owner}")
+        wait_s = _LOOK_AGAIN_S
         while recording.end is None:
             try:
-                _check_age(recording)
-                response = await self._play(recording, _silent, streams=True)
-                await _read_all(response, self._scope(recording))
+                async with self._alone:
+                    _check_age(recording)
+                    response = await self._play(recording, _silent, streams=True)
+                    await _read_all(response, self._scope(recording))
             except UnknownModel as error:
                 log.warning("%s waits for a head that serves its model: %s", recording.id, error)
                 return
-            except (NotReady, Overloaded, WorkerLost, WorkerStuck) as error:
-                log.debug("%s waits: %s", recording.id, error)
-                await asyncio.sleep(_LOOK_AGAIN_S)
+            except (ClientDisconnect, *PASSING) as error:
+                log.debug("%s waits: %r", recording.id, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             except Exception as error:
                 log.warning("%s cannot be continued: %s", recording.id, error, exc_info=not _is_own(error))
-                ended = (
-                    error if isinstance(error, RingError) else ServingError("The answer cannot be continued.")
+                known = isinstance(error, RingError)
+                await self._writer.end(
+                    recording, failed(error if known else ServingError("The answer cannot be continued."))
                 )
-                await self._writer.end(recording, failed(ended))
             else:
                 return
 

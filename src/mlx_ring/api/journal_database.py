@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
 from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 
@@ -41,13 +42,13 @@ _BUSY_S = 10.0
 """Longest wait for a head that is about to end and still holds the file."""
 _FULL = 0.9
 """Part of the size above which old answers are removed. The rest is for answers in progress."""
-_LOG_PART = 1 / 8
-"""Part of the size above which the log is folded."""
+_LOG_BYTES = 1 << 20
+"""Largest size of the log, so that folding it takes a fraction of a second; at most an eighth of the file."""
 _LARGEST_PART = 1 / 4
 """Part of the size that one request may take."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
     created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, checksum INTEGER NOT NULL, end TEXT,
     ended INTEGER, error TEXT, message TEXT, param TEXT);
 CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, body BLOB NOT NULL, prompts BLOB NOT NULL);
@@ -56,6 +57,10 @@ CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
 CREATE TRIGGER IF NOT EXISTS removal AFTER DELETE ON answers BEGIN
     DELETE FROM requests WHERE number = OLD.number; DELETE FROM deltas WHERE number = OLD.number; END;
 """
+
+
+_SAVE = "INSERT OR REPLACE INTO deltas SELECT number, ?1 FROM answers WHERE number = ?2"
+"""Statement that saves all deltas of an answer, unless it was removed."""
 
 
 class JournalFull(RingError):
@@ -83,6 +88,10 @@ class JournalDatabase:
         self._file = make_private_folder(folder) / FILE
         self._logged = 0
         """Bytes in the log."""
+        self._last = 0
+        """Last number of an answer. Numbers are never used again, also not in another file."""
+        self.generation = 0
+        """Number of files before this one. Answers that were added to an earlier one are lost."""
         self._db = self._open()
         self._inode = self._file.stat().st_ino
 
@@ -101,6 +110,11 @@ class JournalDatabase:
         except sqlite3.DatabaseError as error:
             self._set_aside(error)
             return self._connect()
+        except JournalFull:
+            raise ConfigError(
+                f"Unfinished answers in {self._file} need more than --journal allows: give it more than "
+                f"{self._file.stat().st_size} bytes."
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"The journal {self._file} cannot be opened ({error}): choose another --journal-dir."
@@ -123,6 +137,7 @@ class JournalDatabase:
                 db.execute(f"PRAGMA {pragma}")
             db.executescript(_SCHEMA)
             _fold(db)
+            db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
             if _used(db) * _PAGE > self._size * _FULL:
                 self._make_room_in(db, 0, ())
             if self._file.stat().st_size > self._size:
@@ -140,10 +155,17 @@ class JournalDatabase:
             Path(f"{self._file}{suffix}").unlink(missing_ok=True)
         log.warning("The journal is damaged (%s), and begins anew: %s has what is left", error, damaged)
 
-    def begin_anew(self, error: sqlite3.Error) -> None:
-        """Set the file aside because it is damaged, and make a new one."""
-        self._db.close()
-        self._set_aside(error)
+    def begin_anew(self, error: sqlite3.Error, generation: int) -> None:
+        """Set a damaged file aside and make a new one, unless that was done since."""
+        if generation == self.generation:
+            self._db.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._set_aside(error)
+            self._open_next()
+
+    def _open_next(self) -> None:
+        """Open the next file, in which nothing is."""
+        self.generation += 1
         self._db, self._logged = self._open(), 0
         self._inode = self._file.stat().st_ino
 
@@ -174,24 +196,25 @@ class JournalDatabase:
         encoded = encode_prompts(prompts)
         removed = self._make_room(len(body) + len(encoded), busy)
         checksum = checksum_of(request, body, encoded)
+        self._last = number = max(self._last + 1, time.time_ns() // 1000)
         values = (
-            *(request.id, request.owner, request.path, request.created, request.random),
+            *(number, request.id, request.owner, request.path, request.created, request.random),
             *(request.runs_alone, checksum),
         )
         if request.runs_alone:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
             with _transaction(self._db):
-                number = self._db.execute(
-                    "INSERT INTO answers (id, owner, path, created, random, runs_alone, checksum) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                self._db.execute(
+                    "INSERT INTO answers (number, id, owner, path, created, random, runs_alone, checksum) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
-                ).lastrowid
+                )
                 self._db.execute("INSERT INTO requests VALUES (?, ?, ?)", (number, body, encoded))
         finally:
             if request.runs_alone:
                 self._db.execute("PRAGMA synchronous = NORMAL")
-        return number or 0, removed
+        return number, removed
 
     def append(
         self,
@@ -214,7 +237,7 @@ class JournalDatabase:
         joined = [(number, end, join_deltas(every)) for number, end, every in ends]
         try:
             self._append(row, joined)
-            if self._logged > self._size * _LOG_PART:
+            if self._logged > min(_LOG_BYTES, self._size // 8):
                 self.fold()
         except sqlite3.OperationalError as error:
             if "full" not in str(error):
@@ -235,7 +258,7 @@ class JournalDatabase:
                 if row:
                     self._db.execute(*insert)
                 for number, end, joined in ends:
-                    self._db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, joined))
+                    self._db.execute(_SAVE, (joined, number))
                     self._db.execute(
                         "UPDATE answers SET end = ?, ended = ?, error = ?, message = ?, param = ? WHERE number = ?",
                         (end.kind, end.at, end.error, end.message, end.param, number),
@@ -244,7 +267,7 @@ class JournalDatabase:
 
     def save(self, number: int, deltas: Iterable[bytes]) -> None:
         """Save all deltas of an answer that is suspended."""
-        self._db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, join_deltas(deltas)))
+        self._db.execute(_SAVE, (join_deltas(deltas), number))
 
     def fold(self) -> None:
         """Save the logged deltas of each answer that has not ended, and empty the log."""
@@ -284,10 +307,14 @@ class JournalDatabase:
             "UPDATE answers SET runs_alone = 1, checksum = ? WHERE id = ?", (checksum, request.id)
         )
 
-    def remove(self, ids: Collection[str]) -> None:
-        """Remove answers, also from the log and from what SQLite has not yet copied to its file."""
+    def drop(self, ids: Collection[str]) -> None:
+        """Remove answers. Their deltas stay in the log until it is folded."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM answers WHERE id = ?", [(id_,) for id_ in ids])
+
+    def remove(self, ids: Collection[str]) -> None:
+        """Remove answers, also from the log and from what SQLite has not yet copied to its file."""
+        self.drop(ids)
         self.fold()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -352,8 +379,7 @@ class JournalDatabase:
                 return
         self._db.close()
         make_private_folder(self._folder)
-        self._db, self._logged = self._open(), 0
-        self._inode = self._file.stat().st_ino
+        self._open_next()
 
 
 def _used(db: sqlite3.Connection) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,10 @@ class JournalWriter:
         """Recordings with new deltas, in the order of their first one."""
         self._is_collecting = self._is_writing = self.has_ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._to_remove = set[str]()
+        """Ids of answers that the file should no longer have."""
+        self._generation = 0
+        """Generation of the file that the recordings are in."""
         self.totals = Totals(0, 0, 0)
         self.continued = 0
         """Number of answers that continued for a client that came back, or with another head."""
@@ -99,12 +103,13 @@ class JournalWriter:
         return recording
 
     async def unfinished(self) -> list[str]:
-        """Return the ids of answers that run alone and have not ended; none if the disk fails."""
-        try:
-            return await self._disk.run(self._db.unfinished)
-        except FAILURES as error:
-            self._note(error)
-            return []
+        """Return the ids of answers that run alone and have not ended, once the disk gives them."""
+        while True:
+            try:
+                return await self._disk.run(self._db.unfinished)
+            except FAILURES as error:
+                self._note(error)
+                await asyncio.sleep(_RETRY_AFTER_S)
 
     async def set_alone(self, recording: Recording) -> None:
         """Record that an answer is computed whether or not a client reads it."""
@@ -115,15 +120,17 @@ class JournalWriter:
             )
 
     async def end(self, recording: Recording, end: End) -> None:
-        """End an answer that is not computed."""
-        db, ends = self._db, [(recording.number, end, list(recording.deltas))]
-        try:
-            await self._disk.run(lambda: db.append((), ends, ()))
-        except FAILURES as error:
-            self._lose([recording], error)
-        else:
-            self.totals = replace(self.totals, ended=self.totals.ended + 1)
-        recording.deliver((), end)
+        """End an answer that is not computed, unless it has ended."""
+        if recording.is_kept and recording.end is None:
+            db, ends = self._db, [(recording.number, end, list(recording.deltas))]
+            try:
+                await self._disk.run(lambda: db.append((), ends, ()))
+            except FAILURES as error:
+                self._lose([recording], error)
+            else:
+                self.totals = replace(self.totals, ended=self.totals.ended + 1)
+        if recording.end is None:
+            recording.deliver((), end)
 
     # ---- from recordings
 
@@ -156,6 +163,18 @@ class JournalWriter:
                 ) from None
         else:
             self._forget(removed)
+            self._look_for_next_file(besides=recording)
+
+    def _look_for_next_file(self, besides: Recording | None = None) -> None:
+        """Keep no answers any more that were in a file before this one."""
+        if self._generation == self._db.generation:
+            return
+        self._generation = self._db.generation
+        lost = [each for each in self.recordings.values() if each.is_kept and each is not besides]
+        for recording in lost:
+            recording.is_kept = False
+        self.lost += len(lost)
+        log.warning("The journal begins anew, without %d answers in use", len(lost))
 
     def resumed(self) -> None:
         self.continued += 1
@@ -168,13 +187,38 @@ class JournalWriter:
         for id_ in removed:
             self.recordings.pop(id_, None)
 
-    async def remove(self, recording: Recording) -> None:
-        """Remove an answer."""
+    async def drop(self, recording: Recording) -> None:
+        """Remove a request that was refused."""
         self.recordings.pop(recording.id, None)
-        await self._remove([recording.id])
-
-    async def _remove(self, ids: Collection[str]) -> None:
         db = self._db
+        try:
+            await self._disk.run(lambda: db.drop([recording.id]))
+        except FAILURES as error:
+            self._remove_later([recording], error)
+
+    async def remove(self, recording: Recording) -> None:
+        """Remove an answer, now or as soon as the disk can."""
+        self.recordings.pop(recording.id, None)
+        self._to_remove.add(recording.id)
+        await self._remove_lost()
+
+    def _remove_later(self, recordings: Iterable[Recording], error: Exception) -> None:
+        self._note(error)
+        self._to_remove.update(recording.id for recording in recordings)
+        if not self.has_ended:
+            self.run(self._keep_removing())
+
+    async def _keep_removing(self) -> None:
+        while True:
+            if await self._remove_lost():
+                return
+            await asyncio.sleep(_RETRY_AFTER_S)
+
+    async def _remove_lost(self) -> bool:
+        """Remove what is to be removed; return False if the disk failed."""
+        db, ids = self._db, list(self._to_remove)
+        if not ids:
+            return True
 
         def work() -> Totals:
             db.remove(ids)
@@ -184,6 +228,9 @@ class JournalWriter:
             self.totals = await self._disk.run(work)
         except FAILURES as error:
             self._note(error)
+            return False
+        self._to_remove.difference_update(ids)
+        return True
 
     def collect_soon(self, recording: Recording) -> None:
         """Write a recording's new deltas, with those of others, and then let its readers have them."""
@@ -213,6 +260,7 @@ class JournalWriter:
 
         def deliver(removed: list[str] | None, error: Exception | None) -> None:
             self._forget(removed or ())
+            self._look_for_next_file()
             if error is not None:
                 self._lose([recording for recording, *_ in kept], error)
             else:
@@ -236,9 +284,8 @@ class JournalWriter:
 
         def report(_: object, error: Exception | None) -> None:
             if error is not None:
-                self._note(error)
+                self._lose([recording], error)
 
-        # Without this, they stay in the log.
         self._disk.start(lambda: db.save(number, deltas), report)
 
     def _lose(self, recordings: Sequence[Recording], error: Exception) -> None:
@@ -247,26 +294,33 @@ class JournalWriter:
             recording.is_kept = False
         self.lost += len(recordings)
         log.warning("The journal cannot keep %d answers: %s", len(recordings), error)
-        self._note(error)
-        if not self.has_ended:
-            # The file may lack some of their deltas.
-            self.run(self._remove([recording.id for recording in recordings]))
+        # The file may lack some of their deltas.
+        self._remove_later(recordings, error)
 
     def _note(self, error: Exception) -> None:
         """Set a damaged file aside; other errors may pass."""
         if type(error) is sqlite3.DatabaseError:
-            db = self._db
-            self._disk.start(lambda: db.begin_anew(error), lambda _, _error: None)
+            db, generation = self._db, self._generation
+
+            def report(_: object, problem: Exception | None) -> None:
+                self._look_for_next_file()
+                if problem is not None:
+                    log.warning("The journal cannot begin anew: %s", problem)
+
+            self._disk.start(lambda: db.begin_anew(error, generation), report)
         else:
             log.debug("The journal failed: %s", error)
 
     async def clean(self) -> None:
         """Remove answers that are too old, or whose key is unknown, a few at a time, and count the others."""
         db, before = self._db, int(time.time()) - KEPT_S
-        while old := await self._disk.run(lambda: db.old(before, self._owners or None, self._busy())):
-            for start in range(0, len(old), _CLEANED_AT_ONCE):
-                self._forget(old[start : start + _CLEANED_AT_ONCE])
-                await self._disk.run(lambda start=start: db.remove(old[start : start + _CLEANED_AT_ONCE]))
+        busy = self._busy()
+        old = await self._disk.run(lambda: db.old(before, self._owners or None, busy))
+        for start in range(0, len(old), _CLEANED_AT_ONCE):
+            busy = self._busy()
+            some = [id_ for id_ in old[start : start + _CLEANED_AT_ONCE] if id_ not in busy]
+            self._forget(some)
+            await self._disk.run(lambda some=some: db.remove(some))
         await self._disk.run(db.fold)
         self.totals = await self._disk.run(db.totals)
 
@@ -274,7 +328,11 @@ class JournalWriter:
         while True:
             try:
                 await self.clean()
-            except FAILURES as error:
-                log.warning("Old answers cannot be removed from the journal: %s", error)
+            except Exception as error:
+                log.warning(
+                    "Old answers cannot be removed from the journal: %s",
+                    error,
+                    exc_info=not isinstance(error, FAILURES),
+                )
                 self._note(error)
             await asyncio.sleep(_CLEAN_EVERY_S)

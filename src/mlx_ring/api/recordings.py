@@ -13,11 +13,25 @@ from mlx_ring.api.generation import take_deltas
 from mlx_ring.api.kept_answers import End, KeptAnswer, by_token, decode_delta, encode_delta
 from mlx_ring.api.streaming import Submit
 from mlx_ring.core import errors
-from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError, Suspended
+from mlx_ring.core.errors import (
+    AnswerCancelled,
+    NotReady,
+    Overloaded,
+    RequestError,
+    RingError,
+    ServingError,
+    Suspended,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest, RequestStream
 
 _MOST_AT_ONCE = 256
 """Most deltas of a repetition between two looks at other tasks."""
+
+
+PASSING = (NotReady, Overloaded, WorkerLost, WorkerStuck)
+"""Errors after which an answer that runs alone is tried again."""
 
 
 class Keeper(Protocol):
@@ -33,7 +47,7 @@ class Keeper(Protocol):
         """
         ...
 
-    async def remove(self, recording: Recording) -> None:
+    async def drop(self, recording: Recording) -> None:
         """Remove a request that was refused."""
         ...
 
@@ -82,6 +96,8 @@ class Recording:
         self._is_written.set()
         self._streams: dict[int, RequestStream] = {}
         """Streams of the sequences that an engine computes, by index."""
+        self._setback: Suspended | None = None
+        """Reason why its computation ended before the answer did; None while it is computed."""
         self._cached: dict[int, int] = {}
         """Cached prompt tokens of the sequences that were continued, when they began."""
         self._readers: set[Reader] = set()
@@ -157,8 +173,9 @@ class Recording:
             streams = submit(*rest) if rest else []
         except BaseException:
             if was_new:
-                await self._keeper.remove(self)
+                await self._keeper.drop(self)
             raise
+        self._setback = None
         if self.deltas:
             self.was_resumed = True
             self._keeper.resumed()
@@ -212,8 +229,18 @@ class Recording:
             self._is_written.clear()
         if failure is None and self._streams:
             return encoded, None
+        if self.request.runs_alone and isinstance(failure, PASSING):
+            self._set_back(failure)
+            return encoded, None
+        self._is_written.clear()
         self._is_ending = True
         return encoded, End("completed", int(time.time())) if failure is None else failed(failure)
+
+    def _set_back(self, error: RingError) -> None:
+        """Let an answer that runs alone wait until the model can continue it."""
+        self._streams, self._is_computed = {}, False
+        self._setback = Suspended(f"{self.id} waits: {error}")
+        asyncio.get_running_loop().call_soon(self._wake)
 
     def _continued(self, each: ChoiceDelta) -> Delta:
         """Return a delta that counts cached tokens as before its answer continued, without the times since."""
@@ -225,10 +252,10 @@ class Recording:
         """Let readers have deltas that are written, and the end."""
         had = len(self.deltas)
         self.deltas += deltas
-        if self._taken == len(self.deltas):
-            self._is_written.set()
         if end is not None:
             self.end, self._is_computed = end, False
+        if self._taken == len(self.deltas) and (self.end is not None or not self._is_ending):
+            self._is_written.set()
         if end is not None or len(self.deltas) > had:
             self._wake()
 
@@ -246,7 +273,9 @@ class Recording:
         """Error that ended the answer, or its writing; None if there is none."""
         if self.end is not None:
             return _error_of(self.end)
-        return Suspended(f"{self.id} continues with the next server.") if self._keeper.has_ended else None
+        if self._keeper.has_ended:
+            return Suspended(f"{self.id} continues with the next server.")
+        return self._setback
 
 
 class Reader:

@@ -241,7 +241,7 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
         RequestError: the body is compressed, is not JSON, or does not match the schema. The error names the field.
     """
     _check_headers(request, max_bytes)
-    data = await _read_bytes(request, max_bytes, timeout_s)
+    data = await read_bytes(request, max_bytes, timeout_s)
     request.scope[_LANE], request.scope[BODY] = _lane_of(data), data
     return await convert(request, lambda: _read(data, schema))
 
@@ -330,7 +330,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-async def _read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+async def read_bytes(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """Read a body. A slow client times out as a silent one does.
 
     Each KiB adds a second to the deadline, which is never more than `timeout_s` away.

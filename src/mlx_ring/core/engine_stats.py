@@ -370,7 +370,8 @@ class Meter:
         """Add a prefill step of a stage's first rank to the sums of weights, contexts, a token's seconds, and their products."""
         if timing.tokens < _LEAST_CHUNK or timing.compute_us <= 0 or timing.rank.rank:
             return
-        x, y = float(timing.context_tokens), timing.compute_us / 1e6 / timing.tokens
+        # Its tokens have contexts from the chunk's start to its end.
+        x, y = timing.context_tokens + timing.tokens / 2, timing.compute_us / 1e6 / timing.tokens
         name, new = prefill_name(timing.rank.stage, stages), (1.0, x, y, x * x, x * y)
         before = self.measured.get(name, [0.0] * len(new))
         self.measured[name] = [_FADES * old + one for old, one in zip(before, new, strict=True)]

@@ -236,11 +236,14 @@ class SuspectWait:
         self._recovery_s: float | None = None
         self._silent_s = 0.0
         """Longest silence at the last look."""
+        self._has_looked = False
+        """True if a silence was looked at since the last end: one loss of several workers ends one silence."""
 
     def gives_up(self, silent_s: float, limit_s: float) -> bool:
         """Return True if a suspect that has been silent for some seconds is waited for no longer, at most up to a limit."""
         if self._back is None:
             self._recovery_s, self._silent_s = self._predict_recovery_s(), silent_s
+        self._has_looked = True
         is_over = not self._silences.is_worth_waiting(silent_s, limit_s, self._recovery_s)
         if self._back is None and not is_over:
             other = "unknown" if self._recovery_s is None else f"{self._recovery_s:.2f} s"
@@ -251,6 +254,9 @@ class SuspectWait:
 
     def end(self, *, has_answered: bool) -> None:
         """Record the end of the silence, or of the wait."""
+        if not self._has_looked:
+            return
+        self._has_looked = False
         if not has_answered:
             log.warning("%s waits no longer for what is silent for %.1f s", self._instance, self._silent_s)
         if self._back is not None or not has_answered:

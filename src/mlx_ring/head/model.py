@@ -86,6 +86,7 @@ class HostedModel:
         self._metadata = describe_model(served.folder)
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._leaving: Replica | None = None
+        self._patience: asyncio.TimerHandle | None = None
         """Replica that gets no new requests, because another one takes its place."""
         self._held = HeldRequests(
             Vocabulary.of(served.tokenizer),
@@ -213,7 +214,13 @@ class HostedModel:
         if not serving and (refusal := self._refusal) is not None:
             self._held.fail(refusal)
         if waiting and serving:
-            asyncio.get_running_loop().call_later(_PATIENCE * back_s + JUST_NOW_S, self._hand_over, loss)
+            self._end_patience()
+            after_s = _PATIENCE * back_s + JUST_NOW_S
+            self._patience = asyncio.get_running_loop().call_later(after_s, self._hand_over, loss)
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
 
     def _hand_over(self, loss: RingError) -> None:
         """Let instances that serve continue what has waited for its own instance for much longer than predicted."""
@@ -295,16 +302,15 @@ class HostedModel:
         for replica in self.replicas:
             first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             firsts.append(first)
-            work = self._keep(replica, first, ready)
-            self._tasks[replica] = asyncio.create_task(work, name=f"replica of {self.model_id}")
+            name, work = f"replica of {self.model_id}", self._keep(replica, first, ready)
+            self._tasks[replica] = asyncio.create_task(work, name=name)
         try:
             await asyncio.gather(*firsts)
         except BaseException as error:
             for first in firsts:
                 first.cancel()
             await self.stop("The model could not be loaded.")
-            if isinstance(error, RingError):
-                self._failure = error
+            self._failure = error if isinstance(error, RingError) else self._failure
             raise
 
     async def _keep(
@@ -312,6 +318,7 @@ class HostedModel:
     ) -> None:
         def on_ready(load_s: float) -> None:
             self._has_served = True
+            self._end_patience()
             held = self._held.take()
             interrupted = [live for live in held if live.interrupted_at is not None]
             replica.service.engine.take_over(held)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -247,7 +248,8 @@ class SystemUse:
         self._is_own = {process: process.pid in own_pids for process in present}
         own = {process: _cpu_s(process) for process in present if process.pid in own_pids}
         times = psutil.cpu_times()
-        busy_s = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
+        # Interrupts may be of this program's own traffic, and so may threads of the kernel, which count as own.
+        busy_s = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system"))
         return time.monotonic(), busy_s, own
 
     def _is_memory_short(self) -> bool:
@@ -266,20 +268,26 @@ class SystemUse:
         return self._mac[1:]
 
 
+_KERNEL_THREADS = 2
+"""Parent of the kernel's threads on Linux. On macOS the kernel is process 0."""
+
+
 def is_own(process: psutil.Process, own: Collection[int]) -> bool:
-    """Report whether a process is one of mlx-ring: a child of these, or by its command line."""
+    """Report whether a process is one of mlx-ring: a child of these, by its command line, or a thread of the kernel."""
     try:
-        return process.ppid() in own or is_own_program(process.cmdline())
+        parent = process.ppid()
+        is_kernel = sys.platform == "linux" and _KERNEL_THREADS in (parent, process.pid)
+        return is_kernel or not process.pid or parent in own or is_own_program(process.cmdline())
     except (psutil.Error, OSError):
         return False
 
 
 def is_own_program(command: Sequence[str]) -> bool:
     """Report whether a command line is that of mlx-ring, as a module or as the installed program."""
-    return any(
-        part == "mlx_ring" or part.startswith("mlx_ring.") or Path(part).name == "mlx-ring"
-        for part in command[:4]
-    )
+    if any(Path(part).name == "mlx-ring" for part in command[:2]):
+        return True
+    modules = [after for option, after in pairwise(command[:5]) if option == "-m"]
+    return any(module == "mlx_ring" or module.startswith("mlx_ring.") for module in modules)
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -19,6 +19,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -252,3 +253,16 @@ SIGNAL = signal.SIGUSR1
 def dump_stacks_on_signal() -> None:
     """Write all stacks when the signal comes, even while a thread holds the interpreter."""
     faulthandler.register(SIGNAL, all_threads=True, chain=False)
+
+
+_CAP_SYS_NICE = 23
+"""Bit of the capability in `/proc/PID/status`; see capabilities(7)."""
+
+
+def may_raise_priority() -> bool:
+    """Report whether this process may raise the priority of others, which root may not in most containers."""
+    try:
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return found is not None and bool(int(found[1], 16) >> _CAP_SYS_NICE & 1)

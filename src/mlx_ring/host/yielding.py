@@ -31,7 +31,7 @@ from typing import Protocol, cast
 import psutil
 
 from mlx_ring.host.machine import ReadsUse, SystemUse, Use, is_own
-from mlx_ring.host.process import ROOT, control_groups, own_control_group
+from mlx_ring.host.process import ROOT, control_groups, may_raise_priority, own_control_group
 
 log = logging.getLogger(__name__)
 
@@ -333,7 +333,7 @@ def _may_raise_to(nice: int) -> bool:
     import resource  # not on every system
 
     limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
-    return os.geteuid() == 0 or limit == resource.RLIM_INFINITY or limit >= _WHOLE_NICE_RANGE - nice
+    return may_raise_priority() or limit == resource.RLIM_INFINITY or limit >= _WHOLE_NICE_RANGE - nice
 
 
 def _threads(pid: int) -> list[int]:
@@ -407,7 +407,10 @@ class YieldWatch:
             while True:
                 await asyncio.sleep(self.look_s)
                 await asyncio.to_thread(self._look, reads)
+        except Exception:
+            log.exception("This machine does not yield to its user any more")
         finally:
+            self.state = None
             self.priority.restore()
 
     def _look(self, reads: ReadsUse) -> None:

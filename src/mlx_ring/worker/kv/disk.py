@@ -180,9 +180,9 @@ class KvDisk:
         """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
         fetch = _Fetch(answer, wanted.only_looks)
         with self._lock:
-            is_busy = sum(not each.is_answered for each in self._fetches.values()) >= _MOST_FETCHES
+            reads = sum(not (each.is_answered or each.only_looks) for each in self._fetches.values())
             self._fetches[wanted.id] = fetch
-        if is_busy:
+        if reads >= _MOST_FETCHES and not wanted.only_looks:
             self._answer(wanted.id, fetch)
         else:
             self._reader.submit(self._read, wanted, fetch)
