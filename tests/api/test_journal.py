@@ -681,7 +681,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_file(self) -> None:
-        """Numbers of answers of the file before are never used again, so that what comes for them hits no other."""
+        """Begin anew: numbers are never used again, so that what comes for earlier answers hits no other."""
         before, self.numbers_before = dict(self.numbers), self.numbers_before | set(self.numbers.values())
         self.database.begin_anew(sqlite3.DatabaseError("malformed"), self.database.generation)
         self.kept.clear()
@@ -732,6 +732,16 @@ def test_file_that_is_no_database_is_set_aside(tmp_path: Path) -> None:
     assert database.totals().answers == 0
     assert (tmp_path / "journal.damaged").read_bytes().startswith(b"no database")
     database.close()
+
+
+def test_file_of_another_version_is_set_aside(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as other:
+        other.execute("CREATE TABLE answers (id TEXT)")
+    other.close()
+    database = JournalDatabase(tmp_path, SIZE)
+    assert database.totals().answers == 0
+    database.close()
+    assert (tmp_path / "journal.damaged").exists()
 
 
 def test_changed_bytes_are_found(tmp_path: Path) -> None:
@@ -939,7 +949,7 @@ def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_as
 
 
 def test_response_that_the_model_drops_is_continued_when_it_can_be(tmp_path: Path) -> None:
-    """Errors that pass do not end a background response; its reader is cut off, and comes back."""
+    """Let the engine fail with an error that passes: the response waits, and its reader is cut off."""
 
     async def run() -> tuple[str, dict[str, Any]]:
         async with running(tmp_path, automatic=False) as head:

@@ -46,6 +46,8 @@ _LOG_BYTES = 1 << 20
 """Largest size of the log, so that folding it takes a fraction of a second; at most an eighth of the file."""
 _LARGEST_PART = 1 / 4
 """Part of the size that one request may take."""
+_VERSION = 1
+"""Version of the schema."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
@@ -135,6 +137,7 @@ class JournalDatabase:
                 f"journal_size_limit = {_WAL_PAGES * _PAGE}",
             ):
                 db.execute(f"PRAGMA {pragma}")
+            _check_version(db)
             db.executescript(_SCHEMA)
             _fold(db)
             db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
@@ -380,6 +383,14 @@ class JournalDatabase:
         self._db.close()
         make_private_folder(self._folder)
         self._open_next()
+
+
+def _check_version(db: sqlite3.Connection) -> None:
+    """Refuse the file of another version as damaged, and mark a new one."""
+    if db.execute("PRAGMA schema_version").fetchone()[0] == 0:
+        db.execute(f"PRAGMA user_version = {_VERSION}")
+    elif db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
+        raise sqlite3.DatabaseError("it is of another version")
 
 
 def _used(db: sqlite3.Connection) -> int:
