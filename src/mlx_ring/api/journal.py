@@ -305,11 +305,12 @@ class Journal:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             except Exception as error:
-                log.warning("%s cannot be continued: %s", recording.id, error, exc_info=not _is_own(error))
-                known = isinstance(error, RingError)
-                await self._writer.end(
-                    recording, failed(error if known else ServingError("The answer cannot be continued."))
+                is_bug = not isinstance(error, RingError)
+                log.warning("%s cannot be continued: %s", recording.id, error, exc_info=is_bug)
+                own = (
+                    error if isinstance(error, RingError) else ServingError("The answer cannot be continued.")
                 )
+                await self._writer.end(recording, failed(own))
             else:
                 return
 
@@ -317,10 +318,6 @@ class Journal:
 def _check_age(recording: Recording) -> None:
     if time.time() > recording.request.created + KEPT_S:
         raise ServingError(f"The answer was not computed within {KEPT_S // 3600} hours.")
-
-
-def _is_own(error: Exception) -> bool:
-    return isinstance(error, RingError)
 
 
 def owner_of(client: str) -> str:
