@@ -220,9 +220,11 @@ def test_stream_sends_keep_alives_while_its_model_is_loaded(path: str, last: str
         httpx.stream("POST", f"{url}{path}", json=body, timeout=20) as response,
     ):
         lines = (line for line in response.iter_lines() if line)
-        assert response.status_code == 200
-        assert [next(lines), next(lines)] == [": keep-alive"] * 2
-        catalog.may_load.set()
+        try:
+            assert response.status_code == 200
+            assert [next(lines), next(lines)] == [": keep-alive"] * 2
+        finally:
+            catalog.may_load.set()
         assert list(lines)[-1] == f"data: {last}"
 
 

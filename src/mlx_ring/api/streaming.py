@@ -326,13 +326,14 @@ def start_in_time(endpoint: Endpoint) -> Endpoint:
             chosen, request.state.streams = request.app.state.rest_of_answer, True
         work = asyncio.ensure_future(chosen(request))
         try:
-            await asyncio.wait((work,), timeout=quiet_s)
+            # It is not known whether the request wants a stream until its body was read.
+            done, _ = await asyncio.wait((work,), timeout=quiet_s)
+            while not (done or getattr(request.state, "streams", False)):
+                done, _ = await asyncio.wait((work,), timeout=quiet_s)
         except asyncio.CancelledError:
             work.cancel()
             raise
-        if work.done() or not getattr(request.state, "streams", False):
-            return await work
-        return _StartedStream(work, quiet_s)
+        return await work if work.done() else _StartedStream(work, quiet_s)
 
     return in_time
 
