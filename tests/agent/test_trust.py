@@ -13,7 +13,7 @@ from mlx_ring.agent.server import AgentService
 from mlx_ring.agent.supervisor import Supervisor
 from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import PlanError
-from mlx_ring.host.trusted_interfaces import Trust
+from mlx_ring.host.interfaces import Trust
 from mlx_ring.rpc import backends
 from mlx_ring.rpc.backends import DIRECT_LINKS, LinkKind
 from mlx_ring.rpc.hello import make_hello

@@ -13,7 +13,7 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.core.errors import PlanError
-from mlx_ring.host.trusted_interfaces import TrustedInterface
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 

@@ -17,7 +17,7 @@ from mlx_ring.cluster import own_agent as subject
 from mlx_ring.cluster.membership import Event, FormerMember, Membership, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.trusted_interfaces import trusted_interfaces
+from mlx_ring.host.interfaces import trusted_interfaces
 from mlx_ring.settings.config import Settings
 
 

@@ -17,7 +17,7 @@ from mlx_ring.cluster.membership import Membership
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.errors import NodeLost
 from mlx_ring.head.measured_links import LinkSurveys, link_info, with_throughput
-from mlx_ring.host.trusted_interfaces import TrustedInterface
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.link_profile import UNREACHABLE
 
 CABLE, LAN = 4e9, 1e8

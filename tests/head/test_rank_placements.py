@@ -13,7 +13,7 @@ from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.layer_split import Cut, even_split
 from mlx_ring.core.errors import PlanError
 from mlx_ring.head.rank_placements import Stage, place_ranks, set_rdma, share_stages, with_trust
-from mlx_ring.host.trusted_interfaces import TrustedInterface
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 from mlx_ring.settings.hostfile import Hostfile, read_hostfile

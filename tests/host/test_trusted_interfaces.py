@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.trusted_interfaces import OwnAddress, TrustedInterface, find_trusted, source_address
+from mlx_ring.host.interfaces import OwnAddress, TrustedInterface, find_trusted, source_address
 
 INTERFACES = {
     "lo": [OwnAddress("127.0.0.1", "255.0.0.0"), OwnAddress("::1")],

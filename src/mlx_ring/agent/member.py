@@ -33,13 +33,13 @@ from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.host.energy import EnergyMeter
+from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import recorded
-from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,

@@ -24,9 +24,9 @@ from mlx_ring.agent.supervisor import SILENT_S, Supervisor, Worker
 from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
 from mlx_ring.core.errors import ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
+from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.process import usable_memory
-from mlx_ring.host.trusted_interfaces import Trust
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.methods import (

@@ -19,7 +19,7 @@ from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, 
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess, UnresponsiveTime
-from mlx_ring.host.trusted_interfaces import Trust
+from mlx_ring.host.interfaces import Trust
 from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS

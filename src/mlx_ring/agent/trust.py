@@ -12,9 +12,9 @@ import logging
 from collections.abc import Collection, Iterable
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.host.trusted_interfaces import (
-    FLAG,
+from mlx_ring.host.interfaces import (
     LOOPBACK,
+    TRUST_FLAG,
     Trust,
     source_address,
 )
@@ -46,7 +46,7 @@ def check_hosts(assignments: Iterable[worker_pb2.StageAssignment], trust: Trust)
     for host, assignment in hosts.items():
         if host not in by_address:
             raise PlanError(
-                f"Collectives of {assignment.instance} would use {host}, which no {FLAG} of this machine names. "
+                f"Collectives of {assignment.instance} would use {host}, which no {TRUST_FLAG} of this machine names. "
                 f"{problem}".strip()
             )
         log.warning(
@@ -108,13 +108,13 @@ def _check_assignment(assignment: worker_pb2.StageAssignment, ranks: int, trust:
         devices = devices_of(json.loads(assignment.rdma or "[]")[rank_in_group(assignment)])
         if strange := sorted(set(devices) - set(trusted_devices(devices, trust))):
             raise PlanError(
-                f"{who} would use {strange[0]}, but no {FLAG} of this machine names its interface."
+                f"{who} would use {strange[0]}, but no {TRUST_FLAG} of this machine names its interface."
             )
 
 
 def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collection[str]) -> None:
     if strange := sorted(set(own) - set(allowed)):
-        raise PlanError(f"A rank would listen on {strange[0]}, which no {FLAG} of this machine names.")
+        raise PlanError(f"A rank would listen on {strange[0]}, which no {TRUST_FLAG} of this machine names.")
     for host in sorted(others):
         try:
             # A name could lead elsewhere the next time.
@@ -126,7 +126,7 @@ def _check_interfaces(own: Iterable[str], others: Iterable[str], allowed: Collec
         # Traffic to an own address does not leave this machine.
         if source not in {host, *allowed}:
             raise PlanError(
-                f"The route to {host}, the address of another rank, leaves through {source}, which no {FLAG} "
+                f"The route to {host}, the address of another rank, leaves through {source}, which no {TRUST_FLAG} "
                 "names. Check the routes, and that no two interfaces have the same network."
             )
 

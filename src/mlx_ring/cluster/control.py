@@ -34,8 +34,8 @@ from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import PARTS, PartEnergy
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from mlx_ring.cluster.agent_link import AgentLink, Report, Source
 from mlx_ring.core.errors import GroupStuck, PlanError, RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.host.trusted_interfaces import FLAG, LOOPBACK, TrustedInterface
+from mlx_ring.host.interfaces import LOOPBACK, TRUST_FLAG, TrustedInterface
 from mlx_ring.rpc.backends import (
     RankCapabilities,
     backend_of,
@@ -348,7 +348,7 @@ def _route(before: Trusting, node: Trusting, requirement: str) -> GroupRoute:
         return route
     raise PlanError(
         f"{requirement} joins {before.node} and {node.node}, but their trusted interfaces have no network in common: "
-        f"{before.node} has {_interfaces(before)}, {node.node} has {_interfaces(node)}. Name others with {FLAG}."
+        f"{before.node} has {_interfaces(before)}, {node.node} has {_interfaces(node)}. Name others with {TRUST_FLAG}."
     )
 
 
@@ -365,9 +365,7 @@ def _untrusting(node: Trusting) -> str:
     reason = "MLX's collectives are neither encrypted nor authenticated, so they use only interfaces that the owner trusts"
     if node.trusted_problem:
         return f"{reason}, and {node.node} has none: {node.trusted_problem}"
-    return (
-        f"{reason}, and {node.node} names none. Start it with {FLAG} NAME, for example a Thunderbolt cable's."
-    )
+    return f"{reason}, and {node.node} names none. Start it with {TRUST_FLAG} NAME, for example a Thunderbolt cable's."
 
 
 def _interfaces(node: Trusting) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from mlx_ring.host.energy import PartEnergy
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.host.trusted_interfaces import TrustedInterface
 from mlx_ring.host.yielding import Yielding
 
 SILENCE_S = 3.5

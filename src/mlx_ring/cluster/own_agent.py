@@ -16,9 +16,9 @@ from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.interfaces import TRUST_FLAG, Trust, TrustedInterface
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
-from mlx_ring.host.trusted_interfaces import FLAG, Trust, TrustedInterface
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, as_arguments, select_settings
 
@@ -181,5 +181,5 @@ def stale_trust(kept: Iterable[TrustedInterface], named: tuple[str, ...]) -> str
         "This machine's agent was started by an earlier head. "
         f"It trusts {', '.join(trusted) or 'nothing'} with collectives, and this head names {', '.join(wanted) or 'nothing'}. "
         "The agent's setting applies. To change it, stop this head, which also stops the agent, and start it again with "
-        f"the new {FLAG}."
+        f"the new {TRUST_FLAG}."
     )

@@ -13,7 +13,7 @@ import pytest
 from tests.machines import NOW, node_credentials, running_head
 
 from mlx_ring.cli.doctor import Finding
-from mlx_ring.cli.doctor.head_checks import (
+from mlx_ring.cli.doctor.network import (
     check_clock,
     check_dates,
     check_head,

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 from tests.eventually import eventually
 
-from mlx_ring.cluster.lifecycle import host_side, mac_daemon
-from mlx_ring.cluster.lifecycle.host_side import out_file, run_detached, wait_until_ready
-from mlx_ring.cluster.lifecycle.mac_daemon import MacDaemon, may_start_daemons
+from mlx_ring.cluster.lifecycle import host_side
+from mlx_ring.cluster.lifecycle.host_side import (
+    MacDaemon,
+    may_start_daemons,
+    out_file,
+    run_detached,
+    wait_until_ready,
+)
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.running import end_running
 
@@ -61,7 +66,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("STAND_INS", str(folder))
-    monkeypatch.setattr(mac_daemon, "FOLDER", folder)
+    monkeypatch.setattr(host_side, "DAEMON_FOLDER", folder)
     return folder
 
 

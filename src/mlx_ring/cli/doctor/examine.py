@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlx_ring.cli.doctor import Finding
-from mlx_ring.cli.doctor.head_checks import check_head, check_own_certificate
 from mlx_ring.cli.doctor.machine_checks import (
     check_address_space,
     check_descriptors,
@@ -22,8 +21,10 @@ from mlx_ring.cli.doctor.machine_checks import (
 )
 from mlx_ring.cli.doctor.network import (
     check_firewall,
+    check_head,
     check_lan,
     check_name,
+    check_own_certificate,
     check_port,
     check_round_trip,
     check_throughput,
