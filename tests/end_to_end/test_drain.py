@@ -103,11 +103,16 @@ def cluster(
         yield running
 
 
+@pytest.fixture(scope="module")
+def texts(cluster: tuple[Server, Sequence[subprocess.Popen[str]]]) -> list[str]:
+    """Return the texts of undisturbed answers: before the first drain, one after the other."""
+    return expected(cluster[0])
+
+
 def test_drained_machine_has_no_layers_and_no_answer_changes(
-    cluster: tuple[Server, Sequence[subprocess.Popen[str]]],
+    cluster: tuple[Server, Sequence[subprocess.Popen[str]]], texts: list[str]
 ) -> None:
     server, _ = cluster
-    texts = expected(server)
     (other, *_) = [node["id"] for node in nodes(server) if not node["is_head"]]
     assert other in nodes_in_use(server)
     streams = Streams(server)
@@ -124,10 +129,10 @@ def test_drained_machine_has_no_layers_and_no_answer_changes(
 
 
 def test_machine_that_ends_hands_over_its_layers_first(
-    cluster: tuple[Server, Sequence[subprocess.Popen[str]]],
+    cluster: tuple[Server, Sequence[subprocess.Popen[str]]], texts: list[str]
 ) -> None:
     server, joined = cluster
-    texts, used = expected(server), nodes_in_use(server)
+    used = nodes_in_use(server)
     streams = Streams(server)
     # Whichever machine has layers, and is not the head's.
     for process in joined:
@@ -143,10 +148,10 @@ def test_machine_that_ends_hands_over_its_layers_first(
     eventually(lambda: server.http.get("/health").status_code, lambda code: code == 200)
 
 
-def test_answers_pause_if_no_second_instance_fits_beside_the_first(tmp_path: Path) -> None:
+def test_answers_pause_if_no_second_instance_fits_beside_the_first(tmp_path: Path, texts: list[str]) -> None:
     """Let the models have memory for one instance, but not for two."""
     with three_machines(tmp_path, *FLAGS, "--model-memory", "30MiB") as (server, _):
-        texts, used = expected(server), nodes_in_use(server)
+        used = nodes_in_use(server)
         other = next(node["id"] for node in nodes(server) if not node["is_head"])
         streams = Streams(server)
         drained = server.http.post("/cluster/drain", json={"node": other}, timeout=120).raise_for_status()
