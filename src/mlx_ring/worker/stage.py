@@ -169,7 +169,9 @@ def build_stage(
         report(worker_pb2.LoadProgress(phase="group"))
     group = join_group(assignment, group_port)
     stages = join_stages(assignment, group_port)
-    shares: Sequence[TensorShare] = () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
+    shares: Sequence[TensorShare] = (
+        () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
+    )
     divide = None if group is None else partial(_divide, shares, group)
     cpu_weights = choose_weights(assignment, folder, layers, dtype)
     model = load_stage(folder, layers, dtype, progress, divide, dequantized=cpu_weights == "float32")

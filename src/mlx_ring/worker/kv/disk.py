@@ -169,14 +169,18 @@ class KvDisk:
     def _missing_end(self, kv: KVStore, save: step_pb2.Save) -> list[tuple[Kind, int]]:
         """Return what the other layers lack for the end of the last block, as far as it is still in memory."""
         size, digests = save.blocks.block_tokens, save.blocks.digests
-        is_there = kv.length(save.sequence) == size * len(digests)
+
+        def is_held(kind: Kind, number: int) -> bool:
+            if kind.window is None:
+                return kv.length(save.sequence) == size * len(digests)
+            return kv.holds(save.sequence, kind.window, kind.tokens(number, size))
+
         return [
             (kind, number)
             for kind in self._kinds
             if kind.name
             for number in kind.blocks(len(digests), size)
-            if not self._is_saved(digests[number], kind)
-            if is_there or (kind.window and kv.holds(save.sequence, kind.window, kind.tokens(number, size)))
+            if not self._is_saved(digests[number], kind) and is_held(kind, number)
         ]
 
     def _wait_for_room(self, limit_s: float) -> bool:
