@@ -87,11 +87,13 @@ def page(known: dict[str, Architecture]) -> str:
         "- *cut*: exact with several stages, in some families only with the given configuration values.",
         "- *one stage*: exact as a whole.",
         "- *batches*: rows of different lengths share a forward pass; rows of other families run one by one.",
+        "- *KV on disk*: after a restart with other stages, [saved KV](serving.md#kv-on-disk) gives the same logits: in float32",
+        "  the difference is 0.0. If not, the worker's log names the layers.",
         "- *sliding*, *recurrent*: the family has layers with a sliding window, or with a state instead of tokens.",
         "- *experts*: it has, or can have, a mixture of experts. *tied*: its embedding can serve as its output head.",
         "",
-        "| family | cut | one stage | batches | sliding | recurrent | experts | tied | why not |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| family | cut | one stage | batches | KV on disk | sliding | recurrent | experts | tied | why not |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, outcome in known.items():
         condition = ", ".join(f"`{entry}: {json.dumps(value)}`" for entry, value in outcome.only_if.items())
@@ -99,6 +101,7 @@ def page(known: dict[str, Architecture]) -> str:
         flags = (
             outcome.whole,
             outcome.batches,
+            outcome.restores,
             outcome.sliding,
             outcome.recurrent,
             outcome.experts,

@@ -68,12 +68,30 @@ def test_prompt_is_restored_by_another_split_of_the_layers(
     assert re.search(rf"Ways back of \S+: disk \(1\), predicted .* took .* \({tokens} tokens; ", log)
 
 
-def test_answer_is_the_same_without_what_another_group_of_ranks_saved(
+def test_prompt_is_restored_by_shares_of_the_heads_and_back(
     saved: tuple[Path, str, int], tmp_path: Path
 ) -> None:
-    folder, text, _ = saved
-    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, 0)
+    """Restore by two ranks what stages have saved; let one rank and other shares restore what these two save."""
+    folder, text, tokens = saved
+    own = tmp_path / "own"
+    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path / "first") as server:
+        assert ask(server)[::2] == (text, tokens)
+        expected = logprobs(server)
+    with serving("demo", "--tp", "2", *FLAGS, str(own), folder=tmp_path / "second") as server:
+        assert ask(server)[2] == 0
+        eventually(lambda: saved_files(own), lambda files: len(files) >= 2 * (tokens // 256))
+        assert server.stop() == 0
+    assert {name.partition(".heads-")[2][-5:] for name in saved_files(own)} == {"-of-4"}
+    with serving("demo", "--stages", "2", *FLAGS, str(own), folder=tmp_path / "third") as server:
+        assert ask(server)[::2] == (text, tokens)
+        differences = [abs(one - other) for one, other in zip(expected, logprobs(server), strict=True)]
+        assert max(differences) < 1e-4
+
+
+def logprobs(server: Server) -> list[float]:
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+    answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    return answer["choices"][0]["logprobs"]["token_logprobs"]
 
 
 def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path: Path) -> None:
