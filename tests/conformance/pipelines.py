@@ -143,7 +143,7 @@ class WorkerPipeline:
         self._forwards = [
             StageForward(stage, store) for stage, store in zip(stages, self._stores, strict=True)
         ]
-        self._layers = [stage.layers for stage in stages]
+        self._numbers = [stage.cache_numbers for stage in stages]
 
     def open(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:
@@ -188,7 +188,7 @@ class WorkerPipeline:
         return True
 
     def _disks(self, folder: Path) -> Iterator[tuple[KvDisk, KVStore]]:
-        for layers, store in zip(self._layers, self._stores, strict=True):
+        for layers, store in zip(self._numbers, self._stores, strict=True):
             if store.unsaved_layers:
                 raise ModelUnsupported(store.unsaved_layers)
             yield KvDisk(folder, 1 << 30, "0" * 32, layers, kinds_of(store, layers)), store

@@ -74,6 +74,8 @@ def test_prompt_is_restored_by_shares_of_the_heads_and_back(
     """Restore by two ranks what stages have saved; let one rank and other shares restore what these two save."""
     folder, text, tokens = saved
     own = tmp_path / "own"
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
     with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path / "first") as server:
         assert ask(server)[::2] == (text, tokens)
         expected = logprobs(server)

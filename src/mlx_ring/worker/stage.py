@@ -191,7 +191,7 @@ def build_stage(
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
     heads = (shares[assignment.rank].kv_heads, shares[-1].kv_heads.end) if shares else None
-    disk = open_disk(disk_settings, request, kv, layers, dtype, heads)
+    disk = open_disk(disk_settings, request, kv, model.cache_numbers, dtype, heads)
     runner = StageRunner(assignment, model, kv, links, group, grammars, disk)
     if compiles_kernels():
         report(worker_pb2.LoadProgress(phase="kernels"))
@@ -216,7 +216,7 @@ def open_disk(
     settings: DiskSettings | None,
     request: worker_pb2.LoadRequest,
     kv: KVStore,
-    layers: LayerRange,
+    layers: Sequence[int],
     dtype: DType,
     heads: tuple[MemberRange, int] | None = None,
 ) -> KvDisk | None:
@@ -226,7 +226,7 @@ def open_disk(
         settings: where KV is saved.
         request: the request to load the stage.
         kv: the stage's store.
-        layers: its layers.
+        layers: the numbers of its caches in the model's list.
         dtype: the type of keys and values.
         heads: KV heads of this rank, and the number of the model's; None: it has all.
     """

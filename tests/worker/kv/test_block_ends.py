@@ -17,7 +17,7 @@ from mlx_ring.core.errors import StepFailed
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.kv.block_files import Kind, fingerprint, kinds_of, to_host, window_kind
+from mlx_ring.worker.kv.block_files import Kind, fingerprint, kinds_of, to_host
 from mlx_ring.worker.kv.disk import KvDisk
 
 SIZE = 16
@@ -54,14 +54,13 @@ def part_of(run: ModelRun, layers: tuple[int, int]) -> Any:
         for layer in part.layers_with(window):
             part.fill(1, layer, (0, whole.length(1)), [to_host(array) for array in content[layer]], window)
     if part.layers_with_states:
-        part.fill_states(1, whole.states(1)[slice(*layers)])
+        part.fill_states(1, dict(enumerate(whole.states(1)[slice(*layers)])))
     part.adopt(1, whole.length(1))
     return part
 
 
 def open_disk(folder: Path, store: Any, layers: tuple[int, int]) -> Any:
-    extent = LayerRange(*layers)
-    return KvDisk(folder, 1 << 30, NAME, extent, kinds_of(store, extent))
+    return KvDisk(folder, 1 << 30, NAME, range(*layers), kinds_of(store, range(*layers)))
 
 
 def save(disk: Any, store: Any, sequence: int, count: int) -> None:
@@ -230,6 +229,18 @@ def test_states_and_windows_of_any_type_are_restored_bit_for_bit(tmp_path: Path,
     ],
 )
 def test_blocks_of_a_window(window: int | None, needed: range, held: tuple[int, int]) -> None:
-    kind = window_kind(window, [0])
+    kind = Kind("" if window is None else "window", LayerRange(0, 1), (0,), window)
     assert (kind.blocks(5, SIZE), kind.tokens(4, SIZE)) == (needed, held)
-    assert Kind("states", (0,)).blocks(5, SIZE) == range(4, 5)
+    assert Kind("states", LayerRange(0, 1), (0,)).blocks(5, SIZE) == range(4, 5)
+
+
+def test_layers_that_are_no_neighbours_have_files_of_their_own(tmp_path: Path) -> None:
+    run = filled("qwen3_next", END)
+    numbers = (0, 1, 5, 9)
+    disk: Any = KvDisk(tmp_path, 1 << 30, NAME, numbers, kinds_of(run.store, numbers))
+    save(disk, run.store, 1, 3)
+    names = {path.name for path in (tmp_path / NAME / DIGESTS[2].hex()).iterdir()}
+    assert names == {"0-2", "0-2.states", "5-6.states", "9-10"}
+    part: Any = store_of(run, (2, 4))
+    restore(KvDisk(tmp_path, 1 << 30, NAME, (5, 9), kinds_of(part, (5, 9))), part, 2, 3)
+    assert ask(KvDisk(tmp_path, 1 << 30, NAME, (4, 5), kinds_of(part, (4, 5))), 3) == (0, [])

@@ -77,7 +77,7 @@ def save_by(folder: Path, whole: Any, ranks: Split, bits: int | None = None) -> 
         for layer, arrays in enumerate(own_content(whole, layers, share)):
             store.fill(1, layer, (0, LENGTH), arrays)
         store.adopt(1, LENGTH)
-        disks.append(KvDisk(folder, 1 << 30, NAME, layers, share=share))
+        disks.append(KvDisk(folder, 1 << 30, NAME, range(layers.start, layers.end), share=share))
         disks[-1].save(store, step_pb2.Save(sequence=1, blocks=BLOCKS))
         disks[-1].settle()
     return disks
@@ -101,7 +101,7 @@ def check_restored(folder: Path, whole: Any, ranks: Split, bits: int | None = No
     for layers, share in ranks:
         heads = HEADS if share is None else len(share.own)
         store = make_store(heads, layers.end - layers.start, bits)
-        disk: Any = KvDisk(folder, 1 << 30, NAME, layers, share=share)
+        disk: Any = KvDisk(folder, 1 << 30, NAME, range(layers.start, layers.end), share=share)
         assert fetch(disk) == len(DIGESTS)
         store.open(7, 100)
         disk.adopt(store, step_pb2.Adopt(sequence=7, fetch=1, length=LENGTH))
@@ -166,7 +166,7 @@ def test_head_that_nobody_saved_counts_as_missing(tmp_path: Path) -> None:
     save_by(tmp_path, whole, [first])
     check_restored(tmp_path, whole, [first, split((1, 2, 1))[0]])
     for layers, share in (second, split((1, 1))[1], split((1,))[0]):
-        assert fetch(KvDisk(tmp_path, 1 << 30, NAME, layers, share=share)) == 0
+        assert fetch(KvDisk(tmp_path, 1 << 30, NAME, range(layers.start, layers.end), share=share)) == 0
 
 
 def test_damaged_share_is_read_from_another_file_that_has_it(
@@ -187,7 +187,7 @@ def test_damage_to_heads_that_are_not_read_is_not_noticed(tmp_path: Path) -> Non
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     first, second = split((1, 1))
     check_restored(tmp_path, whole, [first])
-    assert fetch(KvDisk(tmp_path, 1 << 30, NAME, second[0], share=second[1])) == 1
+    assert fetch(KvDisk(tmp_path, 1 << 30, NAME, range(LAYERS), share=second[1])) == 1
 
 
 RANGES = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda ends: ends[0] < ends[1])
@@ -270,7 +270,7 @@ def test_nothing_is_saved_beyond_the_bytes_of_a_day(
     monkeypatch.setattr(block_files, "_today", lambda: today[0])
     whole = make_whole()
     one = sum(array.nbytes for arrays in whole.content(1, (0, SIZE)) for array in arrays)
-    disk: Any = KvDisk(tmp_path, 2 * one // 5 + 1, NAME, LayerRange(0, LAYERS))
+    disk: Any = KvDisk(tmp_path, 2 * one // 5 + 1, NAME, range(LAYERS))
 
     def saved() -> int:
         disk.save(whole, step_pb2.Save(sequence=1, blocks=BLOCKS))

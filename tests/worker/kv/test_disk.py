@@ -19,7 +19,6 @@ from tests.worker.kv.passes import ModelRun, difference
 from tests.worker.kv.small_models import small_model, tokens
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv import disk as subject
@@ -38,7 +37,7 @@ def blocks(count: int = len(DIGESTS)) -> step_pb2.KvBlocks:
 
 
 def open_disk(folder: Path, layers: tuple[int, int] = (0, LAYERS), limit: int = 1 << 30) -> Any:
-    return KvDisk(folder, limit, NAME, LayerRange(*layers))
+    return KvDisk(folder, limit, NAME, range(*layers))
 
 
 def store_of(run: ModelRun, layers: tuple[int, int] = (0, LAYERS), **options: Any) -> KVStore:
@@ -139,7 +138,7 @@ def test_layers_that_nobody_saved_count_as_missing(tmp_path: Path) -> None:
     save_by(filled(), tmp_path, [(0, 2)])
     assert fetch(open_disk(tmp_path, (0, 2))) == len(DIGESTS)
     assert fetch(open_disk(tmp_path, (1, 3))) == 0
-    assert fetch(KvDisk(tmp_path, 1 << 30, fingerprint("another"), LayerRange(0, 2))) == 0
+    assert fetch(KvDisk(tmp_path, 1 << 30, fingerprint("another"), range(2))) == 0
 
 
 def damage_byte(file: Path) -> None:

@@ -3,6 +3,8 @@
 A file holds one kind of content of some layers for one block: all their KV heads, or the share of one rank. A name
 such as `0-5.heads-0-2-of-8.window-1024` says so. Files of any ranks are joined, so a reader need not know who wrote them.
 
+The number of a layer is here that of its cache in the model's list, which may have several for a layer, or none.
+
 A file begins with a header that gives the place, type, shape and checksums of each array. There is a checksum for each
 entry of an array's first axis, which are heads. So a rank reads its own heads from a file that has more.
 """
@@ -71,12 +73,14 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Content of one kind: every token's, the last tokens' of a window, or states at the end of a block."""
+    """Content of one kind in a rank's layers: every token's, the last tokens' of a window, or states at the end of a block."""
 
     name: str
     """Part of file names; empty for layers that keep every token."""
+    extent: LayerRange
+    """Neighbouring layers of a rank, which share a file."""
     layers: tuple[int, ...]
-    """Layers of a rank that have such content."""
+    """Those of them that have such content."""
     window: int | None = None
 
     def begin(self, length: int) -> int:
@@ -94,19 +98,33 @@ class Kind:
         return max(block * size, self.begin(end)), end
 
 
-def window_kind(window: int | None, layers: Iterable[int]) -> Kind:
-    """Return the kind of layers with keys and values of a window, or of every token."""
-    return Kind("" if window is None else f"window-{window}", tuple(layers), window)
+def every_token(layers: Sequence[int]) -> tuple[Kind, ...]:
+    """Return the kinds of layers that keep every token."""
+    return tuple(Kind("", extent, tuple(range(extent.start, extent.end))) for extent in _runs(layers))
 
 
-def kinds_of(kv: KVStore, layers: LayerRange) -> tuple[Kind, ...]:
-    """Return the kinds of content that a stage's layers have."""
-    first = layers.start
-    kinds = [
-        window_kind(window, (first + layer for layer in kv.layers_with(window))) for window in kv.windows
+def kinds_of(kv: KVStore, layers: Sequence[int]) -> tuple[Kind, ...]:
+    """Return the kinds of content that a stage's layers have, in their order in its store."""
+    having: list[tuple[str, int | None, list[int]]] = [
+        ("" if window is None else f"window-{window}", window, kv.layers_with(window))
+        for window in kv.windows
     ]
-    states = tuple(first + layer for layer in kv.layers_with_states)
-    return (*kinds, Kind("states", states)) if states else tuple(kinds)
+    having.append(("states", None, kv.layers_with_states))
+    kinds: list[Kind] = []
+    for name, window, places in having:
+        numbers = [layers[place] for place in places]
+        for extent in _runs(layers):
+            own = tuple(number for number in numbers if extent.start <= number < extent.end)
+            if own:
+                kinds.append(Kind(name, extent, own, window))
+    return tuple(kinds)
+
+
+def _runs(layers: Sequence[int]) -> list[LayerRange]:
+    """Return the ranges of neighbouring layers."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer + 1 for layer in layers if layer + 1 not in layers]
+    return list(map(LayerRange, sorted(starts), sorted(ends)))
 
 
 @dataclass(frozen=True, slots=True)

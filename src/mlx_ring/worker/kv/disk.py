@@ -30,7 +30,6 @@ from typing import Any, BinaryIO, cast
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv.block_files import (
     BlockFile,
@@ -41,13 +40,13 @@ from mlx_ring.worker.kv.block_files import (
     Rows,
     concatenate_heads,
     concatenate_tokens,
+    every_token,
     files_in,
     find_sources,
     from_host,
     make_room,
     read_layers,
     to_host,
-    window_kind,
     write_layers,
 )
 from mlx_ring.worker.kv.kv_store import KVStore
@@ -67,8 +66,8 @@ _SCAN_SHARE = 0.02
 _DAILY_SHARE = 5
 """Bytes that may be written in a day, as a multiple of the limit."""
 
-Block = dict[str, dict[int, Content]]
-"""Content of a block by the name of its kind and by layer."""
+Block = dict[Kind, dict[int, Content]]
+"""Content of a block by kind and layer."""
 Answer = Callable[[int, Sequence[int]], None]
 """Function that receives the number of blocks after which a sequence can continue at most.
 
@@ -86,8 +85,8 @@ class _Fetch:
     """Number of blocks."""
     only_looks: bool = False
     """True if blocks are only counted; then they have no content here."""
-    counted: list[frozenset[str]] = field(default_factory=list["frozenset[str]"])
-    """Names of the kinds that are there, by block."""
+    counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
+    """Kinds that are there, by block."""
     blocks: list[Block] = field(default_factory=list[Block])
     is_answered: bool = False
     read_s: float = 0.0
@@ -102,7 +101,7 @@ class KvDisk:
         folder: Path,
         limit_bytes: int,
         name: str,
-        layers: LayerRange,
+        layers: Sequence[int],
         kinds: Sequence[Kind] | None = None,
         share: HeadShare | None = None,
     ) -> None:
@@ -112,14 +111,16 @@ class KvDisk:
             folder: folder of all models' blocks.
             limit_bytes: size to which the folder is kept; the blocks that were used least recently are removed.
             name: the fingerprint of this rank's content.
-            layers: the layers of this rank.
+            layers: the numbers of this rank's layers.
             kinds: the kinds of content that they have; None: all of them keep every token.
             share: the KV heads of this rank; None: all.
         """
         self._folder, self._blocks = folder, folder / name
         self._limit = limit_bytes
-        self._layers, self._share = layers, share
-        self._kinds = (window_kind(None, range(layers.start, layers.end)),) if kinds is None else tuple(kinds)
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        """Places of this rank's layers in its store."""
+        self._share = share
+        self._kinds = every_token(layers) if kinds is None else tuple(kinds)
         self._forgets = any(kind.name for kind in self._kinds)
         self._today = DailyBytes(folder, _DAILY_SHARE * limit_bytes)
         self._writer = ThreadPoolExecutor(1, "kv-disk-writer")
@@ -138,7 +139,7 @@ class KvDisk:
     def save(self, kv: KVStore, save: step_pb2.Save) -> None:
         """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
         size, digests = save.blocks.block_tokens, list(save.blocks.digests)
-        missing = (self._missing_end if save.end else self._missing_blocks)(kv, save)
+        missing = self._missing_end(kv, save) if save.end else self._missing_blocks(save)
         for kind, number in [] if self._today.is_spent else missing:
             if not self._wait_for_room(_SLOW_S if save.may_wait else 0.0):
                 self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
@@ -147,16 +148,16 @@ class KvDisk:
                 content = kv.states(save.sequence)
             else:
                 content = kv.content(save.sequence, kind.tokens(number, size), kind.window)
-            block = [tuple(map(to_host, arrays)) for arrays in content]
+            layers = range(kind.extent.start, kind.extent.end)
+            block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
             nbytes = sum(array.nbytes for arrays in block for array in arrays)
             with self._lock:
                 self._pending_bytes += nbytes
             self._writer.submit(self._write, digests[number], kind, block, nbytes)
         self._writer.submit(self._touch, digests)
 
-    def _missing_blocks(self, kv: KVStore, save: step_pb2.Save) -> list[tuple[Kind, int]]:
+    def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
         """Return the blocks of layers that keep every token which are to be copied now."""
-        del kv
         missing = [
             (kind, number)
             for kind in self._kinds
@@ -267,12 +268,12 @@ class KvDisk:
             self._writer.submit(self._touch, digests[:read])
 
     def _count(self, fetch: _Fetch, digests: Sequence[bytes]) -> None:
-        needs_all = any(not kind.name for kind in self._kinds)
+        needed = {kind for kind in self._kinds if not kind.name}
         for digest in digests:
-            names = self._find_block(digest)
-            if fetch.is_answered or (needs_all and "" not in names):
+            kinds = self._find_block(digest)
+            if fetch.is_answered or not needed <= kinds:
                 return
-            fetch.counted.append(names)
+            fetch.counted.append(kinds)
 
     def _read_all(self, fetch: _Fetch, digests: Sequence[bytes]) -> None:
         for number, digest in enumerate(digests):
@@ -309,7 +310,7 @@ class KvDisk:
             end
             for end in range(1, len(fetch.counted) + 1)
             if all(
-                kind.name in fetch.counted[number]
+                kind in fetch.counted[number]
                 for kind in self._kinds
                 if kind.name
                 for number in kind.blocks(end, fetch.size)
@@ -317,11 +318,11 @@ class KvDisk:
         ]
         return max(ends, default=0), ends
 
-    def _find_block(self, digest: bytes) -> frozenset[str]:
-        """Return the names of the kinds of content of which a block has all that this rank needs."""
+    def _find_block(self, digest: bytes) -> frozenset[Kind]:
+        """Return the kinds of content of which a block has all that this rank needs."""
         files = files_in(self._path(digest))
         return frozenset(
-            kind.name for kind in self._kinds if find_sources(files, self._own(kind), kind) is not None
+            kind for kind in self._kinds if find_sources(files, self._own(kind), kind) is not None
         )
 
     def _read_block(self, digest: bytes, kinds: Sequence[Kind]) -> Block | None:
@@ -333,7 +334,7 @@ class KvDisk:
             content = self._read_kind(folder, files, kind)
             if content is None:
                 return None
-            block[kind.name] = content
+            block[kind] = content
         return block
 
     def _read_kind(self, folder: Path, files: list[BlockFile], kind: Kind) -> dict[int, Content] | None:
@@ -389,21 +390,23 @@ class KvDisk:
             )
         began = time.monotonic()
         for kind in self._kinds:
-            self._fill(kv, adopt, fetch, kind)
+            if kind.name != "states":
+                self._fill(kv, adopt, fetch, kind)
+        if states := {
+            self._places[layer]: [from_host(array) for array in arrays]
+            for kind in self._kinds
+            if kind.name == "states"
+            for layer, arrays in fetch.blocks[-1][kind].items()
+        }:
+            kv.fill_states(adopt.sequence, states)
         kv.adopt(adopt.sequence, adopt.length)
         copied_s = time.monotonic() - began
         log.info("Restored %d tokens: read in %.2f s, copied in %.2f s", adopt.length, fetch.read_s, copied_s)
 
     def _fill(self, kv: KVStore, adopt: step_pb2.Adopt, fetch: _Fetch, kind: Kind) -> None:
         """Fill a sequence with the content of one kind."""
-        first, sequence, length = self._layers.start, adopt.sequence, adopt.length
-        blocks = [
-            fetch.blocks[number][kind.name] for number in kind.blocks(-(-length // fetch.size), fetch.size)
-        ]
-        if kind.name == "states":
-            states = [blocks[0].get(layer, ()) for layer in range(first, self._layers.end)]
-            kv.fill_states(sequence, [[from_host(array) for array in arrays] for arrays in states])
-            return
+        sequence, length = adopt.sequence, adopt.length
+        blocks = [fetch.blocks[number][kind] for number in kind.blocks(-(-length // fetch.size), fetch.size)]
         begin = kind.begin(length)
         joined: dict[int, NDArray[Any]] = {}
         for layer in kind.layers:
@@ -417,7 +420,7 @@ class KvDisk:
                 array[:, : length - begin] if kind.window is None else array[:, begin - length :]
                 for array in arrays
             ]
-            kv.fill(sequence, layer - first, (begin, length), given, kind.window)
+            kv.fill(sequence, self._places[layer], (begin, length), given, kind.window)
 
     def reset(self) -> None:
         """Forget every fetch, and answer those that are not answered."""
@@ -436,7 +439,7 @@ class KvDisk:
 
     def _own(self, kind: Kind) -> BlockFile:
         """Return the file that this rank writes."""
-        return BlockFile(self._layers, kind.name, self._share)
+        return BlockFile(kind.extent, kind.name, self._share)
 
     def _path(self, digest: bytes) -> Path:
         return self._blocks / digest.hex()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -299,16 +299,16 @@ class KVStore:
             for layer in self._layout.layers
         ]
 
-    def fill_states(self, sequence: int, layers: Sequence[Sequence[mx.array | None]]) -> None:
-        """Set the states of a sequence that is being filled, as `states` returns them."""
+    def fill_states(self, sequence: int, layers: Mapping[int, Sequence[mx.array | None]]) -> None:
+        """Set the states of a sequence that is being filled, by layer, as `states` returns them."""
         made = [part.fresh() for part in self._layout.object_parts]
-        for layer, arrays in zip(self._layout.layers, layers, strict=True):
-            rest = list(arrays)
-            for part in _object_parts(layer.parts):
+        for layer in self.layers_with_states:
+            rest = list(layers[layer])
+            for part in _object_parts(self._layout.layers[layer].parts):
                 count = len(made[part.index].cache)
                 made[part.index].cache, rest = rest[:count], rest[count:]
                 if len(made[part.index].cache) != count:
-                    raise StepFailed(f"A layer's states have {count} arrays; {len(arrays)} came.")
+                    raise StepFailed(f"The states of layer {layer} are not those that it keeps.")
         self._sound(sequence).states = RowStates(JoinedStates(made, 1), 0)
 
     def write(
