@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
+from tests.faults.models import write_model
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
@@ -17,9 +18,9 @@ PROMPT = " ".join(f"word{number}" for number in range(240))
 FLAGS = ("--kv-disk", "1GiB", "--kv-disk-dir")
 
 
-def ask(server: Server) -> tuple[str, int, int]:
+def ask(server: Server, prompt: str = PROMPT, model: str = "demo", tokens: int = 24) -> tuple[str, int, int]:
     """Return the answer's text, and the tokens of its prompt and those of them that were cached."""
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
     usage = answer["usage"]
     return (
@@ -105,6 +106,24 @@ def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path:
         answer, _, cached = ask(server)
     assert answer == text
     assert cached == 256 < tokens
+
+
+@pytest.mark.parametrize(("kind", "restored"), [("sliding", 1024), ("recurrent", 768)])
+def test_conversation_of_a_model_that_forgets_continues_after_a_restart(
+    tmp_path: Path, kind: str, restored: int
+) -> None:
+    """Restore layers with windows at the last end of a block in the answer, and recurrent ones at that in the prompt."""
+    model, folder, first = write_model(tmp_path / "model", kind), tmp_path / "kv", PROMPT[:800]
+    with serving(model, "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
+        text, *_ = ask(server, first, "model", 300)
+        second = f"{first}{text} And then?"
+        eventually(lambda: prefix_stats(server)["saved_tokens"], lambda saved: saved >= restored)
+        assert server.stop() == 0
+    with serving(model, "--stages", "3", *FLAGS, str(folder), folder=tmp_path) as server:
+        answer, _, cached = ask(server, second, "model")
+        assert cached == restored
+    with serving(model, "--stages", "2", folder=tmp_path) as server:
+        assert ask(server, second, "model")[::2] == (answer, 0)
 
 
 def saved_files(folder: Path) -> list[str]:

@@ -157,7 +157,7 @@ class DiskKv:
         tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
         digests = block_digests(tokens)
         for id_, fetch in self._fetches.items():
-            # What is restored for a longer text cannot be cut if some layers forget.
+            # Content of a longer text cannot be cut if some layers forget.
             if fetch.digests[: None if self._forgets else most] == digests:
                 fetch.waiting.append(sequence)
                 sequence.awaits_kv = id_

@@ -191,8 +191,6 @@ class KvManager:
             self._free_on_ranks(kept)
         if self._cache.forgets and found.shared - (match.length if match else 0) >= _LEAST_SNAPSHOT:
             sequence.cut_at = found.shared
-        if self.disk is not None:
-            self.disk.plan_ends(sequence)
         take = match is not None and match.kept and match.nearly_whole and not self._cache.recurrent
         self._begin(sequence, match, take=take)
 
@@ -225,6 +223,8 @@ class KvManager:
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
         self._operations.append(messages.open_operation(sequence))
         self.held.add(sequence.id)
+        if self.disk is not None:
+            self.disk.plan_ends(sequence)
         if sequence.longest_chunk is None:
             self._cache.count(sequence.length, match)
         if match is None:

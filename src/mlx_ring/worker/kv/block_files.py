@@ -129,7 +129,7 @@ def _runs(layers: Sequence[int]) -> list[LayerRange]:
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """What the name of a file says."""
+    """Content of a file, as its name says."""
 
     layers: LayerRange
     kind: str = ""
@@ -138,7 +138,7 @@ class BlockFile:
 
     @classmethod
     def parse(cls, name: str) -> BlockFile | None:
-        """Return what a name says; None for a file of another kind."""
+        """Read a name; return None for a file of another kind."""
         found = _FILE.fullmatch(name)
         if found is None:
             return None

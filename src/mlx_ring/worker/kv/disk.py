@@ -1,7 +1,7 @@
 """Keys, values and states on this machine's disk, for restarts and for other splits of the layers and heads.
 
-A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder, with files of
-the layers and heads that ranks have saved (`block_files.py`). The folder lies in a folder for blocks of one model, of
+A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder. The files there
+have the layers and heads that ranks have saved (`block_files.py`). The folder lies in a folder for blocks of one model, of
 one type of keys and values, and of the same versions of MLX. A rank joins its own layers and heads from the files of any
 ranks.
 
