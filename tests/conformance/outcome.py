@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,6 +20,7 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
 from tests.conformance.families import CONDITIONS, LAYERS, VOCABULARY, WHY, configuration, with_entries
 from tests.conformance.pipelines import (
+    BLOCK,
     CHUNKS,
     DECODED,
     PROMPTS,
@@ -87,7 +91,8 @@ def _runs(maker: Family, expected: Sequence[mx.array]) -> dict[str, Any]:
     whole, reason = _equals(maker, [WHOLE], expected)
     exact, reason = _equals(maker, CUTS, expected) if whole else (False, reason)
     batches = whole and _batches(maker, CUTS[0] if exact else WHOLE)
-    return {"exact": exact, "whole": whole, "batches": batches, "reason": reason}
+    restores = whole and _restores(maker, *(CUTS[:2] if exact else (WHOLE, WHOLE)))
+    return {"exact": exact, "whole": whole, "batches": batches, "restores": restores, "reason": reason}
 
 
 def _idle_parts(maker: Family, expected: Sequence[mx.array]) -> list[str]:
@@ -216,6 +221,29 @@ def _batches(maker: Family, cuts: Sequence[int]) -> bool:
         return _together_differ(maker, cuts, ragged=True) <= CLOSE
     except Exception:  # noqa: BLE001 - then they may not
         return False
+
+
+def _restores(maker: Family, saved: Sequence[int], restored: Sequence[int]) -> bool:
+    """Return true if a sequence continues with the same logits after its KV was saved, and restored by other stages."""
+    try:
+        with TemporaryDirectory() as folder:
+            return _restored_differs(maker, saved, restored, Path(folder)) == 0.0
+    except Exception:  # noqa: BLE001 - then it does not
+        return False
+
+
+def _restored_differs(maker: Family, saved: Sequence[int], restored: Sequence[int], folder: Path) -> float:
+    before, after = (WorkerPipeline(maker.stages(cuts), ragged=False) for cuts in (saved, restored))
+    before.open([0])
+    for _ in range(3):
+        before.step({0: range(BLOCK)}, WANTS)
+    before.save(folder, 0)
+    after.open([1])
+    after.step({1: PROMPTS[0]}, WANTS)  # as workers do before they serve
+    if not after.restore(folder, 0, 3 * BLOCK):
+        return math.inf
+    outputs = [(after.step({0: chunk}, WANTS)[0], before.step({0: chunk}, WANTS)[0]) for chunk in CHUNKS]
+    return max(difference(ours.values, theirs.values) for ours, theirs in outputs)
 
 
 def _alone_differs(maker: Family, cuts: Sequence[int], expected: Sequence[mx.array]) -> float:

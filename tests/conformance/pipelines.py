@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,11 +19,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from tests.conformance.families import HIDDEN, VOCABULARY
 
+from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
-from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.forward import Pass, StageForward, evaluate, flat_activations
 from mlx_ring.worker.inputs import RowInput, StepInput, read_wants
 from mlx_ring.worker.kv import KVStore
+from mlx_ring.worker.kv.block_files import kinds_of
+from mlx_ring.worker.kv.disk import KvDisk
 from mlx_ring.worker.sequences import OpenSequence
 from mlx_ring.worker.shard import StageModel
 
@@ -30,6 +35,8 @@ CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9, 3, 2, 3))
 """Three rows of different lengths, for ragged batches."""
 DECODED = 3
+BLOCK = 8
+"""Tokens of a block of saved KV."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,7 @@ class WorkerPipeline:
         self._forwards = [
             StageForward(stage, store) for stage, store in zip(stages, self._stores, strict=True)
         ]
+        self._numbers = [stage.cache_numbers for stage in stages]
 
     def open(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:
@@ -157,6 +165,34 @@ class WorkerPipeline:
                 outputs[rows[member].row.sequence] = RowOutput(offsets, item.values[place, : len(offsets)])
         return outputs
 
+    def save(self, folder: Path, sequence: int) -> None:
+        """Save the KV of a sequence that has whole blocks."""
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK, digests=_digests(self._stores[0].length(sequence)))
+        for disk, store in self._disks(folder):
+            for end in (True, False):
+                disk.save(store, step_pb2.Save(sequence=sequence, blocks=blocks, end=end))
+            disk.settle()
+
+    def restore(self, folder: Path, sequence: int, length: int) -> bool:
+        """Restore saved KV as a new sequence; return False if a stage does not find it."""
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK, digests=_digests(length))
+        for disk, store in self._disks(folder):
+            answers: SimpleQueue[int] = SimpleQueue()
+            disk.fetch(
+                worker_pb2.FetchKv(id=1, blocks=blocks), lambda found, _, answers=answers: answers.put(found)
+            )
+            if answers.get(timeout=60) * BLOCK != length:
+                return False
+            store.open(sequence, 256)
+            disk.adopt(store, step_pb2.Adopt(sequence=sequence, fetch=1, length=length))
+        return True
+
+    def _disks(self, folder: Path) -> Iterator[tuple[KvDisk, KVStore]]:
+        for layers, store in zip(self._numbers, self._stores, strict=True):
+            if store.unsaved_layers:
+                raise ModelUnsupported(store.unsaved_layers)
+            yield KvDisk(folder, 1 << 30, "0" * 32, layers, kinds_of(store, layers)), store
+
     def _row(self, sequence: int, ids: Sequence[int], want: step_pb2.Want) -> RowInput:
         row = step_pb2.Row(
             sequence=sequence,
@@ -175,6 +211,10 @@ class WorkerPipeline:
             mx.eval(item.values)
             self._stores[stage].commit(item.batch)
         return passes
+
+
+def _digests(length: int) -> list[bytes]:
+    return [bytes([place]) * 16 for place in range(length // BLOCK)]
 
 
 def difference(first: mx.array, second: mx.array) -> float:

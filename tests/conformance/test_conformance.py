@@ -87,25 +87,28 @@ def page(known: dict[str, Architecture]) -> str:
         "- *cut*: exact with several stages, in some families only with the given configuration values.",
         "- *one stage*: exact as a whole.",
         "- *batches*: rows of different lengths share a forward pass; rows of other families run one by one.",
+        "- *KV on disk*: after a restart with other stages, [saved KV](serving.md#kv-on-disk) gives the same logits: in float32",
+        "  the difference is 0.0. If not, the table and the worker's log name the caches whose content is not saved.",
         "- *sliding*, *recurrent*: the family has layers with a sliding window, or with a state instead of tokens.",
         "- *experts*: it has, or can have, a mixture of experts. *tied*: its embedding can serve as its output head.",
         "",
-        "| family | cut | one stage | batches | sliding | recurrent | experts | tied | why not |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| family | cut | one stage | batches | KV on disk | sliding | recurrent | experts | tied | why not |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, outcome in known.items():
         condition = ", ".join(f"`{entry}: {json.dumps(value)}`" for entry, value in outcome.only_if.items())
         exact = f"only with {condition}" if condition else _yes(outcome.exact)
+        kinds = ", ".join(f"`{kind}`" for kind in outcome.caches)
+        restores = f"no: {kinds}" if outcome.whole and not outcome.restores else _yes(outcome.restores)
         flags = (
-            outcome.whole,
-            outcome.batches,
             outcome.sliding,
             outcome.recurrent,
             outcome.experts,
             outcome.tied,
         )
         reason = outcome.reason.replace("|", "\\|")
-        lines.append(f"| {name} | {exact} | {' | '.join(map(_yes, flags))} | {reason} |")
+        runs = f"{_yes(outcome.whole)} | {_yes(outcome.batches)} | {restores}"
+        lines.append(f"| {name} | {exact} | {runs} | {' | '.join(map(_yes, flags))} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
+from tests.faults.models import write_model
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
@@ -17,9 +18,9 @@ PROMPT = " ".join(f"word{number}" for number in range(240))
 FLAGS = ("--kv-disk", "1GiB", "--kv-disk-dir")
 
 
-def ask(server: Server) -> tuple[str, int, int]:
+def ask(server: Server, prompt: str = PROMPT, model: str = "demo", tokens: int = 24) -> tuple[str, int, int]:
     """Return the answer's text, and the tokens of its prompt and those of them that were cached."""
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
     usage = answer["usage"]
     return (
@@ -68,12 +69,32 @@ def test_prompt_is_restored_by_another_split_of_the_layers(
     assert re.search(rf"Ways back of \S+: disk \(1\), predicted .* took .* \({tokens} tokens; ", log)
 
 
-def test_answer_is_the_same_without_what_another_group_of_ranks_saved(
+def test_prompt_is_restored_by_shares_of_the_heads_and_back(
     saved: tuple[Path, str, int], tmp_path: Path
 ) -> None:
-    folder, text, _ = saved
-    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, 0)
+    """Restore by two ranks what stages have saved; let one rank and other shares restore what these two save."""
+    folder, text, tokens = saved
+    own = tmp_path / "own"
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path / "first") as server:
+        assert ask(server)[::2] == (text, tokens)
+        expected = logprobs(server)
+    with serving("demo", "--tp", "2", *FLAGS, str(own), folder=tmp_path / "second") as server:
+        assert ask(server)[2] == 0
+        eventually(lambda: saved_files(own), lambda files: len(files) >= 2 * (tokens // 256))
+        assert server.stop() == 0
+    assert {name.partition(".heads-")[2][-5:] for name in saved_files(own)} == {"-of-4"}
+    with serving("demo", "--stages", "2", *FLAGS, str(own), folder=tmp_path / "third") as server:
+        assert ask(server)[::2] == (text, tokens)
+        differences = [abs(one - other) for one, other in zip(expected, logprobs(server), strict=True)]
+        assert max(differences) < 1e-4
+
+
+def logprobs(server: Server) -> list[float]:
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+    answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    return answer["choices"][0]["logprobs"]["token_logprobs"]
 
 
 def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path: Path) -> None:
@@ -85,6 +106,24 @@ def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path:
         answer, _, cached = ask(server)
     assert answer == text
     assert cached == 256 < tokens
+
+
+@pytest.mark.parametrize(("kind", "restored"), [("sliding", 1024), ("recurrent", 768)])
+def test_conversation_of_a_model_that_forgets_continues_after_a_restart(
+    tmp_path: Path, kind: str, restored: int
+) -> None:
+    """Restore layers with windows at the last end of a block in the answer, and recurrent ones at that in the prompt."""
+    model, folder, first = write_model(tmp_path / "model", kind), tmp_path / "kv", PROMPT[:800]
+    with serving(model, "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
+        text, *_ = ask(server, first, "model", 300)
+        second = f"{first}{text} And then?"
+        eventually(lambda: prefix_stats(server)["saved_tokens"], lambda saved: saved >= restored)
+        assert server.stop() == 0
+    with serving(model, "--stages", "3", *FLAGS, str(folder), folder=tmp_path) as server:
+        answer, _, cached = ask(server, second, "model")
+        assert cached == restored
+    with serving(model, "--stages", "2", folder=tmp_path) as server:
+        assert ask(server, second, "model")[::2] == (answer, 0)
 
 
 def saved_files(folder: Path) -> list[str]:

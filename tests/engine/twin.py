@@ -82,6 +82,8 @@ class _Rank:
     executed: int = 0
     disk: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
     """Saved tokens by a block's digest."""
+    ends: set[bytes] = field(default_factory=set[bytes])
+    """Last blocks at whose end layers that forget were saved."""
     fetched: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
 
     def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
@@ -118,7 +120,13 @@ class _Rank:
                 raise ProtocolError(f"The twin knows no operation {other}.")
 
     def _save(self, save: step_pb2.Save) -> None:
-        size, tokens = save.blocks.block_tokens, self.find(save.sequence).tokens
+        size, held = save.blocks.block_tokens, self.find(save.sequence)
+        if save.end:
+            length = size * len(save.blocks.digests)
+            if length <= len(held.tokens) and self.reach(len(held.tokens), held.reached, length):
+                self.ends.add(save.blocks.digests[-1])
+            return
+        tokens = held.tokens
         for number, digest in enumerate(save.blocks.digests):
             if number >= save.first:
                 self.disk.setdefault(digest, tokens[number * size : (number + 1) * size])
@@ -131,12 +139,20 @@ class _Rank:
                 raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
             held.reached = adopt.length
 
-    def fetch(self, wanted: worker_pb2.FetchKv) -> int:
-        """Read blocks from the disk, or count them; return their number."""
+    def fetch(self, wanted: worker_pb2.FetchKv) -> worker_pb2.KvFetched:
+        """Read blocks from the disk, or count them."""
         found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
+        ends = [place + 1 for place, digest in enumerate(found) if digest in self.ends]
+        if self.reach is anywhere:
+            ends = []
+        elif not wanted.only_looks:
+            ends = ends[-1:] if ends[-1:] == [len(wanted.blocks.digests)] else []
+            found = found[: len(ends) and ends[0]]
+        else:
+            found = found[: max(ends, default=0)]
         if found and not wanted.only_looks:
             self.fetched[wanted.id] = [token for digest in found for token in self.disk[digest]]
-        return len(found)
+        return worker_pb2.KvFetched(id=wanted.id, blocks=len(found), ends=ends)
 
     def rows(self, step: step_pb2.Step) -> Sequence[step_pb2.Row]:
         """Return the rows that this rank runs."""
@@ -280,7 +296,7 @@ class TwinExecutor:
             asyncio.get_running_loop().call_soon(self._report_fetched, rank, wanted)
 
     def _report_fetched(self, rank: _Rank, wanted: worker_pb2.FetchKv) -> None:
-        fetched = worker_pb2.KvFetched(id=wanted.id, blocks=rank.fetch(wanted))
+        fetched = rank.fetch(wanted)
         if self.held_fetches is not None:
             self.held_fetches.append((rank.id, fetched))
         elif self._listener is not None:
@@ -290,6 +306,11 @@ class TwinExecutor:
     def disks(self) -> dict[RankId, dict[bytes, list[int]]]:
         """Saved tokens by a block's digest, of each rank."""
         return {rank.id: rank.disk for rank in self._ranks.values()}
+
+    @property
+    def ends(self) -> dict[RankId, set[bytes]]:
+        """Last blocks at whose end layers that forget were saved, of each rank."""
+        return {rank.id: rank.ends for rank in self._ranks.values()}
 
     @property
     def has_fetched(self) -> bool:

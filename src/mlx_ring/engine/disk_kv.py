@@ -4,6 +4,11 @@ Tokens are saved in blocks. A block's digest covers all tokens up to its end, so
 rank saves its own layers. Of a prompt's blocks, as many are restored as every rank has, if that is predicted to be faster
 than to compute them. So the ranks first count the blocks, and read them only if asked to. If several sequences begin
 with the same blocks, these are read once.
+
+Layers with windows or states forget, so that a text can be restored only at ends of blocks at which these were saved in
+time. So a chunk ends at the last end of a block in a prompt, and where a prompt leaves those that it shares tokens with.
+While an answer grows, windows are saved at each end of a block. States are not: they are large, and have moved on before
+the head knows the tokens.
 """
 
 from __future__ import annotations
@@ -14,22 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
-from typing import Protocol
+from itertools import count
 
 import numpy as np
 
-from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import RankId, Way
+from mlx_ring.core.generation import WayBack
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.prefix_cache import Tokens
-from mlx_ring.engine.resumption import (
-    Candidate,
-    KeptKv,
-    PrefillSpeed,
-    choose_way,
-    shared_beginning,
-)
 from mlx_ring.engine.rows import drop_operation, restore_operations
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -49,7 +45,9 @@ _REMEMBERED = 1 << 16
 """Number of saved blocks that are remembered."""
 
 
-Keep = Callable[[tuple[int, ...], int, Callable[[int], list[step_pb2.CacheOperation]]], bool]
+Fill = Callable[[int], list[step_pb2.CacheOperation]]
+"""Function that makes the operations which fill a new sequence, whose id it receives."""
+Keep = Callable[[tuple[int, ...], int, Fill], int]
 """Function that keeps new KV, as `KvManager.keep_new`."""
 
 
@@ -74,12 +72,23 @@ class _Fetch:
     owed_by: set[RankId]
     blocks: int
     """Number that every rank has which has answered."""
+    ends: frozenset[int] | None = None
+    """Numbers of blocks after which all these ranks can continue; None: every number up to `blocks`."""
     is_held: bool = False
     """True if a rank has read any."""
     reads_since_s: float | None = None
     """Time from which they are read; None while they are counted."""
     back: WayBack | None = None
     """Way back that ends once they are restored."""
+
+    def take(self, fetched: worker_pb2.KvFetched) -> None:
+        """Keep the largest number of blocks after which this rank can continue too."""
+        if fetched.ends:
+            ends = frozenset(fetched.ends)
+            self.ends = ends if self.ends is None else self.ends & ends
+        self.blocks = min(self.blocks, fetched.blocks)
+        if self.ends is not None:
+            self.blocks = max((end for end in self.ends if end <= self.blocks), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,10 @@ class DiskKv:
             measured: measurements of earlier engines, which this changes.
         """
         self._ranks = frozenset(ranks)
-        self._token_bytes = max((rank.bytes_per_token for rank in (kv or {}).values()), default=0)
+        given = list((kv or {}).values())
+        self._token_bytes = max((rank.bytes_per_token for rank in given), default=0)
+        self._slack = max((rank.slack for rank in given), default=0)
+        self._has_states = any(rank.recurrent for rank in given)
         self._measured = {} if measured is None else measured
         self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * self._token_bytes / _BYTES_PER_S)
         self._next_save_s = 0.0
@@ -131,19 +143,22 @@ class DiskKv:
         """Those of them whose first blocks were looked for: ranks may have removed some, or failed to write them."""
         self._saved: dict[bytes, None] = {}
         """Blocks that were saved or restored, the last ones last."""
+        self._ends: dict[bytes, None] = {}
+        """Last blocks of the texts at whose end windows and states were saved or restored."""
         self.restored_tokens = self.saved_tokens = 0
 
     # ---- restore
 
     def want(self, sequence: Sequence, reusable: int) -> None:
         """Let the ranks count a new sequence's blocks, if they may have more than the `reusable` tokens in memory."""
-        most = (sequence.fill_to - 1) // BLOCK_TOKENS
+        most = last_end(sequence.fill_to) // BLOCK_TOKENS
         if sequence.request.computes_all or most * BLOCK_TOKENS <= reusable:
             return
         tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
         digests = block_digests(tokens)
         for id_, fetch in self._fetches.items():
-            if fetch.digests[:most] == digests:
+            # Content of a longer text cannot be cut if some layers forget.
+            if fetch.digests[: None if self._forgets else most] == digests:
                 fetch.waiting.append(sequence)
                 sequence.awaits_kv = id_
                 return
@@ -176,7 +191,7 @@ class DiskKv:
         if fetch is None:
             return None
         fetch.owed_by.discard(rank)
-        fetch.blocks = min(fetch.blocks, fetched.blocks)
+        fetch.take(fetched)
         is_read = fetch.reads_since_s is not None
         fetch.is_held |= is_read and fetched.blocks > 0
         if fetch.owed_by and fetch.blocks:
@@ -185,7 +200,7 @@ class DiskKv:
             tokens = fetch.blocks * BLOCK_TOKENS
             fetch.back = choose(fetch.waiting, tokens, self.predict_s(tokens, now), now)
             if fetch.back is not None:
-                fetch.owed_by, fetch.reads_since_s = set(self._ranks), now
+                fetch.owed_by, fetch.reads_since_s, fetch.ends = set(self._ranks), now, None
                 self._ask(fetched.id, fetch.digests[: fetch.blocks], only_looks=False)
                 return None
             fetch.blocks = 0
@@ -238,9 +253,12 @@ class DiskKv:
     def restore(self, fetched: Fetched, keep: Keep) -> list[step_pb2.CacheOperation]:
         """Keep what was fetched as KV of an ended sequence; return the operations that forget it, if that is impossible."""
         tokens = fetched.tokens
-        if keep(tokens, len(tokens), partial(restore_operations, fetched.id, tokens)):
+        # Windows are restored without the tokens before them by which they could be cut.
+        if keep(tokens, len(tokens) + self._slack, partial(restore_operations, fetched.id, tokens)):
             self.restored_tokens += len(tokens)
-            self._remember(block_digests(tokens))
+            digests = block_digests(tokens)
+            _remember(self._saved, digests)
+            _remember(self._ends, digests[-1:])
             return []
         return [drop_operation(fetched.id)] if fetched.is_held else []
 
@@ -280,7 +298,7 @@ class DiskKv:
         most = _BLOCKS_IDLE if busy_s is None else _BLOCKS_BUSY
         end = min(len(digests), first + most)
         self.saved_tokens += (end - first) * BLOCK_TOKENS
-        self._remember(digests[:end])
+        _remember(self._saved, digests[:end])
         save = step_pb2.Save(
             sequence=sequence,
             blocks=step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests[:end]),
@@ -293,12 +311,36 @@ class DiskKv:
             self.forget(sequence)
         return [step_pb2.CacheOperation(save=save)]
 
-    def _remember(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._saved.pop(digest, None)
-            self._saved[digest] = None
-        while len(self._saved) > _REMEMBERED:
-            del self._saved[next(iter(self._saved))]
+    @property
+    def _forgets(self) -> bool:
+        """True if some layers can be saved only while a sequence stands near the end of a block."""
+        return self._has_states or self._slack > 0
+
+    def plan_ends(self, sequence: Sequence) -> None:
+        """Let chunks of a sequence that begins end where layers that forget are saved."""
+        if self._forgets and _may_share(sequence):
+            sequence.save_at = (last_end(sequence.cut_at + 1), last_end(sequence.fill_to))
+
+    def after_chunk(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
+        """Return the operation that saves layers that forget, if a chunk has ended there."""
+        return self._save_end(sequence, sequence.scheduled) if sequence.scheduled in sequence.save_at else []
+
+    def after_tokens(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
+        """Return the operation that saves windows, if an answer has passed the end of a block."""
+        end = sequence.computed // BLOCK_TOKENS * BLOCK_TOKENS
+        if end <= sequence.saved_to or not self._forgets or self._has_states:
+            return []
+        sequence.saved_to = end
+        return self._save_end(sequence, end) if _may_share(sequence) else []
+
+    def _save_end(self, sequence: Sequence, end: int) -> list[step_pb2.CacheOperation]:
+        """Return the operation that saves what layers that forget need to continue at a length, if it is new."""
+        digests = block_digests(sequence.tokens[:end])
+        if digests[-1] in self._ends:
+            return []
+        _remember(self._ends, digests[-1:])
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
+        return [step_pb2.CacheOperation(save=step_pb2.Save(sequence=sequence.id, blocks=blocks, end=True))]
 
     def clear(self) -> None:
         """Forget what is fetched and what is to be saved."""
@@ -311,130 +353,19 @@ class DiskKv:
         self._checked.clear()
 
 
-# ---- the choice
+def _remember(known: dict[bytes, None], digests: Iterable[bytes]) -> None:
+    for digest in digests:
+        known.pop(digest, None)
+        known[digest] = None
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]
 
 
-class KvInMemory(Protocol):
-    """KV that the ranks have in memory."""
-
-    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
-        """Return the number of a text's tokens that the prefix cache could supply now."""
-        ...
-
-    def kept_of(self, sequence: int) -> KeptKv | None:
-        """Return the KV that was kept for a waiting sequence."""
-        ...
-
-    def keep_new(
-        self, tokens: Tokens, reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]], /
-    ) -> bool:
-        """Keep KV as of an ended sequence; return False if there is no room or no need."""
-        ...
-
-    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
-        """Add operations that change no sequence."""
-        ...
+def _may_share(sequence: Sequence) -> bool:
+    """Return True if prompts can continue a sequence's text, and may reuse its KV."""
+    return not sequence.request.computes_all and sequence.request.pooling is None
 
 
-class Ways:
-    """Ways of an engine's sequences to their next token: what is predicted of each, and which one is taken."""
-
-    def __init__(
-        self,
-        speed: PrefillSpeed,
-        kv: KvInMemory,
-        disk: DiskKv | None,
-        running: Mapping[int, Sequence],
-        waiting: Mapping[int, Sequence],
-        record: Callable[[Way, float | None, float], None],
-    ) -> None:
-        """Prepare for the sequences of an engine; `record` receives ways of single sequences, as `WaysBack` does."""
-        self.speed = speed
-        self._kv, self._disk, self._record = kv, disk, record
-        self._running, self._waiting = running, waiting
-
-    def add(self, sequence: Sequence) -> None:
-        """Predict the way of a sequence that is about to wait, and let the ranks look for its blocks on their disks."""
-        kept, start = self._kv.kept_of(sequence.id), self._start(sequence)
-        compute_s = self._compute_s(sequence, start, kept)
-        sequence.reads_s = compute_s or 0.0
-        if sequence.back is not None and sequence.back.way == "recompute":
-            more_s = None if compute_s is None else compute_s + self._queue_s(sequence)
-            sequence.back.turn("recompute" if kept is None else "kept", more_s)
-        if self._disk is None or sequence.runs_alone:
-            return
-        # A disk may hang, so a sequence with kept KV does not wait for one that can save little.
-        at_best = [Candidate("kept", compute_s), Candidate("disk", 0.0)]
-        if kept is None or choose_way(at_best).way == "disk":
-            self._disk.want(sequence, self._kv.shared(_to_prefill(sequence), self._running))
-
-    def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched, now: float) -> bool:
-        """Record that a rank has found KV on its disk; return True if there is something to send."""
-        if self._disk is None:
-            return False
-        if (result := self._disk.answered(rank, fetched, now, self.choose)) is None:
-            return self._disk.has_unsent
-        self._kv.add_operations(self._disk.restore(result, self._kv.keep_new))
-        return True
-
-    def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:
-        """Choose between the disk and computing, as `Choose`."""
-        first = sequences[0]
-        kept, start = self._kv.kept_of(first.id), self._start(first)
-        if tokens <= start:
-            return None
-        compute_s = self._compute_s(first, start, kept)
-        rest_s = self._compute_s(first, tokens, kept)
-        disk = Candidate("disk", None if rest_s is None else disk_s + rest_s)
-        compute = Candidate("recompute" if kept is None else "kept", compute_s)
-        chosen = choose_way([disk, compute] if kept is None else [compute, disk])
-        if chosen is not disk:
-            if first.back is None:
-                more_s = None if compute_s is None else compute_s + self._queue_s(first)
-                about = f" (disk: {_in_seconds(disk.seconds)} for {tokens} tokens and the rest)"
-                first.back = self._begin(first, about).begin(compute.way, more_s, now)
-            return None
-        first.reads_s = rest_s or 0.0
-        more_s = None if disk.seconds is None or compute_s is None else disk.seconds - compute_s
-        for sequence in sequences:
-            if sequence.back is not None:
-                sequence.back.turn("disk", more_s)
-        if first.back is not None:
-            return first.back
-        about = f" ({tokens} tokens; recompute: {_in_seconds(compute_s)}, {_in_seconds(rest_s)} of it for the rest)"
-        return self._begin(first, about).begin("disk", disk_s, now)
-
-    def _begin(self, sequence: Sequence, about: str) -> WaysBack:
-        return WaysBack(sequence.request.request_id, self._record, about)
-
-    def _start(self, sequence: Sequence) -> int:
-        """Return the tokens that the sequence need not compute: cached ones, or those that an earlier one computes."""
-        tokens = _to_prefill(sequence)
-        ahead = (other.tokens for other in self._ahead(sequence))
-        return max(self._kv.shared(tokens, self._running), shared_beginning(tokens, ahead))
-
-    def _ahead(self, sequence: Sequence) -> Iterable[Sequence]:
-        others = chain(self._running.values(), self._waiting.values())
-        return (other for other in others if other.id < sequence.id)
-
-    def _queue_s(self, sequence: Sequence) -> float:
-        """Return the predicted seconds until the sequences before it are prefilled."""
-        return sum(
-            other.reads_s * max(0, other.fill_to - other.scheduled) / max(1, other.fill_to - other.reused)
-            for other in self._ahead(sequence)
-        )
-
-    def _compute_s(self, sequence: Sequence, start: int, kept: KeptKv | None) -> float | None:
-        """Return the predicted seconds to compute the tokens after the first `start`."""
-        length = start if kept is None else max(start, kept.length)
-        behind = None if kept is None else kept.first_stage
-        parts = (self.speed.seconds(start, length, behind), self.speed.seconds(length, sequence.fill_to))
-        return None if None in parts else sum(filter(None, parts))
-
-
-def _to_prefill(sequence: Sequence) -> Tokens:
-    return tuple(sequence.tokens[: sequence.fill_to])
-
-
-def _in_seconds(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds:.2f} s"
+def last_end(tokens: int) -> int:
+    """Return the last end of a block that leaves a token to compute."""
+    return max(0, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS

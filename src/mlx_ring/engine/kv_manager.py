@@ -6,16 +6,16 @@ the operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
-from mlx_ring.engine.disk_kv import DiskKv
+from mlx_ring.engine.disk_kv import DiskKv, Fill
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
@@ -36,7 +36,7 @@ class KvManager:
     ) -> None:
         self.budget = KvBudget(ranks)
         self._cache = PrefixCache(ranks)
-        self.disk = None if self._cache.forgets else disk
+        self.disk = disk
         self._enabled = prefix_cache
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
@@ -171,11 +171,8 @@ class KvManager:
         """Return True if the ranks' reported memory leaves room too, besides what is kept; if not, evict one entry."""
         if not running:
             return True
-        if kept is None:
-            is_roomy = self.budget.fits_as_held(tokens)
-        else:
-            is_roomy = self.budget.fits_as_held(tokens, kept.length, kept.first_stage)
-        if is_roomy:
+        held = () if kept is None else (kept.length, kept.first_stage)
+        if self.budget.fits_as_held(tokens, *held):
             return True
         if not self.budget.being_freed:
             self._evict(spare)
@@ -205,7 +202,7 @@ class KvManager:
         on_all_stages = 0 if kept is None or kept.first_stage else kept.length
         return max(on_all_stages, 0 if match is None else match.length)
 
-    def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
+    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
         if not self._enabled:
             return 0
@@ -226,6 +223,8 @@ class KvManager:
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
         self._operations.append(messages.open_operation(sequence))
         self.held.add(sequence.id)
+        if self.disk is not None:
+            self.disk.plan_ends(sequence)
         if sequence.longest_chunk is None:
             self._cache.count(sequence.length, match)
         if match is None:
@@ -349,26 +348,29 @@ class KvManager:
         at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation and goes_on
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
             self._keep_snapshot(sequence)
+        if self.disk is not None:
+            self._operations += self.disk.after_chunk(sequence)
 
     def _keep_snapshot(self, source: Sequence) -> None:
         tokens = tuple(source.tokens[: source.scheduled])
-        self.keep_new(tokens, source.reached, partial(messages.snapshot_operations, source.id, len(tokens)))
+        fill = partial(messages.snapshot_operations, source.id, len(tokens))
+        if (entry := self.keep_new(tokens, source.reached, fill)) and self.disk is not None:
+            # The sequence may not be kept at its end, when it has moved beyond its known tokens.
+            self.disk.keep(entry, tokens)
 
-    def keep_new(
-        self, tokens: tuple[int, ...], reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]]
-    ) -> bool:
-        """Keep KV under an id of its own, as of an ended sequence; return False if there is no room or no need."""
+    def keep_new(self, tokens: Tokens, reached: int, fill: Fill) -> int:
+        """Keep KV under an id of its own, as of an ended sequence; return it, or 0 if there is no room or no need."""
         entry = next(self._snapshots)
         if not tokens or self._cache.covers(tokens):
-            return False
+            return 0
         if not self._make_room(len(tokens), entry) or not self.budget.fits(len(tokens), entry):
-            return False
+            return 0
         self.budget.charge(entry, len(tokens))
         self.held.add(entry)
         self._operations += fill(entry)
         for needless in self._cache.keep(entry, tokens, reached):
             self.free(needless)
-        return True
+        return entry
 
     # ---- end
 
@@ -407,7 +409,7 @@ class KvManager:
         for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)
 
-    def _is_worth_keeping(self, sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+    def _is_worth_keeping(self, sequence: Sequence, tokens: Tokens) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
             return False
         if not self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached):

@@ -18,7 +18,7 @@ from mlx_ring.core.errors import ProtocolError
 from mlx_ring.core.types import RankId, TokenLogprob
 from mlx_ring.engine.admission import Suspects
 from mlx_ring.engine.decode import Decoding, MicroBatch
-from mlx_ring.engine.disk_kv import DiskKv, Ways
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.in_flight import Predict, SentStep, StepDeadlines, StepsInFlight, predict_chunk_by
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
@@ -27,6 +27,7 @@ from mlx_ring.engine.resumption import KeptKv, LeftKv, PrefillSpeed, Resumptions
 from mlx_ring.engine.rows import end_stage, prefill_row, read_result, samples_token
 from mlx_ring.engine.sequence import Advance, Sequence
 from mlx_ring.engine.step_times import ChunkSizer
+from mlx_ring.engine.ways_back import Ways
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2
 
@@ -404,6 +405,7 @@ class Scheduler:
         if sequence.is_resumed:
             self._resumptions.record_prefilled(sequence)
         tokens = sequence.commit(sampled, now)
+        self._kv.add_operations(() if self.disk is None else self.disk.after_tokens(sequence))
         if sequence.finish_reason is not None:
             self.finish(sequence)
         return Advance(sequence, tokens)

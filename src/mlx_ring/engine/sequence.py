@@ -83,6 +83,10 @@ class Sequence:
     """Most tokens of it in a step, if answers elsewhere on the same machines must not wait long; None: no limit."""
     cut_at: int = 0
     """Length at which a chunk must end, so that a snapshot of the KV can be kept; 0 if none."""
+    save_at: tuple[int, ...] = ()
+    """Lengths at which a chunk must end, so that KV of layers that forget can be saved on disks."""
+    saved_to: int = 0
+    """Last end of a block at which such KV was saved while the answer grows."""
     offered: int = 0
     """Tokens that other sequences may reuse while it runs."""
     generation: int = 0
@@ -200,10 +204,10 @@ class Sequence:
         return self.unanswered < steps_ahead and not self.verifying and self.scheduled + 1 < self.max_length
 
     def chunk_end(self, most: int) -> int:
-        """Return the KV length after a chunk of at most `most` tokens; a chunk ends where a snapshot is kept."""
+        """Return the KV length after a chunk of at most `most` tokens; a chunk ends where a snapshot is kept or saved."""
         most = most if self.longest_chunk is None else min(most, self.longest_chunk)
         end = min(self.scheduled + most, self.kept if self.is_catching_up else self.fill_to)
-        return self.cut_at if self.scheduled < self.cut_at < end else end
+        return min((cut for cut in (self.cut_at, *self.save_at) if self.scheduled < cut < end), default=end)
 
     def admit(self, now: float) -> None:
         """Record an admission."""
@@ -244,7 +248,8 @@ class Sequence:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
         self.generation += 1
         self.scheduled = self.reached = self.reused = self.taken = self.kept = 0
-        self.unanswered = self.cut_at = self.offered = 0
+        self.unanswered = self.cut_at = self.offered = self.saved_to = 0
+        self.save_at = ()
         self.verifying = self.redraws = False
         self.fill_to = self.length
         self.hidden_sum = None

@@ -28,6 +28,8 @@ class Architecture:
     """True if they are on one stage."""
     batches: bool = False
     """True if rows of different lengths may share a forward pass."""
+    restores: bool = False
+    """True if the logits are the same, bit for bit, after KV was saved on a disk and restored by other stages."""
     caches: tuple[str, ...] = ()
     """Kinds of mlx-lm's caches that its layers keep."""
     experts: bool = False

@@ -198,12 +198,13 @@ class CacheSlots:
     ) -> None:
         """Map the slots. `apart` are slots that no layer gets: unless owned, no other cache fills them."""
         self._prototypes = prototypes
-        self._owned = tuple(owned)
+        self.owned = tuple(owned)
+        """Numbers of the owned caches in the model's list."""
         self._make = make
         first_of_kind: dict[CacheKind, int] = {}
-        for place, slot in enumerate(self._owned):
+        for place, slot in enumerate(self.owned):
             first_of_kind.setdefault(_kind(prototypes[slot]), place)
-        places = {slot: place for place, slot in enumerate(self._owned)}
+        places = {slot: place for place, slot in enumerate(self.owned)}
         self._sources = [
             places.get(slot, None if slot in apart else first_of_kind.get(_kind(prototype)))
             for slot, prototype in enumerate(prototypes)
@@ -212,7 +213,7 @@ class CacheSlots:
 
     def make_owned(self) -> list[Any]:
         caches = self._make()
-        return [caches[slot] for slot in self._owned]
+        return [caches[slot] for slot in self.owned]
 
     def complete(self, caches: Sequence[Any], offset: int | mx.array) -> list[Any]:
         """Return the whole list, from the owned caches in their order."""

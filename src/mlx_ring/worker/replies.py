@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -267,6 +267,7 @@ class StepStream:
         prepared = worker_pb2.GrammarPrepared(id=id_, failure=failure)
         self.answers.put(worker_pb2.StepsReply(prepared=prepared))
 
-    def put_fetched(self, id_: int, blocks: int) -> None:
-        """Answer with the number of blocks that were read."""
-        self.answers.put(worker_pb2.StepsReply(fetched=worker_pb2.KvFetched(id=id_, blocks=blocks)))
+    def put_fetched(self, id_: int, blocks: int, ends: Sequence[int] = ()) -> None:
+        """Answer with the number of blocks that were read, or counted, and after which of them a sequence can continue."""
+        fetched = worker_pb2.KvFetched(id=id_, blocks=blocks, ends=ends)
+        self.answers.put(worker_pb2.StepsReply(fetched=fetched))

@@ -165,6 +165,11 @@ class StageModel:
         """Make mlx-lm caches for the owned layers. Their kinds and windows define what each layer needs."""
         return self._slots.make_owned()
 
+    @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """Numbers of these caches in the model's list, which may have several for a layer, or none."""
+        return self._slots.owned
+
     def forward(
         self,
         tokens: mx.array,

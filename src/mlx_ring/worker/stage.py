@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ProtocolError, RingError
-from mlx_ring.core.types import DTYPES, DType, LayerRange
+from mlx_ring.core.types import DTYPES, DType, LayerRange, MemberRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes, tensors_of_stage
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
@@ -169,7 +169,9 @@ def build_stage(
         report(worker_pb2.LoadProgress(phase="group"))
     group = join_group(assignment, group_port)
     stages = join_stages(assignment, group_port)
-    shares = () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
+    shares: Sequence[TensorShare] = (
+        () if group is None else share_out(read_tensor_sizes(folder), assignment.shares)
+    )
     divide = None if group is None else partial(_divide, shares, group)
     cpu_weights = choose_weights(assignment, folder, layers, dtype)
     model = load_stage(folder, layers, dtype, progress, divide, dequantized=cpu_weights == "float32")
@@ -188,7 +190,8 @@ def build_stage(
     if stages is not None:
         links = over_collectives(links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
-    disk = open_disk(disk_settings, request, kv, layers, dtype)
+    heads = (shares[assignment.rank].kv_heads, shares[-1].kv_heads.end) if shares else None
+    disk = open_disk(disk_settings, request, kv, model.cache_numbers, dtype, heads)
     runner = StageRunner(assignment, model, kv, links, group, grammars, disk)
     if compiles_kernels():
         report(worker_pb2.LoadProgress(phase="kernels"))
@@ -213,23 +216,37 @@ def open_disk(
     settings: DiskSettings | None,
     request: worker_pb2.LoadRequest,
     kv: KVStore,
-    layers: LayerRange,
+    layers: Sequence[int],
     dtype: DType,
+    heads: tuple[MemberRange, int] | None = None,
 ) -> KvDisk | None:
-    """Return the disk for a stage's KV, or None if none is wanted, or if the model's layers cannot be restored."""
+    """Return the disk for a stage's KV, or None if none is wanted, or if the model's layers cannot be restored.
+
+    Args:
+        settings: where KV is saved.
+        request: the request to load the stage.
+        kv: the stage's store.
+        layers: the numbers of its caches in the model's list.
+        dtype: the type of keys and values.
+        heads: KV heads of this rank, and the number of the model's; None: it has all.
+    """
     if settings is None:
         return None
     if kv.unsaved_layers:
         log.warning("The KV of this model is not saved on the disk, because it has %s", kv.unsaved_layers)
         return None
-    from mlx_ring.worker.kv.disk import KvDisk, fingerprint  # with NumPy, which takes 0.1 s
+    from mlx_ring.worker.kv.block_files import (  # with NumPy, which takes 0.1 s
+        HeadShare,
+        fingerprint,
+        kinds_of,
+    )
+    from mlx_ring.worker.kv.disk import KvDisk
 
-    # The heads of a rank depend on the shares of its group.
-    assignment, hello = request.assignment, request.hello
-    place = (assignment.rank, list(assignment.shares)) if assignment.tp_size > 1 else ()
+    hello = request.hello
     versions = hello.mlx, hello.mlx_lm, hello.mlx_ring
-    name = fingerprint(hello.model_digest, *versions, dtype, assignment.kv_bits, *place)
-    return KvDisk(settings.folder, settings.limit_bytes, name, layers)
+    name = fingerprint(hello.model_digest, *versions, dtype, request.assignment.kv_bits)
+    share = None if heads is None else HeadShare(*heads)
+    return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share)
 
 
 def _read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:

@@ -19,11 +19,11 @@ from tests.worker.kv.passes import ModelRun, difference
 from tests.worker.kv.small_models import small_model, tokens
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv import disk as subject
-from mlx_ring.worker.kv.disk import KvDisk, fingerprint
+from mlx_ring.worker.kv.block_files import fingerprint
+from mlx_ring.worker.kv.disk import KvDisk
 from mlx_ring.worker.sequences import SequenceTable
 
 SIZE = 16
@@ -37,7 +37,7 @@ def blocks(count: int = len(DIGESTS)) -> step_pb2.KvBlocks:
 
 
 def open_disk(folder: Path, layers: tuple[int, int] = (0, LAYERS), limit: int = 1 << 30) -> Any:
-    return KvDisk(folder, limit, NAME, LayerRange(*layers))
+    return KvDisk(folder, limit, NAME, range(*layers))
 
 
 def store_of(run: ModelRun, layers: tuple[int, int] = (0, LAYERS), **options: Any) -> KVStore:
@@ -57,7 +57,7 @@ def fetch(disk: Any, count: int = len(DIGESTS), number: int = 1) -> int:
     answers: list[int] = []
     answered = threading.Event()
 
-    def answer(found: int) -> None:
+    def answer(found: int, _ends: Sequence[int]) -> None:
         answers.append(found)
         answered.set()
 
@@ -138,7 +138,7 @@ def test_layers_that_nobody_saved_count_as_missing(tmp_path: Path) -> None:
     save_by(filled(), tmp_path, [(0, 2)])
     assert fetch(open_disk(tmp_path, (0, 2))) == len(DIGESTS)
     assert fetch(open_disk(tmp_path, (1, 3))) == 0
-    assert fetch(KvDisk(tmp_path, 1 << 30, fingerprint("another"), LayerRange(0, 2))) == 0
+    assert fetch(KvDisk(tmp_path, 1 << 30, fingerprint("another"), range(2))) == 0
 
 
 def damage_byte(file: Path) -> None:
@@ -187,13 +187,13 @@ def test_full_disk_is_a_warning_and_leaves_no_file(
     run = filled()
     disk = open_disk(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(subject, "_write_layers", fail_to_write)
+        patch.setattr(subject, "write_layers", fail_to_write)
         disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
         disk.settle()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         f"KV cannot be saved in {tmp_path}: No space left on device"
     ]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
     assert disk._pending_bytes == 0
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
     disk.settle()
@@ -317,18 +317,18 @@ class HangingDisk:
         read = kind._read_block
         self.hangs, self.goes_on = threading.Event(), threading.Event()
 
-        def hang(disk: Any, digest: bytes) -> Any:
+        def hang(disk: Any, digest: bytes, kinds: Any) -> Any:
             if digest != DIGESTS[0]:
                 self.hangs.set()
                 self.goes_on.wait(60)
-            return read(disk, digest)
+            return read(disk, digest, kinds)
 
         monkeypatch.setattr(KvDisk, "_read_block", hang)
         self.disk = open_disk(folder)
         self.answers: list[tuple[int, int]] = []
 
     def fetch(self, number: int) -> None:
-        def answer(found: int) -> None:
+        def answer(found: int, _ends: Sequence[int]) -> None:
             self.answers.append((number, found))
 
         self.disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks()), answer)
@@ -400,16 +400,10 @@ def test_fetch_that_was_forgotten_cannot_be_adopted(tmp_path: Path) -> None:
             disk.adopt(run.store, step_pb2.Adopt(sequence=9, fetch=number, length=16))
 
 
-@pytest.mark.parametrize(
-    ("cache", "says"),
-    [
-        (KVCache(), ""),
-        (RotatingKVCache(64), "sliding windows"),
-        (ArraysCache(2), "states of type ArraysCache"),
-    ],
-)
-def test_layers_that_cannot_be_restored_are_named(cache: Any, says: str) -> None:
-    assert KVStore([KVCache(), cache], mx.float32).unsaved_layers == says
+def test_layers_that_cannot_be_restored_are_named() -> None:
+    restorable = KVStore([KVCache(), RotatingKVCache(64), ArraysCache(2)], mx.float32)
+    other = KVStore([KVCache(), RotatingKVCache(64, keep=4)], mx.float32)
+    assert (restorable.unsaved_layers, other.unsaved_layers) == ("", "states of type RotatingKVCache")
 
 
 def test_fingerprint_differs_with_every_part() -> None:

@@ -107,18 +107,20 @@ class Retain(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("sequence", "blocks", "first", "most", "may_wait")
+    __slots__ = ("sequence", "blocks", "first", "most", "may_wait", "end")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     MOST_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     blocks: KvBlocks
     first: int
     most: int
     may_wait: bool
-    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ...) -> None: ...
+    end: bool
+    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ..., end: _Optional[bool] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("sequence", "fetch", "length")

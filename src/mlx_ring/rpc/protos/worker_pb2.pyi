@@ -217,12 +217,14 @@ class FetchKv(_message.Message):
     def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ...) -> None: ...
 
 class KvFetched(_message.Message):
-    __slots__ = ("id", "blocks")
+    __slots__ = ("id", "blocks", "ends")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: int
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareGrammar(_message.Message):
     __slots__ = ("id", "grammar")

@@ -6,7 +6,7 @@ scales and biases of each if they are quantized. A layer with several caches giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -27,25 +27,20 @@ def row_parts(layer: Layer) -> list[RowPart]:
     return parts
 
 
-def row_planes(layer: Layer) -> list[Plane]:
-    """Return the arrays that a layer stores, in the order of its content. They are known after a first pass."""
-    return [plane for part in row_parts(layer) for plane in part.planes]
+def parts_with(layer: Layer, window: int | None) -> list[RowPart]:
+    """Return the layer's parts with keys and values of a window, or of every token."""
+    return [part for part in layer.parts if isinstance(part, RowPart) and part.window == window]
 
 
-def row_heads(layer: Layer) -> int:
-    """Return the number of a layer's KV heads. Raises `StepFailed` if its caches differ in it, or before a first pass."""
-    heads = {plane.heads for plane in row_planes(layer)}
-    if len(heads) != 1:
-        raise StepFailed(
-            f"The layer's caches have {sorted(heads)} KV heads, so its content is not one range of them."
-        )
-    return heads.pop()
+def row_planes(parts: Iterable[RowPart]) -> list[Plane]:
+    """Return the arrays that parts store, in the order of their content. They are known after a first pass."""
+    return [plane for part in parts for plane in part.planes]
 
 
-def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.array, ...]:
-    """Return an evaluated copy of a row's content."""
+def read_row(row: Row, parts: Iterable[RowPart], heads: Range | None, tokens: Range) -> tuple[mx.array, ...]:
+    """Return an evaluated copy of a row's content, of some heads or all."""
     arrays: list[mx.array] = []
-    for part in row_parts(layer):
+    for part in parts:
         base = row.base(part.window)
         if not base <= tokens[0] < tokens[1] <= row.length:
             raise StepFailed(
@@ -54,10 +49,11 @@ def read_row(row: Row, layer: Layer, heads: Range, tokens: Range) -> tuple[mx.ar
             )
         planes = row.bank.planes[part.index] if row.bank is not None else []
         for plane in planes:
-            _check_heads(heads, plane.shape[1])
+            first, last = heads or (0, plane.shape[1])
+            _check_heads((first, last), plane.shape[1])
             begin, end = tokens[0] - base, tokens[1] - base
             # A sum, because MLX may let a dense slice share the plane's memory, which later rows overwrite.
-            arrays.append(plane[row.slot, heads[0] : heads[1], begin:end] + mx.zeros((), plane.dtype))
+            arrays.append(plane[row.slot, first:last, begin:end] + mx.zeros((), plane.dtype))
     mx.eval(arrays)
     return tuple(arrays)
 
@@ -66,18 +62,17 @@ def write_row(
     row: Row,
     banks: Banks,
     layout: Layout,
-    layer: int,
-    heads: Range,
+    parts: Sequence[RowPart],
+    heads: Range | None,
     tokens: Range,
     arrays: Sequence[mx.array],
 ) -> None:
-    """Write content behind a row's tokens, or into an empty row; makes room for it."""
+    """Write content of some heads, or of all, behind a row's tokens, or into an empty row; makes room for it."""
     if not 0 <= row.length <= tokens[0] < tokens[1] <= row.max_length:
         raise StepFailed(
             f"Sequence {row.sequence} has {row.length} tokens of {row.max_length}; "
             f"content for [{tokens[0]}, {tokens[1]}) does not go behind them."
         )
-    parts = row_parts(layout.layers[layer])
     bank = row.bank
     if bank is None:
         ((bank, _),) = banks.place([[row]])
@@ -89,7 +84,7 @@ def write_row(
     for part in parts:
         size = 2 if part.bits is None else 6
         mine, rest = rest[:size], rest[size:]
-        _write(row, bank, part, heads, tokens, mine)
+        _write(row, bank, part, heads or (0, mine[0].shape[0]), tokens, mine)
     if rest:
         raise StepFailed(f"The layer takes {len(arrays) - len(rest)} arrays; {len(arrays)} came.")
 

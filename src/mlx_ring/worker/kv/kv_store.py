@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +11,25 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Row
-from mlx_ring.worker.kv.content import Range, check_written, read_row, row_heads, row_planes, write_row
+from mlx_ring.worker.kv.content import (
+    Range,
+    check_written,
+    parts_with,
+    read_row,
+    row_parts,
+    row_planes,
+    write_row,
+)
 from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
-from mlx_ring.worker.kv.layers import JoinedStates, Layout, Plane, RowStates, read_layout
+from mlx_ring.worker.kv.layers import (
+    CachePart,
+    JoinedStates,
+    Layout,
+    ObjectPart,
+    Plane,
+    RowStates,
+    read_layout,
+)
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.row_placement import Banks
 
@@ -228,28 +244,72 @@ class KVStore:
         """Return copies of a layer's content, `(heads, tokens, width)` each, in temporal order."""
         self._ledger.settle()
         row = self._sound(sequence)
-        return read_row(row, self._layout.layers[layer], heads, tokens)
+        return read_row(row, row_parts(self._layout.layers[layer]), heads, tokens)
 
     @property
     def unsaved_layers(self) -> str:
-        """Description of the layers whose content has no token ranges for any split; empty if all have."""
-        if self._layout.object_parts:
-            return f"states of type {type(self._layout.object_parts[0].prototype).__name__}"
-        return "sliding windows" if any(part.window is not None for part in self._layout.row_parts) else ""
+        """Description of the layers whose content cannot be saved; empty if that of all can."""
+        kinds = sorted(
+            {type(part.prototype).__name__ for part in self._layout.object_parts if not part.copies}
+        )
+        return f"states of type {' and '.join(kinds)}" if kinds else ""
 
-    def content(self, sequence: int, tokens: Range) -> list[tuple[mx.array, ...]]:
-        """Return copies of all heads' content of every layer."""
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Windows of the layers with keys and values; None for those that keep every token."""
+        return self._layout.kinds
+
+    def layers_with(self, window: int | None) -> list[int]:
+        """Return the layers that have keys and values of a window, or of every token."""
+        return [n for n, layer in enumerate(self._layout.layers) if parts_with(layer, window)]
+
+    @property
+    def layers_with_states(self) -> list[int]:
+        return [n for n, layer in enumerate(self._layout.layers) if _object_parts(layer.parts)]
+
+    def holds(self, sequence: int, window: int | None, tokens: Range) -> bool:
+        """Report whether the layers of a window hold these tokens of a sequence."""
+        row = self._sound(sequence)
+        return row.base(window) <= tokens[0] and tokens[1] <= row.length
+
+    def content(self, sequence: int, tokens: Range, window: int | None = None) -> list[tuple[mx.array, ...]]:
+        """Return copies of all heads' content of every layer, as far as it is of that window."""
+        self._ledger.settle()
+        row = self._sound(sequence)
+        return [read_row(row, parts_with(layer, window), None, tokens) for layer in self._layout.layers]
+
+    def fill(
+        self, sequence: int, layer: int, tokens: Range, arrays: Sequence[Any], window: int | None = None
+    ) -> None:
+        """Write tokens of all heads of a layer, as host arrays of what `content` returns."""
+        parts = parts_with(self._layout.layers[layer], window)
+        given = [_as_stored(array, plane) for array, plane in zip(arrays, row_planes(parts), strict=True)]
+        self._ledger.settle()
+        write_row(self._sound(sequence), self._banks, self._layout, parts, None, tokens, given)
+
+    def states(self, sequence: int) -> list[tuple[mx.array | None, ...]]:
+        """Return copies of every layer's states after the last token of a sequence, `(1, ...)` each."""
+        self._ledger.settle()
+        row = self._sound(sequence)
+        if row.states is None:
+            raise StepFailed(f"Sequence {sequence} has no states yet.")
+        owned = row.states.owned(self._layout.object_parts).joined.states
         return [
-            self.read(sequence, number, (0, row_heads(layer)), tokens) if layer.parts else ()
-            for number, layer in enumerate(self._layout.layers)
+            tuple(array for part in _object_parts(layer.parts) for array in owned[part.index].cache)
+            for layer in self._layout.layers
         ]
 
-    def fill(self, sequence: int, layer: int, length: int, arrays: Sequence[Any]) -> None:
-        """Write the first tokens of all heads of a layer, as host arrays of what `content` returns."""
-        heads = self._layout.layers[layer]
-        if heads.parts:
-            given = [_as_stored(array, plane) for array, plane in zip(arrays, row_planes(heads), strict=True)]
-            self.write(sequence, layer, (0, row_heads(heads)), (0, length), given)
+    def fill_states(self, sequence: int, layers: Mapping[int, Sequence[mx.array | None]]) -> None:
+        """Set the states of a sequence that is being filled, by layer, as `states` returns them."""
+        made = [part.fresh() for part in self._layout.object_parts]
+        for layer in self.layers_with_states:
+            rest = list(layers[layer])
+            for part in _object_parts(self._layout.layers[layer].parts):
+                count = len(made[part.index].cache)
+                made[part.index].cache, rest = rest[:count], rest[count:]
+                if len(made[part.index].cache) != count:
+                    raise StepFailed(f"The states of layer {layer} are not those that it keeps.")
+        self._sound(sequence).states = RowStates(JoinedStates(made, 1), 0)
 
     def write(
         self, sequence: int, layer: int, heads: Range, tokens: Range, arrays: Sequence[mx.array]
@@ -259,13 +319,14 @@ class KVStore:
         Nothing counts before `adopt`. A sliding layer is filled from the first position that it holds.
         """
         self._ledger.settle()
-        write_row(self._sound(sequence), self._banks, self._layout, layer, heads, tokens, arrays)
+        parts = row_parts(self._layout.layers[layer])
+        write_row(self._sound(sequence), self._banks, self._layout, parts, heads, tokens, arrays)
 
     def adopt(self, sequence: int, length: int) -> None:
         """Count the first `length` tokens as committed: every layer's content has been written."""
         row = self._sound(sequence)
-        if self._layout.object_parts:
-            raise StepFailed(f"Sequence {sequence} has recurrent layers, which cannot be written.")
+        if self._layout.object_parts and row.states is None:
+            raise StepFailed(f"Sequence {sequence} has recurrent layers, whose states were not written.")
         if not row.length <= length <= row.max_length:
             raise StepFailed(f"Sequence {sequence} has {row.length} tokens; {length} cannot be adopted.")
         check_written(row, self._layout.row_parts, length)
@@ -362,7 +423,16 @@ class KVStore:
         row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""
 
 
+def _object_parts(parts: Iterable[CachePart]) -> list[ObjectPart]:
+    return [part for part in parts if isinstance(part, ObjectPart)]
+
+
 def _as_stored(array: Any, plane: Plane) -> mx.array:
-    """Return a host array in the type of a plane: it may hold the bits of another type of the same width."""
-    given = mx.array(array)
+    """Return a host array in the type of a plane: it may hold the bits of a type that the host lacks."""
+    given = as_device_array(array)
     return given if given.dtype == plane.dtype else given.view(plane.dtype)
+
+
+def as_device_array(array: Any) -> mx.array:
+    """Return a host array as MLX's: one of bfloat16 is here an array of two bytes without a type."""
+    return mx.array(array.view("u2")).view(mx.bfloat16) if array.dtype.kind == "V" else mx.array(array)
