@@ -14,6 +14,7 @@ from tests.engine.twin import Reach, TwinExecutor
 
 from mlx_ring.core.engine_stats import CacheStats, Policy
 from mlx_ring.core.generation import WaysBack
+from mlx_ring.core.traces import CLIENT, owner_of
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv, block_digests
 from mlx_ring.engine.engine import Engine
@@ -334,6 +335,30 @@ def make_text(prompt: Sequence[int] = PROMPT) -> Text:
 
 def computes(*_: object) -> None:
     """Choose to compute what the disks have."""
+
+
+@pytest.mark.parametrize(
+    ("client", "other"), [("key a", "key b"), ("key a", "10.0.0.1"), ("10.0.0.1", "key a")]
+)
+def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
+    async def run() -> None:
+        CLIENT.set(client)
+        twin = TwinExecutor((1,))
+        await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [3])
+        for asks, restored in ((other, 0), (client, 3 * BLOCK_TOKENS)):
+            CLIENT.set(asks)
+            again = await ask(make_engine(with_disks_of(twin, 1)))
+            assert again.last.cached_tokens == restored
+
+    asyncio.run(run())
+
+
+def test_ranks_learn_whose_kv_to_keep() -> None:
+    owners = [owner_of(f"key {name}") for name in ("a", "b")]
+    (message,) = DiskKv([RankId(0, 0)], owners=owners).take_unsent()
+    assert sorted(message.owners) == sorted(map(bytes.fromhex, owners))
+    assert DiskKv([RankId(0, 0)]).take_unsent() == []
 
 
 def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
