@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as Text
+from mlx_ring.head.served_model import policy_of
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
 
 LIMITS = Limits(context_length=4096, vocab_size=256, eos=frozenset({0}))
 SAVES = make_policy(kv_disk=1 << 30, num_speculative_tokens=0)
@@ -354,11 +357,19 @@ def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
     asyncio.run(run())
 
 
-def test_ranks_learn_whose_kv_to_keep() -> None:
-    owners = [owner_of(f"key {name}") for name in ("a", "b")]
-    (message,) = DiskKv([RankId(0, 0)], owners=owners).take_unsent()
-    assert sorted(message.owners) == sorted(map(bytes.fromhex, owners))
-    assert DiskKv([RankId(0, 0)]).take_unsent() == []
+def test_ranks_learn_whose_kv_to_keep(tmp_path: Path) -> None:
+    keys, unreadable = {"api_key": ("a", "b")}, tmp_path / "keys"
+    policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, **keys))
+    assert policy.kv_owners == {owner_of("key a"), owner_of("key b")}
+    assert policy_of(Settings(**keys)).kv_owners == frozenset()
+    assert policy_of(Settings(kv_disk=1 << 30, api_key_file=unreadable)).kv_owners == frozenset()
+
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        assert len((await ask(make_engine(twin, policy))).token_ids) == 8
+        assert twin.owners == set(map(bytes.fromhex, policy.kv_owners))
+
+    asyncio.run(run())
 
 
 def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
