@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from tests.engine.twin import Reach, TwinExecutor
 
 from mlx_ring.core.engine_stats import CacheStats, Policy
 from mlx_ring.core.generation import WaysBack
+from mlx_ring.core.traces import CLIENT, owner_of
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv, block_digests
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as Text
+from mlx_ring.head.served_model import policy_of
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
 
 LIMITS = Limits(context_length=4096, vocab_size=256, eos=frozenset({0}))
 SAVES = make_policy(kv_disk=1 << 30, num_speculative_tokens=0)
@@ -334,6 +338,38 @@ def make_text(prompt: Sequence[int] = PROMPT) -> Text:
 
 def computes(*_: object) -> None:
     """Choose to compute what the disks have."""
+
+
+@pytest.mark.parametrize(
+    ("client", "other"), [("key a", "key b"), ("key a", "10.0.0.1"), ("10.0.0.1", "key a")]
+)
+def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
+    async def run() -> None:
+        CLIENT.set(client)
+        twin = TwinExecutor((1,))
+        await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [3])
+        for asks, restored in ((other, 0), (client, 3 * BLOCK_TOKENS)):
+            CLIENT.set(asks)
+            again = await ask(make_engine(with_disks_of(twin, 1)))
+            assert again.last.cached_tokens == restored
+
+    asyncio.run(run())
+
+
+def test_ranks_learn_whose_kv_to_keep(tmp_path: Path) -> None:
+    keys, unreadable = {"api_key": ("a", "b")}, tmp_path / "keys"
+    policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, **keys))
+    assert policy.kv_owners == {owner_of("key a"), owner_of("key b")}
+    assert policy_of(Settings(**keys)).kv_owners == frozenset()
+    assert policy_of(Settings(kv_disk=1 << 30, api_key_file=unreadable)).kv_owners == frozenset()
+
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        assert len((await ask(make_engine(twin, policy))).token_ids) == 8
+        assert twin.owners == set(map(bytes.fromhex, policy.kv_owners))
+
+    asyncio.run(run())
 
 
 def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:

@@ -266,6 +266,8 @@ class TwinExecutor:
         """Answers about KV on disks that are not sent, if they are held."""
         self.kv_limits: dict[RankId, int] = {}
         """KV limits set by `limit_kv`."""
+        self.owners: set[bytes] = set()
+        """Owners whose KV stays on disks; empty: all."""
         self.sent: list[step_pb2.Step] = []
         """All sent steps, in order."""
 
@@ -292,6 +294,7 @@ class TwinExecutor:
         del self.grammars[id_]
 
     def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        self.owners |= set(wanted.owners)
         for rank in self._ranks.values():
             asyncio.get_running_loop().call_soon(self._report_fetched, rank, wanted)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 import time
@@ -39,7 +38,7 @@ from mlx_ring.core.errors import (
     UnknownModel,
 )
 from mlx_ring.core.generation import GenerateRequest
-from mlx_ring.core.traces import CLIENT
+from mlx_ring.core.traces import CLIENT, FOR_OWNER, owner_of
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +288,7 @@ class Journal:
 
     async def _complete(self, recording: Recording) -> None:
         """Read an answer to its end, as often as the model could not take it."""
-        CLIENT.set(f"journal {recording.request.owner}")
+        CLIENT.set(f"{FOR_OWNER}{recording.request.owner}")
         wait_s = _LOOK_AGAIN_S
         while recording.end is None:
             try:
@@ -318,11 +317,6 @@ class Journal:
 def _check_age(recording: Recording) -> None:
     if time.time() > recording.request.created + KEPT_S:
         raise ServingError(f"The answer was not computed within {KEPT_S // 3600} hours.")
-
-
-def owner_of(client: str) -> str:
-    """Return the digest of a client's API key; empty for a client without one."""
-    return hashlib.sha256(client.encode()).hexdigest()[:32] if client.startswith("key ") else ""
 
 
 async def _silent() -> Message:

@@ -32,6 +32,8 @@ class Policy:
     """True if KV is kept after a sequence's end and reused."""
     kv_disk: int | None = None
     """Bytes of KV that each machine keeps on its disk; None: none is saved or restored."""
+    kv_owners: frozenset[str] = frozenset()
+    """Digests of the API keys; KV on disks of other keys is removed. Empty: none is."""
     num_speculative_tokens: int
     """Most tokens that prompt lookup proposes in one step; 0: no speculative decoding."""
     step_deadline_s: float

@@ -6,6 +6,7 @@ read them. `otlp_traces.py` exports spans, which only the extra `otel` makes pos
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import secrets
 from collections.abc import Callable, Mapping
@@ -24,6 +25,15 @@ TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """Client for fair sharing: by its API key, or its address. Never logged; empty outside of requests."""
+FOR_OWNER = "journal "
+"""Beginning of the client's name where an answer is computed for the owner of a key whose client has left."""
+
+
+def owner_of(client: str) -> str:
+    """Return the digest of a client's API key, 16 bytes in hexadecimal; empty for a client without one."""
+    if client.startswith(FOR_OWNER):
+        return client.removeprefix(FOR_OWNER)
+    return hashlib.sha256(client.encode()).hexdigest()[:32] if client.startswith("key ") else ""
 
 
 def new_request_id() -> str:

@@ -51,14 +51,14 @@ Keep = Callable[[tuple[int, ...], int, Fill], int]
 """Function that keeps new KV, as `KvManager.keep_new`."""
 
 
-def block_digests(tokens: Iterable[int]) -> list[bytes]:
-    """Return the digests of all full blocks of a text's tokens."""
+def block_digests(tokens: Iterable[int], owner: str = "") -> list[bytes]:
+    """Return the digests of all full blocks of a text's tokens, 16 bytes each, followed by the owner's."""
     content = np.fromiter(tokens, "<u4")
     digest, digests = b"", list[bytes]()
     for end in range(BLOCK_TOKENS, len(content) + 1, BLOCK_TOKENS):
         block = content[end - BLOCK_TOKENS : end].tobytes()
         digest = hashlib.blake2b(digest + block, digest_size=16).digest()
-        digests.append(digest)
+        digests.append(digest + bytes.fromhex(owner))
     return digests
 
 
@@ -67,6 +67,7 @@ class _Fetch:
     """Blocks that the ranks count, and may then read, for sequences that begin with them."""
 
     tokens: tuple[int, ...]
+    owner: str
     digests: list[bytes]
     waiting: list[Sequence]
     owed_by: set[RankId]
@@ -98,6 +99,8 @@ class Fetched:
     id: int
     tokens: tuple[int, ...]
     """Tokens that all ranks have read."""
+    owner: str
+    """Digest of the API key for which they were saved; empty: none."""
     is_held: bool
     """True if a rank may keep what it has read."""
 
@@ -118,6 +121,7 @@ class DiskKv:
         ranks: Iterable[RankId],
         kv: Mapping[RankId, RankKv] | None = None,
         measured: dict[str, list[float]] | None = None,
+        owners: Iterable[str] = (),
     ) -> None:
         """Start without any.
 
@@ -125,6 +129,7 @@ class DiskKv:
             ranks: all ranks.
             kv: their KV memory.
             measured: measurements of earlier engines, which this changes.
+            owners: digests of the API keys; the ranks remove KV of other keys. Empty: they remove none.
         """
         self._ranks = frozenset(ranks)
         given = list((kv or {}).values())
@@ -137,6 +142,8 @@ class DiskKv:
         self._ids = count(1)
         self._fetches: dict[int, _Fetch] = {}
         self._unsent: list[worker_pb2.FetchKv] = []
+        if known := sorted(map(bytes.fromhex, owners)):
+            self._unsent.append(worker_pb2.FetchKv(id=next(self._ids), only_looks=True, owners=known))
         self._to_save: dict[int, list[bytes]] = {}
         """Digests of ended sequences whose last blocks are not saved yet."""
         self._checked: set[int] = set()
@@ -155,7 +162,7 @@ class DiskKv:
         if sequence.request.computes_all or most * BLOCK_TOKENS <= reusable:
             return
         tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
-        digests = block_digests(tokens)
+        digests = block_digests(tokens, sequence.owner)
         for id_, fetch in self._fetches.items():
             # Content of a longer text cannot be cut if some layers forget.
             if fetch.digests[: None if self._forgets else most] == digests:
@@ -163,7 +170,7 @@ class DiskKv:
                 sequence.awaits_kv = id_
                 return
         id_ = next(self._ids)
-        self._fetches[id_] = _Fetch(tokens, digests, [sequence], set(self._ranks), most)
+        self._fetches[id_] = _Fetch(tokens, sequence.owner, digests, [sequence], set(self._ranks), most)
         self._ask(id_, digests, only_looks=True)
         sequence.awaits_kv = id_
 
@@ -209,7 +216,7 @@ class DiskKv:
             sequence.awaits_kv = 0
         self._measure(fetch, now)
         tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS]
-        return Fetched(fetched.id, tokens, fetch.is_held or (is_read and bool(fetch.owed_by)))
+        return Fetched(fetched.id, tokens, fetch.owner, fetch.is_held or (is_read and bool(fetch.owed_by)))
 
     def _measure(self, fetch: _Fetch, now: float) -> None:
         """Learn the speed from a fetch that was read, and end its way back."""
@@ -256,7 +263,7 @@ class DiskKv:
         # Windows are restored without the tokens before them by which they could be cut.
         if keep(tokens, len(tokens) + self._slack, partial(restore_operations, fetched.id, tokens)):
             self.restored_tokens += len(tokens)
-            digests = block_digests(tokens)
+            digests = block_digests(tokens, fetched.owner)
             _remember(self._saved, digests)
             _remember(self._ends, digests[-1:])
             return []
@@ -264,11 +271,11 @@ class DiskKv:
 
     # ---- save
 
-    def keep(self, sequence: int, tokens: tuple[int, ...]) -> None:
+    def keep(self, sequence: int, tokens: tuple[int, ...], owner: str = "") -> None:
         """Save the blocks of an ended sequence, which the ranks keep, with the next steps."""
         if len(tokens) < BLOCK_TOKENS:
             return
-        digests = block_digests(tokens)
+        digests = block_digests(tokens, owner)
         if digests[-1] not in self._saved:
             self._to_save[sequence] = digests
 
@@ -335,7 +342,7 @@ class DiskKv:
 
     def _save_end(self, sequence: Sequence, end: int) -> list[step_pb2.CacheOperation]:
         """Return the operation that saves what layers that forget need to continue at a length, if it is new."""
-        digests = block_digests(sequence.tokens[:end])
+        digests = block_digests(sequence.tokens[:end], sequence.owner)
         if digests[-1] in self._ends:
             return []
         _remember(self._ends, digests[-1:])

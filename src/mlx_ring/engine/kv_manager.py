@@ -356,7 +356,7 @@ class KvManager:
         fill = partial(messages.snapshot_operations, source.id, len(tokens))
         if (entry := self.keep_new(tokens, source.reached, fill)) and self.disk is not None:
             # The sequence may not be kept at its end, when it has moved beyond its known tokens.
-            self.disk.keep(entry, tokens)
+            self.disk.keep(entry, tokens, source.owner)
 
     def keep_new(self, tokens: Tokens, reached: int, fill: Fill) -> int:
         """Keep KV under an id of its own, as of an ended sequence; return it, or 0 if there is no room or no need."""
@@ -405,7 +405,7 @@ class KvManager:
         self._operations.append(messages.retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
         if self.disk is not None:
-            self.disk.keep(sequence.id, tokens)
+            self.disk.keep(sequence.id, tokens, sequence.owner)
         for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
             self.free(needless)
 

@@ -27,7 +27,7 @@ from mlx_ring.core.generation import (
     RequestTimings,
     WaysBack,
 )
-from mlx_ring.core.traces import CLIENT, Span
+from mlx_ring.core.traces import CLIENT, Span, owner_of
 from mlx_ring.core.types import FinishReason, RankId, TokenLogprob, Way
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
@@ -90,6 +90,7 @@ class LiveRequest:
         self.text.read(request.answered, None)
         self.client = CLIENT.get()
         """Client that sent the request."""
+        sequence.owner = owner_of(self.client)
         self.is_first, self.completion_tokens = not request.answered, len(request.answered)
         """True until the first delta."""
         self.last_at = sequence.submitted_at

@@ -56,7 +56,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self.suspects = Suspects(self._waiting, self._running)
         saves = policy.kv_disk is not None and policy.prefix_cache
-        disk = DiskKv(ranks, kv, meter.measured) if saves else None
+        disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners) if saves else None
         self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
         self.disk = self._kv.disk
         speed = PrefillSpeed(self._stages, meter.measured, predict_chunk_by(predict))

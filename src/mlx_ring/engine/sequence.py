@@ -55,6 +55,8 @@ class Sequence:
     """True until all sampling ranks have compiled its grammar."""
     awaits_kv: int = 0
     """Id of the fetch of its KV from the ranks' disks, until all of them have answered."""
+    owner: str = ""
+    """Digest of its client's API key, whose prompts alone restore its KV from disks; empty: it has none."""
     traceparent: str = ""
     """Trace context of its span; empty if it is not traced."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
@@ -351,7 +353,7 @@ def continue_sequence(before: Sequence, sequence_id: int, limits: Limits) -> Seq
             prompt_tokens=before.length,
             context_tokens=limits.context_length,
         )
-    sequence.traceparent, sequence.back = before.traceparent, before.back
+    sequence.traceparent, sequence.back, sequence.owner = before.traceparent, before.back, before.owner
     sequence.cached_tokens = before.cached_tokens
     sequence.opened_at = before.opened_at
     sequence.first_token_at, sequence.last_token_at = before.first_token_at, before.last_token_at

@@ -13,6 +13,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
+from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable
@@ -21,6 +22,7 @@ from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenize
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.models.short_names import short_names_of
 from mlx_ring.settings.config import Settings
+from mlx_ring.settings.settings_sources import api_keys
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,18 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
 
 def policy_of(settings: Settings) -> Policy:
     """Return the scheduler's configuration: a setting for each of its fields but `steps_ahead`, by name."""
-    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache"}
+    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache", "kv_owners"}
     given = {name: getattr(settings, name) for name in names}
-    return Policy(**given, prefix_cache=settings.prefix_cache == "on")
+    return Policy(**given, prefix_cache=settings.prefix_cache == "on", kv_owners=_kv_owners(settings))
+
+
+def _kv_owners(settings: Settings) -> frozenset[str]:
+    """Return the owners of KV on disks; none if it is not saved, or if the keys cannot be read now."""
+    try:
+        keys = () if settings.kv_disk is None else api_keys(settings)
+    except ConfigError:
+        keys = ()
+    return frozenset(owner_of(f"key {key}") for key in keys)
 
 
 def memory_for_weights(folder: ModelFolder, settings: Settings) -> int:

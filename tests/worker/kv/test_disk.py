@@ -200,6 +200,26 @@ def test_full_disk_is_a_warning_and_leaves_no_file(
     assert fetch(disk) == len(DIGESTS)
 
 
+def test_blocks_of_other_owners_are_removed(tmp_path: Path) -> None:
+    """Remove those whose names end with another owner; keep those without one, and what is no block."""
+    run, disk = filled(), open_disk(tmp_path)
+    owners = [bytes([place]) * 16 for place in (7, 8)]
+    names = [DIGESTS[0], *(DIGESTS[0] + owner for owner in owners)]
+    for name in names:
+        one = step_pb2.KvBlocks(block_tokens=SIZE, digests=[name])
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=one))
+    disk.settle()
+    (tmp_path / NAME / "notes").mkdir()
+    found = partial(lambda: {path.name for path in (tmp_path / NAME).iterdir()})
+    assert found() == {"notes", *(name.hex() for name in names)}
+    for known in ([], owners[:1]):
+        disk.fetch(worker_pb2.FetchKv(id=9, only_looks=True, owners=known), lambda *_: None)
+        disk._reader.submit(bool).result()
+        disk.settle()
+    assert found() == {"notes", names[0].hex(), names[1].hex()}
+    assert fetch(disk, 1) == 1
+
+
 def test_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     run, folder = filled(), tmp_path / "kv"
     disk = open_disk(folder)

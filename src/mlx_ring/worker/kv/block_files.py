@@ -44,7 +44,7 @@ _MAGIC = b"mlx-ring KV 2\n"
 _LENGTH = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 26
 _FILE = re.compile(r"(\d+)-(\d+)(?:\.heads-(\d+)-(\d+)-of-(\d+))?(?:\.(window-\d+|states))?")
-_FOLDER = re.compile(r"[0-9a-f]{32}")
+_FOLDER, _BLOCK_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}(?P<owner>[0-9a-f]{32})?")
 _LEAVE = 0.9
 """Share of the limit that eviction leaves."""
 _COUNT_FILE = "written-today"
@@ -342,12 +342,26 @@ def make_room(folder: Path, limit_bytes: int) -> None:
 
 def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
     """Yield the time of the last use, the size and the folder of every block. Others' files are not looked at."""
-    for path in folder.glob("*/*"):
-        if not _FOLDER.fullmatch(path.name) or not _FOLDER.fullmatch(path.parent.name):
-            continue
+    for path, _ in _block_folders(folder):
         with contextlib.suppress(OSError):
             sizes = [each.stat().st_size for each in path.iterdir()]
             yield path.stat().st_mtime, sum(sizes), path
+
+
+def _block_folders(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield every block's folder, and the block's owner, if it has one."""
+    for path in folder.glob("*/*"):
+        block = _BLOCK_FOLDER.fullmatch(path.name)
+        if block is not None and _FOLDER.fullmatch(path.parent.name):
+            yield path, block["owner"]
+
+
+def remove_others(folder: Path, owners: Iterable[bytes]) -> None:
+    """Remove the blocks of all owners but these. Blocks without an owner stay."""
+    known = {None, *(owner.hex() for owner in owners)}
+    for path, owner in _block_folders(folder):
+        if owner not in known:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class DailyBytes:

@@ -1,13 +1,11 @@
 """Keys, values and states on this machine's disk, for restarts and for other splits of the layers and heads.
 
-A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder. The files there
-have the layers and heads that ranks have saved (`block_files.py`). The folder lies in a folder for blocks of one model, of
-one type of keys and values, and of the same versions of MLX. A rank joins its own layers and heads from the files of any
-ranks.
+A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder, whose files have
+layers and heads of ranks (`block_files.py`). It lies in a folder for one model, one type of keys and values, and the same
+versions of MLX. A rank joins its own layers and heads from the files of any ranks.
 
-Layers that keep every token need every block. Those with a window need the blocks of its last tokens. Recurrent ones need
-their states at the end of the last block. So a text can be restored at the end of those blocks only at which all this
-was saved in time.
+Layers that keep every token need every block. Those with a window need the blocks of its tokens, and recurrent ones their
+states at the end of the last block. So a text can be restored only where all this was saved in time.
 
 Nothing here fails a step: a block that is missing, damaged or for other layers counts as not saved.
 """
@@ -46,6 +44,7 @@ from mlx_ring.worker.kv.block_files import (
     from_host,
     make_room,
     read_layers,
+    remove_others,
     to_host,
     write_layers,
 )
@@ -139,9 +138,12 @@ class KvDisk:
     def save(self, kv: KVStore, save: step_pb2.Save) -> None:
         """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
         size, digests = save.blocks.block_tokens, list(save.blocks.digests)
+        limit_s = _SLOW_S if save.may_wait else 0.0
         missing = self._missing_end(kv, save) if save.end else self._missing_blocks(save)
         for kind, number in [] if self._today.is_spent else missing:
-            if not self._wait_for_room(_SLOW_S if save.may_wait else 0.0):
+            with self._lock:
+                has_room = self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, limit_s)
+            if not has_room:
                 self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
                 break
             if kind.name == "states":
@@ -183,10 +185,6 @@ class KvDisk:
             for number in kind.blocks(len(digests), size)
             if not self._is_saved(digests[number], kind) and is_held(kind, number)
         ]
-
-    def _wait_for_room(self, limit_s: float) -> bool:
-        with self._lock:
-            return self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, limit_s)
 
     def _is_saved(self, digest: bytes, kind: Kind) -> bool:
         """Report whether a block's files have all that this rank has of a kind."""
@@ -242,6 +240,8 @@ class KvDisk:
 
     def fetch(self, wanted: worker_pb2.FetchKv, answer: Answer) -> None:
         """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
+        if wanted.owners:
+            self._writer.submit(remove_others, self._folder, list(wanted.owners))
         fetch = _Fetch(answer, wanted.blocks.block_tokens, len(wanted.blocks.digests), wanted.only_looks)
         with self._lock:
             reads = sum(not (each.is_answered or each.only_looks) for each in self._fetches.values())
