@@ -4,37 +4,44 @@ Tokens are saved in blocks. A block's digest covers all tokens up to its end, so
 rank saves its own layers. Of a prompt's blocks, as many are restored as every rank has, if that is predicted to be faster
 than to compute them. So the ranks first count the blocks, and read them only if asked to. If several sequences begin
 with the same blocks, these are read once.
+
+The tokens behind a text's last full block are a shorter block. It is listed by the tokens before it, and so is the block
+in which the prompt ends. A text that shares only the first tokens of a listed block uses those.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from typing import Protocol
-
-import numpy as np
 
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, Way
+from mlx_ring.engine.admission import Restores, release
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.prefix_cache import Tokens
+from mlx_ring.engine.prefix_cache import (
+    BLOCK_TOKENS,
+    SavedText,
+    Tokens,
+    block_digests,
+    list_block,
+    split_text,
+)
 from mlx_ring.engine.resumption import (
     Candidate,
     KeptKv,
+    KvInMemory,
     PrefillSpeed,
     choose_way,
     shared_beginning,
 )
-from mlx_ring.engine.rows import drop_operation, restore_operations
+from mlx_ring.engine.rows import drop_operation
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
-BLOCK_TOKENS = 256
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 """Blocks that are saved with one step, without rows and with them: rows wait while a rank copies blocks."""
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
@@ -49,31 +56,19 @@ _REMEMBERED = 1 << 16
 """Number of saved blocks that are remembered."""
 
 
-Keep = Callable[[tuple[int, ...], int, Callable[[int], list[step_pb2.CacheOperation]]], bool]
-"""Function that keeps new KV, as `KvManager.keep_new`."""
-
-
-def block_digests(tokens: Iterable[int]) -> list[bytes]:
-    """Return the digests of all full blocks of a text's tokens."""
-    content = np.fromiter(tokens, "<u4")
-    digest, digests = b"", list[bytes]()
-    for end in range(BLOCK_TOKENS, len(content) + 1, BLOCK_TOKENS):
-        block = content[end - BLOCK_TOKENS : end].tobytes()
-        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
-        digests.append(digest)
-    return digests
-
-
 @dataclass(slots=True)
 class _Fetch:
     """Blocks that the ranks count, and may then read, for sequences that begin with them."""
 
     tokens: tuple[int, ...]
+    """Tokens that may be restored."""
     digests: list[bytes]
     waiting: list[Sequence]
     owed_by: set[RankId]
     blocks: int
     """Number that every rank has which has answered."""
+    next_tokens: int = 0
+    """Tokens of the listed block after them, in the same way."""
     is_held: bool = False
     """True if a rank has read any."""
     reads_since_s: float | None = None
@@ -89,6 +84,7 @@ class Fetched:
     id: int
     tokens: tuple[int, ...]
     """Tokens that all ranks have read."""
+    waiting: list[Sequence]
     is_held: bool
     """True if a rank may keep what it has read."""
 
@@ -125,8 +121,9 @@ class DiskKv:
         self._ids = count(1)
         self._fetches: dict[int, _Fetch] = {}
         self._unsent: list[worker_pb2.FetchKv] = []
-        self._to_save: dict[int, list[bytes]] = {}
-        """Digests of ended sequences whose last blocks are not saved yet."""
+        self._restores = Restores()
+        self._to_save: dict[int, SavedText] = {}
+        """Ended sequences whose last blocks are not saved yet."""
         self._checked: set[int] = set()
         """Those of them whose first blocks were looked for: ranks may have removed some, or failed to write them."""
         self._saved: dict[bytes, None] = {}
@@ -140,7 +137,9 @@ class DiskKv:
         most = (sequence.fill_to - 1) // BLOCK_TOKENS
         if sequence.request.computes_all or most * BLOCK_TOKENS <= reusable:
             return
-        tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
+        tokens = tuple(sequence.tokens[: sequence.fill_to - 1])
+        if self._restores.join(sequence, tokens[: most * BLOCK_TOKENS]):
+            return
         digests = block_digests(tokens)
         for id_, fetch in self._fetches.items():
             if fetch.digests[:most] == digests:
@@ -149,12 +148,18 @@ class DiskKv:
                 return
         id_ = next(self._ids)
         self._fetches[id_] = _Fetch(tokens, digests, [sequence], set(self._ranks), most)
-        self._ask(id_, digests, only_looks=True)
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=True))
         sequence.awaits_kv = id_
 
-    def _ask(self, id_: int, digests: list[bytes], *, only_looks: bool) -> None:
+    def _read(self, id_: int, fetch: _Fetch) -> None:
+        """Ask all ranks for the blocks that they have, and for as much as they have of the next one."""
+        digests, length = fetch.digests[: fetch.blocks], fetch.blocks * BLOCK_TOKENS
+        rest = fetch.tokens[length : length + BLOCK_TOKENS]
+        fetch.next_tokens = len(rest)
         blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
-        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=only_looks))
+        next_block = list_block(digests[-1], rest)
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, next=next_block))
 
     @property
     def has_unsent(self) -> bool:
@@ -177,6 +182,7 @@ class DiskKv:
             return None
         fetch.owed_by.discard(rank)
         fetch.blocks = min(fetch.blocks, fetched.blocks)
+        fetch.next_tokens = min(fetch.next_tokens, fetched.next_tokens)
         is_read = fetch.reads_since_s is not None
         fetch.is_held |= is_read and fetched.blocks > 0
         if fetch.owed_by and fetch.blocks:
@@ -186,15 +192,14 @@ class DiskKv:
             fetch.back = choose(fetch.waiting, tokens, self.predict_s(tokens, now), now)
             if fetch.back is not None:
                 fetch.owed_by, fetch.reads_since_s = set(self._ranks), now
-                self._ask(fetched.id, fetch.digests[: fetch.blocks], only_looks=False)
+                self._read(fetched.id, fetch)
                 return None
             fetch.blocks = 0
         del self._fetches[fetched.id]
-        for sequence in fetch.waiting:
-            sequence.awaits_kv = 0
         self._measure(fetch, now)
-        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS]
-        return Fetched(fetched.id, tokens, fetch.is_held or (is_read and bool(fetch.owed_by)))
+        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS + fetch.next_tokens if fetch.blocks else 0]
+        is_held = fetch.is_held or (is_read and bool(fetch.owed_by))
+        return Fetched(fetched.id, tokens, fetch.waiting, is_held)
 
     def _measure(self, fetch: _Fetch, now: float) -> None:
         """Learn the speed from a fetch that was read, and end its way back."""
@@ -224,6 +229,7 @@ class DiskKv:
     def leave(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
         """Give up a sequence's fetch; return the operations that forget what the ranks may have read."""
         id_, sequence.awaits_kv = sequence.awaits_kv, 0
+        self._restores.leave(sequence)
         fetch = self._fetches.get(id_)
         if fetch is None:
             return []
@@ -235,33 +241,48 @@ class DiskKv:
         del self._fetches[id_]
         return [drop_operation(id_)] if was_sent or fetch.reads_since_s is not None else []
 
-    def restore(self, fetched: Fetched, keep: Keep) -> list[step_pb2.CacheOperation]:
-        """Keep what was fetched as KV of an ended sequence; return the operations that forget it, if that is impossible."""
+    def restore(self, fetched: Fetched, kv: KvInMemory) -> list[step_pb2.CacheOperation]:
+        """Keep what was fetched as KV of an ended sequence, with the next steps. Its sequences wait for that.
+
+        If that is impossible, return the operations that forget it.
+        """
         tokens = fetched.tokens
-        if keep(tokens, len(tokens), partial(restore_operations, fetched.id, tokens)):
-            self.restored_tokens += len(tokens)
-            self._remember(block_digests(tokens))
-            return []
-        return [drop_operation(fetched.id)] if fetched.is_held else []
+        entry = kv.begin_entry(tokens)
+        if entry is None:
+            release(fetched.waiting)
+            return [drop_operation(fetched.id)] if fetched.is_held else []
+        self.restored_tokens += len(tokens)
+        self._remember(block_digests(tokens))
+        offer = partial(kv.offer_entry, entry, tokens, len(tokens))
+        nbytes = len(tokens) * self._token_bytes
+        self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
+        return []
+
+    def take_operations(self, busy_s: float | None, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
+        """Return the operations that restore and save the next parts, if there are any, as `take_saves`."""
+        return [*self._restores.take(is_prefill=is_prefill), *self.take_saves(busy_s)]
 
     # ---- save
 
-    def keep(self, sequence: int, tokens: tuple[int, ...]) -> None:
+    def keep(self, sequence: int, tokens: tuple[int, ...], prompt_length: int) -> None:
         """Save the blocks of an ended sequence, which the ranks keep, with the next steps."""
-        if len(tokens) < BLOCK_TOKENS:
-            return
-        digests = block_digests(tokens)
-        if digests[-1] not in self._saved:
-            self._to_save[sequence] = digests
+        text = split_text(tokens, prompt_length)
+        if text.digests and text.digests[-1] not in self._saved:
+            self._to_save[sequence] = text
 
-    def forget(self, sequence: int) -> None:
-        """Save no more of a sequence whose KV is freed, or taken over."""
+    def forget(self, sequence: int) -> list[step_pb2.CacheOperation]:
+        """Save or restore no more of a sequence whose KV is freed, or taken over; return the operations that forget it."""
         self._to_save.pop(sequence, None)
         self._checked.discard(sequence)
+        return self._restores.forget(sequence)
 
     @property
     def has_saves(self) -> bool:
         return bool(self._to_save)
+
+    @property
+    def has_operations(self) -> bool:
+        return self.has_saves or self._restores.has_parts
 
     def take_saves(self, busy_s: float | None) -> list[step_pb2.CacheOperation]:
         """Return the operation that saves the next blocks, if there are any.
@@ -273,24 +294,31 @@ class DiskKv:
             return []
         if busy_s is not None:
             self._next_save_s = busy_s + self._pause_s
-        sequence, digests = next(iter(self._to_save.items()))
+        sequence, text = next(iter(self._to_save.items()))
+        digests = text.digests
         first = next(
             (place for place, digest in enumerate(digests) if digest not in self._saved), len(digests)
         )
         most = _BLOCKS_IDLE if busy_s is None else _BLOCKS_BUSY
         end = min(len(digests), first + most)
-        self.saved_tokens += (end - first) * BLOCK_TOKENS
+        self.saved_tokens += text.tokens_in(first, end)
         self._remember(digests[:end])
+        is_last = end == len(digests)
+        last_tokens = text.last_tokens if is_last else 0
         save = step_pb2.Save(
             sequence=sequence,
-            blocks=step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests[:end]),
+            blocks=step_pb2.KvBlocks(
+                block_tokens=BLOCK_TOKENS, digests=digests[:end], last_tokens=last_tokens
+            ),
             first=first if sequence in self._checked else 0,
             most=most,
             may_wait=busy_s is None,
+            listed=text.listed if is_last else (),
         )
         self._checked.add(sequence)
-        if end == len(digests):
-            self.forget(sequence)
+        if is_last:
+            del self._to_save[sequence]
+            self._checked.discard(sequence)
         return [step_pb2.CacheOperation(save=save)]
 
     def _remember(self, digests: list[bytes]) -> None:
@@ -303,8 +331,8 @@ class DiskKv:
     def clear(self) -> None:
         """Forget what is fetched and what is to be saved."""
         for fetch in self._fetches.values():
-            for sequence in fetch.waiting:
-                sequence.awaits_kv = 0
+            release(fetch.waiting)
+        self._restores.clear()
         self._fetches.clear()
         self._unsent.clear()
         self._to_save.clear()
@@ -312,28 +340,6 @@ class DiskKv:
 
 
 # ---- the choice
-
-
-class KvInMemory(Protocol):
-    """KV that the ranks have in memory."""
-
-    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
-        """Return the number of a text's tokens that the prefix cache could supply now."""
-        ...
-
-    def kept_of(self, sequence: int) -> KeptKv | None:
-        """Return the KV that was kept for a waiting sequence."""
-        ...
-
-    def keep_new(
-        self, tokens: Tokens, reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]], /
-    ) -> bool:
-        """Keep KV as of an ended sequence; return False if there is no room or no need."""
-        ...
-
-    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
-        """Add operations that change no sequence."""
-        ...
 
 
 class Ways:
@@ -374,7 +380,7 @@ class Ways:
             return False
         if (result := self._disk.answered(rank, fetched, now, self.choose)) is None:
             return self._disk.has_unsent
-        self._kv.add_operations(self._disk.restore(result, self._kv.keep_new))
+        self._kv.add_operations(self._disk.restore(result, self._kv))
         return True
 
     def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:

@@ -272,7 +272,7 @@ class WorkerServer:
     def _fetch(self, stream: StepStream, wanted: worker_pb2.FetchKv) -> None:
         """Read saved KV while steps run."""
         if self._built is None or self._built.disk is None or stream is not self._stream:
-            stream.put_fetched(wanted.id, 0)
+            stream.put_fetched(wanted.id, 0, 0)
         else:
             self._built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
 

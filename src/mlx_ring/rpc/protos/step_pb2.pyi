@@ -107,36 +107,54 @@ class Retain(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("sequence", "blocks", "first", "most", "may_wait")
+    __slots__ = ("sequence", "blocks", "first", "most", "may_wait", "listed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     MOST_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     blocks: KvBlocks
     first: int
     most: int
     may_wait: bool
-    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ...) -> None: ...
+    listed: _containers.RepeatedCompositeFieldContainer[ListedBlock]
+    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ..., listed: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("sequence", "fetch", "length")
+    __slots__ = ("sequence", "fetch", "length", "part", "parts")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     fetch: int
     length: int
-    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    part: int
+    parts: int
+    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
-    __slots__ = ("block_tokens", "digests")
+    __slots__ = ("block_tokens", "digests", "last_tokens")
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     block_tokens: int
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, block_tokens: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    last_tokens: int
+    def __init__(self, block_tokens: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ..., last_tokens: _Optional[int] = ...) -> None: ...
+
+class ListedBlock(_message.Message):
+    __slots__ = ("place", "digest", "tokens")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    place: bytes
+    digest: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, place: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reset(_message.Message):
     __slots__ = ()

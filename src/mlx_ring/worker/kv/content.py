@@ -6,7 +6,12 @@ scales and biases of each if they are quantized. A layer with several caches giv
 
 from __future__ import annotations
 
+import struct
+import zlib
+from array import array as number_array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -160,3 +165,45 @@ def _check_shapes(heads: Range, tokens: Range, arrays: Sequence[mx.array], size:
     if len(arrays) != size or any(array.shape[:2] != wanted or array.ndim != 3 for array in arrays):  # noqa: PLR2004 - three axes: (heads, tokens, width)
         shapes = [tuple(array.shape) for array in arrays]
         raise StepFailed(f"The layer takes {size} arrays of {wanted} heads and tokens; shapes {shapes} came.")
+
+
+# ---- listed blocks
+
+_LIST_MAGIC = b"mlx-ring KV list 1\n"
+_CHECKSUM = struct.Struct("<I")
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """A block that texts can use which share only the first of its tokens."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+
+    def shared(self, text: Sequence[int]) -> int:
+        """Return the number of first tokens that a text shares."""
+        differs = (
+            place for place, pair in enumerate(zip(self.tokens, text, strict=False)) if pair[0] != pair[1]
+        )
+        return next(differs, min(len(self.tokens), len(text)))
+
+    def encode(self) -> bytes:
+        """Return the content of its file, with a checksum."""
+        content = self.digest + number_array("I", self.tokens).tobytes()
+        return _LIST_MAGIC + _CHECKSUM.pack(zlib.crc32(content)) + content
+
+
+def read_listed(path: Path) -> ListedTokens | None:
+    """Return what `encode` encoded; None if the file is missing or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    begin = len(_LIST_MAGIC) + _CHECKSUM.size
+    content, tokens = data[begin:], number_array("I")
+    is_whole = _LIST_MAGIC + _CHECKSUM.pack(zlib.crc32(content)) == data[:begin]
+    if not is_whole or len(content) < _DIGEST_BYTES or (len(content) - _DIGEST_BYTES) % tokens.itemsize:
+        return None
+    tokens.frombytes(content[_DIGEST_BYTES:])
+    return ListedTokens(content[:_DIGEST_BYTES], tuple(tokens))

@@ -4,6 +4,9 @@ A block is the content of some tokens. A digest of all tokens up to its end is t
 for each range of layers that a rank has saved. The folder lies in a folder for blocks of one model, of one type of keys and values,
 and of the same versions of MLX. A rank reads its own layers from the files of any ranks.
 
+The last block of a text may have fewer tokens. It is listed: a file has its digest and its tokens, in a folder that is
+named by its place in the text. So a text finds it that shares only some of its tokens.
+
 Nothing here fails a step: a block that is missing, damaged or for other layers counts as not saved.
 """
 
@@ -35,6 +38,7 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.core.types import LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.kv.content import ListedTokens, read_listed
 from mlx_ring.worker.kv.kv_store import KVStore
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ log = logging.getLogger(__name__)
 _MAGIC = b"mlx-ring KV 1\n"
 _LENGTH = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 24
+_LISTED = "block"
+"""Name of the file of a listed block."""
 _MOST_PENDING = 1 << 29
 """Bytes that may wait to be written."""
 _SLOW_S = 1.0
@@ -69,14 +75,21 @@ def fingerprint(*parts: object) -> str:
 class _Fetch:
     """Blocks that were requested, and what has come of them."""
 
-    answer: Callable[[int], None]
+    answer: Callable[[int, int], None]
+    """Function that receives the number of blocks, and of tokens of the listed one after them."""
     only_looks: bool = False
     """True if blocks are only counted; then they have no content here."""
     blocks: list[list[Content]] = field(default_factory=list["list[Content]"])
     """Content by block and layer."""
+    next_tokens: int = 0
+    """Tokens of the last one that the text shares, if it is a listed one; 0 if it is not."""
     is_answered: bool = False
     read_s: float = 0.0
     """Time of the reading."""
+    copied_s: float = 0.0
+    """Time of the copying so far."""
+    joined: dict[int, NDArray[Any]] = field(default_factory=dict[int, "NDArray[Any]"])
+    """Memory for the copies."""
 
 
 class KvDisk:
@@ -123,35 +136,63 @@ class KvDisk:
             if not has_room:
                 self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
                 break
-            content = kv.content(save.sequence, (number * size, (number + 1) * size))
+            is_short = number == len(digests) - 1 and save.blocks.last_tokens
+            end = number * size + (save.blocks.last_tokens if is_short else size)
+            content = kv.content(save.sequence, (number * size, end))
             block = [tuple(map(_to_host, arrays)) for arrays in content]
             nbytes = sum(array.nbytes for arrays in block for array in arrays)
             with self._lock:
                 self._pending_bytes += nbytes
             self._writer.submit(self._write, digests[number], block, nbytes)
-        self._writer.submit(self._touch, digests)
+        for listed in save.listed:
+            self._writer.submit(self._list, listed, size)
+        self._writer.submit(self._touch, [*digests, *(listed.place for listed in save.listed)])
+
+    def _list(self, listed: step_pb2.ListedBlock, size: int) -> None:
+        """List a block that is written, in place of the one there. That is removed if it is a short one."""
+        if not (self._path(listed.digest) / self._file).exists():
+            return
+        before = read_listed(self._path(listed.place) / _LISTED)
+        if before is None or before.digest != listed.digest:
+            content = ListedTokens(listed.digest, tuple(listed.tokens)).encode()
+            self._replace(self._path(listed.place), _LISTED, lambda file: file.write(content))
+            if before is not None and len(before.tokens) < size:
+                self._remove_own(before.digest)
+
+    def _remove_own(self, digest: bytes) -> None:
+        """Remove what this rank's layers have of a block, and its folder after the last rank did so."""
+        with contextlib.suppress(OSError):
+            for path in self._path(digest).iterdir():
+                layers = _parse_range(path.name)
+                if layers is not None and not set(layers).isdisjoint(self._layers):
+                    path.unlink(missing_ok=True)
+            self._path(digest).rmdir()
 
     def _write(self, digest: bytes, block: Sequence[Content], nbytes: int) -> None:
         try:
-            folder = self._path(digest)
+            self._replace(self._path(digest), self._file, lambda file: _write_layers(file, block), nbytes)
+        finally:
+            with self._lock:
+                self._pending_bytes -= nbytes
+                self._written.notify_all()
+
+    def _replace(self, folder: Path, name: str, write: Callable[[BinaryIO], object], nbytes: int = 0) -> None:
+        """Write a whole file in place of the one of that name, or none."""
+        try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             for each in (self._folder, self._blocks, folder):
                 each.mkdir(mode=0o700, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
                 try:
-                    _write_layers(cast("BinaryIO", file), block)
+                    write(cast("BinaryIO", file))
                     file.close()
-                    Path(file.name).replace(folder / self._file)
+                    Path(file.name).replace(folder / name)
                 except BaseException:
                     Path(file.name).unlink(missing_ok=True)
                     raise
             self._make_room(nbytes)
         except OSError as error:
             self._complain(f"KV cannot be saved in {self._folder}: {error.strerror or error}")
-        finally:
-            with self._lock:
-                self._pending_bytes -= nbytes
-                self._written.notify_all()
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         """Record a use of blocks. Earlier ones count as newer: without them, later ones are of no use."""
@@ -176,7 +217,7 @@ class KvDisk:
 
     # ---- fetch
 
-    def fetch(self, wanted: worker_pb2.FetchKv, answer: Callable[[int], None]) -> None:
+    def fetch(self, wanted: worker_pb2.FetchKv, answer: Callable[[int, int], None]) -> None:
         """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
         fetch = _Fetch(answer, wanted.only_looks)
         with self._lock:
@@ -200,6 +241,9 @@ class KvDisk:
                         break
                     fetch.blocks.append(block)
                 found += 1
+            if found == len(digests) and wanted.HasField("next"):
+                digests += self._read_next(wanted.next, fetch)
+                found = len(digests)
         except Exception:
             log.exception("KV cannot be read from %s", self._folder)
         timer.cancel()
@@ -207,6 +251,18 @@ class KvDisk:
         self._answer(wanted.id, fetch)
         if not fetch.only_looks:
             self._writer.submit(self._touch, digests[:found])
+
+    def _read_next(self, wanted: step_pb2.ListedBlock, fetch: _Fetch) -> list[bytes]:
+        """Read the listed block after the others, if it begins with tokens of the text; return the folders used."""
+        listed = read_listed(self._path(wanted.place) / _LISTED)
+        shared = 0 if listed is None else listed.shared(wanted.tokens)
+        if listed is None or not shared or (block := self._read_block(listed.digest)) is None:
+            return []
+        with self._lock:
+            if not fetch.is_answered:
+                fetch.blocks.append(block)
+                fetch.next_tokens = shared
+        return [listed.digest, wanted.place]
 
     def _give_up(self, id_: int, fetch: _Fetch) -> None:
         self._answer(id_, fetch, f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
@@ -220,7 +276,7 @@ class KvDisk:
         if not late:
             if problem:
                 self._complain(problem)
-            fetch.answer(len(fetch.blocks))
+            fetch.answer(len(fetch.blocks) - bool(fetch.next_tokens), fetch.next_tokens)
 
     def _find_block(self, digest: bytes) -> list[Content] | None:
         """Return a block without its content, or None if a layer is missing."""
@@ -259,25 +315,32 @@ class KvDisk:
         Raises:
             StepFailed: it is not there any more.
         """
+        parts = max(1, adopt.parts)
+        is_last = adopt.part + 1 == parts
         with self._lock:
-            fetch = self._fetches.pop(adopt.fetch, None)
+            fetch = self._fetches.get(adopt.fetch)
             if fetch is not None:
                 fetch.is_answered = True
+            if is_last or not adopt.length:
+                self._fetches.pop(adopt.fetch, None)
         if not adopt.length:
             return
         if fetch is None:
             raise StepFailed(f"No KV of fetch {adopt.fetch} is there.")
         began = time.monotonic()
-        joined: dict[int, NDArray[Any]] = {}
-        for layer in range(len(self._layers)):
+        layers = len(self._layers)
+        for layer in range(layers * adopt.part // parts, layers * (adopt.part + 1) // parts):
             blocks = [block[layer] for block in fetch.blocks]
             for block in fetch.blocks:
                 block[layer] = ()
-            arrays = [_join(parts, joined, place) for place, parts in enumerate(zip(*blocks, strict=True))]
+            content = enumerate(zip(*blocks, strict=True))
+            arrays = [_join(part, fetch.joined, place) for place, part in content]
             kv.fill(adopt.sequence, layer, adopt.length, [array[:, : adopt.length] for array in arrays])
-        kv.adopt(adopt.sequence, adopt.length)
-        copied_s = time.monotonic() - began
-        log.info("Restored %d tokens: read in %.2f s, copied in %.2f s", adopt.length, fetch.read_s, copied_s)
+        fetch.copied_s += time.monotonic() - began
+        if is_last:
+            kv.adopt(adopt.sequence, adopt.length)
+            times = (fetch.read_s, fetch.copied_s, parts)
+            log.info("Restored %d tokens: read in %.2f s, copied in %.2f s, %d steps", adopt.length, *times)
 
     def reset(self) -> None:
         """Forget every fetch, and answer those that are not answered."""
@@ -287,7 +350,7 @@ class KvDisk:
             for fetch in unanswered:
                 fetch.is_answered = True
         for fetch in unanswered:
-            fetch.answer(0)
+            fetch.answer(0, 0)
 
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""
