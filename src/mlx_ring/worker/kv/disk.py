@@ -82,7 +82,7 @@ class _Fetch:
     blocks: list[list[Content]] = field(default_factory=list["list[Content]"])
     """Content by block and layer."""
     next_tokens: int = 0
-    """Tokens of the last one that the text shares, if it is a listed one; 0 if it is not."""
+    """Tokens of the last one, if it is a listed one; 0 if it is not."""
     is_answered: bool = False
     read_s: float = 0.0
     """Time of the reading."""
@@ -136,9 +136,8 @@ class KvDisk:
             if not has_room:
                 self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
                 break
-            is_short = number == len(digests) - 1 and save.blocks.last_tokens
-            end = number * size + (save.blocks.last_tokens if is_short else size)
-            content = kv.content(save.sequence, (number * size, end))
+            tokens = (number == len(digests) - 1 and save.blocks.last_tokens) or size
+            content = kv.content(save.sequence, (number * size, number * size + tokens))
             block = [tuple(map(_to_host, arrays)) for arrays in content]
             nbytes = sum(array.nbytes for arrays in block for array in arrays)
             with self._lock:
