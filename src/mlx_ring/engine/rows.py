@@ -34,6 +34,7 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
             max_length=sequence.max_length,
             grammar=sequence.grammar_id,
             traceparent=sequence.traceparent,
+            fill_tokens=sequence.fill_to,
         )
     )
 

@@ -53,7 +53,7 @@ class CacheOperation(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent")
+    __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent", "fill_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Open(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: Sampling
     seed: int
@@ -72,7 +73,8 @@ class Open(_message.Message):
     max_length: int
     grammar: int
     traceparent: str
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., grammar: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    fill_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., grammar: _Optional[int] = ..., traceparent: _Optional[str] = ..., fill_tokens: _Optional[int] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("source", "destination", "length", "take")
