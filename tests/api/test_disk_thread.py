@@ -51,3 +51,40 @@ def test_disk_that_hung_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
 
     assert asyncio.run(run()) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_quick_function_is_reported_before_the_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    monkeypatch.setattr("mlx_ring.api.disk_thread._AT_ONCE_S", 60.0)
+
+    def work() -> int:
+        if fails:
+            raise OSError(28, "No space left on device")
+        return 1
+
+    async def run() -> list[tuple[int | None, str]]:
+        reports: list[tuple[int | None, str]] = []
+        DiskThread().start(work, lambda result, error: reports.append((result, str(error))))
+        return reports
+
+    assert asyncio.run(run()) == [(None, "[Errno 28] No space left on device") if fails else (1, "None")]
+
+
+def test_loop_goes_on_while_a_function_is_slow_and_gets_its_result_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_ring.api.disk_thread._AT_ONCE_S", 0.0)
+    goes_on = threading.Event()
+
+    async def run() -> list[str]:
+        disk, reports = DiskThread(), list[str]()
+        for name in ("first", "second"):
+            disk.start(goes_on.wait, lambda _result, _error, name=name: reports.append(name), limit_s=60)
+        assert reports == []
+        goes_on.set()
+        assert await disk.run(lambda: 3, limit_s=60) == 3
+        return reports
+
+    assert asyncio.run(run()) == ["first", "second"]

@@ -27,8 +27,10 @@ from tests.eventually import run_tasks_until
 from mlx_ring.api.app import build_app
 from mlx_ring.api.journal import Journal
 from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.api.kept_answers import decode_delta
 from mlx_ring.api.openapi import ApiRoute
 from mlx_ring.core.errors import ConfigError, NotReady, StepFailed
+from mlx_ring.core.generation import Delta
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
@@ -208,6 +210,28 @@ def test_client_that_comes_back_gets_the_rest_and_nothing_twice(tmp_path: Path, 
     assert [without_times(data) for _, data in pieces] == [without_times(data) for _, data in whole]
     assert [id_.split(":")[1] for id_, _ in pieces] == [str(number) for number in range(len(whole))]
     assert len({id_.split(":")[0] for id_, _ in pieces}) == 1
+
+
+def test_client_of_an_answer_in_progress_gets_its_deltas_without_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, decoded = "/v1/chat/completions", list[bytes]()
+
+    def decode(data: bytes) -> tuple[int, Delta]:
+        decoded.append(data)
+        return decode_delta(data)
+
+    monkeypatch.setattr("mlx_ring.api.recordings.decode_delta", decode)
+
+    async def run() -> tuple[Events, int, Events]:
+        async with running(tmp_path) as head:
+            live = await head.stream(path, request_of(path, n=2))
+            before = len(decoded)
+            return live, before, await head.stream(path, {}, last_event_id=live[0][0])
+
+    live, before, again = asyncio.run(run())
+    assert (before, again) == (0, live[1:])
+    assert decoded
 
 
 @pytest.mark.parametrize("path", STREAMS)

@@ -39,11 +39,7 @@ def make_engine(twin: TwinExecutor, policy: Policy = SAVES, kv: dict[RankId, Ran
 def with_disks_of(twin: TwinExecutor, stages: int) -> TwinExecutor:
     """Return ranks of another split, all with what every rank of `twin` has saved."""
     after = TwinExecutor((1,) * stages)
-    saved = [
-        digest for digest in twin.disks[RankId(0, 0)] if all(digest in disk for disk in twin.disks.values())
-    ]
-    for disk in after.disks.values():
-        disk.update({digest: twin.disks[RankId(0, 0)][digest] for digest in saved})
+    after.copy_disks(twin)
     return after
 
 
@@ -88,15 +84,143 @@ def test_prompt_is_restored_by_ranks_of_another_split_and_the_answer_is_the_same
         twin = TwinExecutor((1, 1))
         engine = make_engine(twin)
         first = await ask(engine)
-        await settled(lambda: saved_blocks(twin) == [3, 3])
-        assert stats_of(engine).saved_tokens == 3 * BLOCK_TOKENS
+        await settled(lambda: saved_blocks(twin) == [4, 4])
+        assert stats_of(engine).saved_tokens == len(PROMPT) + 7
         after = with_disks_of(twin, stages)
         second_engine = make_engine(after)
         second = await ask(second_engine)
         assert second.token_ids == first.token_ids
-        assert (first.last.cached_tokens, second.last.cached_tokens) == (0, 3 * BLOCK_TOKENS)
-        assert stats_of(second_engine).restored_tokens == 3 * BLOCK_TOKENS
-        assert sum(len(row.tokens.ids) for step in after.sent for row in step.rows) == 40
+        assert (first.last.cached_tokens, second.last.cached_tokens) == (0, len(PROMPT) - 1)
+        assert stats_of(second_engine).restored_tokens == len(PROMPT) - 1
+        assert sum(len(row.tokens.ids) for step in after.sent for row in step.rows) == 1
+        assert not after.has_fetched
+
+    asyncio.run(run())
+
+
+def known(answer: Answer, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """Return the tokens whose KV an answer leaves: its last token was never fed."""
+    return (*prompt, *answer.token_ids[:-1])
+
+
+def test_conversation_continues_with_all_tokens_that_were_computed() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        engine = make_engine(twin)
+        first = await ask(engine)
+        await settled(lambda: saved_blocks(twin) == [4, 4])
+        following = (*PROMPT, *first.token_ids, 5, 6, 7)
+        after = with_disks_of(twin, 3)
+        second, undisturbed = await ask(make_engine(after), following), await ask(engine, following)
+        assert second.token_ids == undisturbed.token_ids
+        assert second.last.cached_tokens == len(known(first))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "answer", [8, 300], ids=["short_last_block", "full_block_with_the_end_of_the_prompt"]
+)
+def test_text_uses_the_tokens_of_a_listed_block_that_it_shares(answer: int) -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        await ask(make_engine(twin), tokens=answer)
+        await settled(lambda: saved_blocks(twin) == [(len(PROMPT) + answer - 1) // BLOCK_TOKENS + 1])
+        after = with_disks_of(twin, 1)
+        other = (*PROMPT[:-10], *(251 for _ in range(10)))
+        assert (await ask(make_engine(after), other)).last.cached_tokens == len(other) - 10
+
+    asyncio.run(run())
+
+
+def test_as_many_tokens_of_a_listed_block_are_restored_as_every_rank_has() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4, 4])
+        after = with_disks_of(twin, 2)
+        for listed in after.listed(RankId(1, 0)).values():
+            del listed[30:]
+        second = await ask(make_engine(after))
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, 3 * BLOCK_TOKENS + 30)
+        after.listed(RankId(1, 0)).clear()
+        third = await ask(make_engine(with_disks_of(after, 2)))
+        assert third.last.cached_tokens == len(PROMPT) - 1  # what the second answer has saved
+
+    asyncio.run(run())
+
+
+LARGE = {RankId(0, 0): RankKv(1 << 40, 200_000)}
+"""Ranks on which a restore of the prompt has five parts."""
+
+
+def parts(step: step_pb2.Step) -> list[int]:
+    return [each.adopt.part for each in step.operations if each.HasField("adopt")]
+
+
+def test_rows_of_others_go_out_between_the_parts_of_a_restore() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4])
+        after = with_disks_of(twin, 1)
+        engine = make_engine(after, kv=LARGE)
+        undisturbed = await ask(make_engine(TwinExecutor((1,))), (1, 2, 3), 300)
+        other = asyncio.create_task(ask(engine, (1, 2, 3), 300))
+        await settled(lambda: any(row.previous for step in after.sent for row in step.rows))
+        second = await ask(engine)
+        assert not other.done()
+        with_parts = [step for step in after.sent if parts(step)]
+        assert [parts(step) for step in with_parts] == [[0], [1], [2], [3], [4]]
+        assert all(len(step.rows) == 1 and step.rows[0].sequence != 2 for step in with_parts)
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, len(PROMPT) - 1)
+        assert (await other).token_ids == undisturbed.token_ids
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_during_a_restore_wait_for_it_or_leave() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4])
+        after = with_disks_of(twin, 1)
+        engine = make_engine(after, kv=LARGE)
+        leaves = asyncio.create_task(ask(engine))
+        await settled(lambda: any(map(parts, after.sent)))
+        second = asyncio.create_task(ask(engine))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert (await second).token_ids == first.token_ids
+        assert sum(len(parts(step)) for step in after.sent) == 5
+        assert (await second).last.cached_tokens == len(PROMPT) - 1
+
+    asyncio.run(run())
+
+
+def test_prompt_is_computed_if_a_part_of_its_restore_fails() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4])
+
+        def fail(step: step_pb2.Step, _stage: int) -> step_pb2.Failure | None:
+            if 2 not in parts(step):
+                return None
+            entry = next(each.adopt.sequence for each in step.operations if each.HasField("adopt"))
+            return step_pb2.Failure(kind="StepFailed", message="no memory", sequences=[entry])
+
+        after = TwinExecutor((1,), inject_fault=fail)
+        after.copy_disks(twin)
+        engine = make_engine(after, kv=LARGE)
+        second = await ask(engine)
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, 0)
+        assert [parts(step) for step in after.sent if parts(step)] == [
+            [0],
+            [1],
+            [2],
+            [0],
+        ]  # the last forgets it
         assert not after.has_fetched
 
     asyncio.run(run())
@@ -106,7 +230,7 @@ def test_as_much_is_restored_as_every_rank_has() -> None:
     async def run() -> None:
         twin = TwinExecutor((1, 1))
         first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [3, 3])
+        await settled(lambda: saved_blocks(twin) == [4, 4])
         after = with_disks_of(twin, 2)
         after.disks[RankId(1, 0)].pop(block_digests(PROMPT)[1])
         second = await ask(make_engine(after))
@@ -119,7 +243,7 @@ def test_ranks_forget_what_they_read_if_another_rank_has_nothing() -> None:
     async def run() -> None:
         twin = TwinExecutor((1, 1))
         first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [3, 3])
+        await settled(lambda: saved_blocks(twin) == [4, 4])
         for empty in range(2):
             after = with_disks_of(twin, 2)
             after.disks[RankId(empty, 0)].clear()
@@ -135,11 +259,12 @@ def test_blocks_that_memory_has_are_neither_fetched_nor_saved_again() -> None:
         twin = TwinExecutor((1,))
         engine = make_engine(twin)
         await ask(engine)
-        await settled(lambda: saved_blocks(twin) == [3])
+        await settled(lambda: saved_blocks(twin) == [4])
         sent = len(twin.sent)
         await ask(engine, (*PROMPT, 3))
+        await settled(lambda: saved_blocks(twin) == [5])  # its own rest
         operations = [each.WhichOneof("operation") for step in twin.sent[sent:] for each in step.operations]
-        assert {"save", "adopt"}.isdisjoint(operations)
+        assert "adopt" not in operations
 
     asyncio.run(run())
 
@@ -149,11 +274,11 @@ def test_conversation_that_goes_on_saves_its_new_blocks_alone() -> None:
         twin = TwinExecutor((1,))
         engine = make_engine(twin)
         await ask(engine)
-        await settled(lambda: saved_blocks(twin) == [3])
-        await ask(engine, (*PROMPT, *range(1, 251)))
         await settled(lambda: saved_blocks(twin) == [4])
+        await ask(engine, (*PROMPT, *range(1, 251)))
+        await settled(lambda: saved_blocks(twin) == [6])
         last = [each.save for step in twin.sent for each in step.operations if each.HasField("save")][-1]
-        assert (last.first, len(last.blocks.digests)) == (0, 4)  # the ranks may have removed the first ones
+        assert (last.first, len(last.blocks.digests)) == (0, 5)  # the ranks may have removed the first ones
 
     asyncio.run(run())
 
@@ -284,7 +409,7 @@ def test_prompt_that_finds_no_room_for_what_was_fetched_is_computed() -> None:
     async def run() -> None:
         twin = TwinExecutor((1,))
         first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [3])
+        await settled(lambda: saved_blocks(twin) == [4])
         after = with_disks_of(twin, 1)
         engine = make_engine(after, kv={RankId(0, 0): kv_of(6)})
         other = asyncio.create_task(ask(engine, (9,) * 600, 300))
@@ -316,7 +441,7 @@ def test_request_that_ends_while_it_waits_leaves_nothing_on_the_ranks() -> None:
     async def run() -> None:
         twin = TwinExecutor((1,))
         await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [3])
+        await settled(lambda: saved_blocks(twin) == [4])
         after = with_disks_of(twin, 1)
         held = after.held_fetches = []
         engine = make_engine(after)
@@ -386,7 +511,7 @@ def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
 
 def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:
     disk = DiskKv([RankId(0, 0)], {RankId(0, 0): RankKv(1 << 40, 200_000)})
-    disk.keep(5, tuple(range(6 * BLOCK_TOKENS)))
+    disk.keep(5, tuple(range(6 * BLOCK_TOKENS)), 5 * BLOCK_TOKENS)
 
     def saved(operations: list[step_pb2.CacheOperation]) -> list[tuple[int, int]]:
         return [(each.save.first, len(each.save.blocks.digests)) for each in operations]
@@ -399,6 +524,6 @@ def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:
     assert saved(disk.take_saves(None)) == [(4, 6)]
     assert (disk.has_saves, disk.take_saves(None)) == (False, [])
     assert disk.saved_tokens == 6 * BLOCK_TOKENS
-    disk.keep(6, tuple(range(7 * BLOCK_TOKENS)))
-    disk.forget(6)
+    disk.keep(6, tuple(range(7 * BLOCK_TOKENS)), 7 * BLOCK_TOKENS)
+    assert disk.forget(6) == []
     assert disk.take_saves(None) == []

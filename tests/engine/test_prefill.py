@@ -27,6 +27,23 @@ def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
     assert [step.rows[0].start for step in pipeline.twin.sent] == [0, 4, 8, 12]
 
 
+@pytest.mark.parametrize(
+    ("token_us", "chunk_us", "sizes"),
+    [(1000.0, 0.0, [16] * 15), (0.0, 50_000.0, [240]), (100.0, 5000.0, [80] * 3)],
+    ids=["proportional", "constant", "between"],
+)
+def test_a_short_prompt_alone_passes_the_stages_in_chunks_of_the_best_measured_size(
+    token_us: float, chunk_us: float, sizes: list[int]
+) -> None:
+    pipeline = Pipeline((1, 1, 1), replace(PLAIN, prefill_chunk=512), context=700)
+    for stage in range(3):
+        for tokens in (16, 160, 240):
+            pipeline.scheduler._sizer.record_chunk(stage, 1, tokens, chunk_us + token_us * tokens)  # pyright: ignore[reportPrivateUsage]
+    pipeline.add(240)
+    pipeline.run_out()
+    assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent if is_prefill(step)] == sizes
+
+
 def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:
     pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=32))
     pipeline.add(8)

@@ -24,6 +24,7 @@ import numpy as np
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.executor import Listener, sampling_ranks
+from mlx_ring.engine.prefix_cache import shared_length
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
@@ -84,6 +85,8 @@ class _Rank:
     """Saved tokens by a block's digest."""
     ends: set[bytes] = field(default_factory=set[bytes])
     """Last blocks at whose end layers that forget were saved."""
+    listed: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
+    """Tokens of listed blocks by their place."""
     fetched: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
 
     def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
@@ -126,21 +129,24 @@ class _Rank:
             if length <= len(held.tokens) and self.reach(len(held.tokens), held.reached, length):
                 self.ends.add(save.blocks.digests[-1])
             return
-        tokens = held.tokens
+        tokens, last = held.tokens, len(save.blocks.digests) - 1
         for number, digest in enumerate(save.blocks.digests):
             if number >= save.first:
-                self.disk.setdefault(digest, tokens[number * size : (number + 1) * size])
+                own = save.blocks.last_tokens or size if number == last else size
+                self.disk.setdefault(digest, tokens[number * size : number * size + own])
+        self.listed.update({listed.place: self.disk[listed.digest] for listed in save.listed})
 
     def _adopt(self, adopt: step_pb2.Adopt) -> None:
-        fetched = self.fetched.pop(adopt.fetch, [])
+        is_last = adopt.part + 1 >= adopt.parts
+        fetched = self.fetched.pop(adopt.fetch, []) if is_last else self.fetched.get(adopt.fetch, [])
         if adopt.length:
             held = self.find(adopt.sequence)
             if held.tokens != fetched[: adopt.length]:
                 raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
-            held.reached = adopt.length
+            held.reached = adopt.length if is_last else 0
 
     def fetch(self, wanted: worker_pb2.FetchKv) -> worker_pb2.KvFetched:
-        """Read blocks from the disk, or count them."""
+        """Read blocks from the disk, or count them; return the answer."""
         found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
         ends = [place + 1 for place, digest in enumerate(found) if digest in self.ends]
         if self.reach is anywhere:
@@ -150,9 +156,14 @@ class _Rank:
             found = found[: len(ends) and ends[0]]
         else:
             found = found[: max(ends, default=0)]
+        next_tokens = 0
         if found and not wanted.only_looks:
             self.fetched[wanted.id] = [token for digest in found for token in self.disk[digest]]
-        return worker_pb2.KvFetched(id=wanted.id, blocks=len(found), ends=ends)
+            if len(found) == len(wanted.blocks.digests):
+                listed = self.listed.get(wanted.next.place, [])
+                next_tokens = shared_length(tuple(listed), tuple(wanted.next.tokens))
+                self.fetched[wanted.id] += listed
+        return worker_pb2.KvFetched(id=wanted.id, blocks=len(found), ends=ends, next_tokens=next_tokens)
 
     def rows(self, step: step_pb2.Step) -> Sequence[step_pb2.Row]:
         """Return the rows that this rank runs."""
@@ -309,6 +320,18 @@ class TwinExecutor:
     def disks(self) -> dict[RankId, dict[bytes, list[int]]]:
         """Saved tokens by a block's digest, of each rank."""
         return {rank.id: rank.disk for rank in self._ranks.values()}
+
+    def listed(self, rank_id: RankId) -> dict[bytes, list[int]]:
+        """Return the tokens of the blocks that a rank has listed, by their place."""
+        return self._ranks[rank_id].listed
+
+    def copy_disks(self, before: TwinExecutor) -> None:
+        """Let every rank have what all ranks of another split have saved."""
+        saved = [rank.disk.keys() for rank in before._ranks.values()]
+        first = next(iter(before._ranks.values()))
+        for rank in self._ranks.values():
+            rank.disk = {digest: first.disk[digest] for digest in set[bytes].intersection(*map(set, saved))}
+            rank.listed = {place: list(tokens) for place, tokens in first.listed.items()}
 
     @property
     def ends(self) -> dict[RankId, set[bytes]]:

@@ -8,11 +8,57 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 _SLOWEST_S = 1.0
 """Longest time that a caller waits for the disk."""
+_AT_ONCE_S = 0.001
+"""Longest time that the event loop itself waits. A write takes a part of it. To wake the loop again costs several times as
+much processor time as the write."""
 T = TypeVar("T")
+
+
+class _End(Generic[T]):
+    """End of a function, for which its caller may wait a moment."""
+
+    def __init__(self, *, is_awaited: bool) -> None:
+        self._is_awaited = is_awaited
+        self._mutex, self._has_ended = threading.Lock(), threading.Lock()
+        self._has_ended.acquire()
+        self._outcome: tuple[T | None, Exception | None] | None = None
+
+    def report(self, result: T | None, error: Exception | None) -> bool:
+        """Record the result or the error; return True if the caller takes it."""
+        with self._mutex:
+            self._outcome = (result, error)
+            self._has_ended.release()
+            return self._is_awaited
+
+    def wait(self, limit_s: float) -> tuple[T | None, Exception | None] | None:
+        """Return the result or the error if it comes within the limit, and take no later one."""
+        if not self._is_awaited:
+            return None
+        self._has_ended.acquire(timeout=limit_s)
+        with self._mutex:
+            self._is_awaited = False
+            return self._outcome
+
+
+class _Watch(Generic[T]):
+    """One report of a result or an error, and the timer that reports a hanging disk."""
+
+    def __init__(self, then: Callable[[T | None, Exception | None], None]) -> None:
+        self._then = then
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_reported = False
+
+    def report(self, result: T | None, error: Exception | None) -> None:
+        """Report the first result or error."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.is_reported:
+            self.is_reported = True
+            self._then(result, error)
 
 
 class DiskThread:
@@ -42,6 +88,8 @@ class DiskThread:
     ) -> None:
         """Run a function that uses the disk after all earlier ones, and call `then` once with its result or error.
 
+        If no other one runs and it is quick, `then` is called before this returns.
+
         The error is a `TimeoutError` if this function or an earlier one takes too long, and it may still run. If the
         disk is known to hang, it does not run.
 
@@ -54,31 +102,22 @@ class DiskThread:
             then(None, TimeoutError("the disk does not answer"))
             return
         loop = asyncio.get_running_loop()
-        is_reported = False
-
-        def report(result: T | None, error: Exception | None) -> None:
-            nonlocal is_reported
-            if not is_reported:
-                is_reported = True
-                then(result, error)
+        timeout_s = _SLOWEST_S if limit_s is None else limit_s
+        end = _End[T](is_awaited=self._since is None and self._jobs.empty())
+        watch = _Watch(then)
 
         def look() -> None:
-            nonlocal timer
             since = self._since
             left_s = timeout_s if since is None else since + timeout_s - time.monotonic()
             if left_s > 0:
-                timer = loop.call_later(left_s, look)
-            elif not is_reported:
+                watch.timer = loop.call_later(left_s, look)
+            elif not watch.is_reported:
                 self._overdue = True
-                report(None, TimeoutError(f"the disk does not answer within {timeout_s:g} s"))
-
-        timeout_s = _SLOWEST_S if limit_s is None else limit_s
-        timer = loop.call_later(timeout_s, look)
+                watch.report(None, TimeoutError(f"the disk does not answer within {timeout_s:g} s"))
 
         def finish(result: T | None, error: Exception | None) -> None:
-            timer.cancel()
             self._overdue = False
-            report(result, error)
+            watch.report(result, error)
 
         def job() -> None:
             result, problem = None, None
@@ -86,10 +125,16 @@ class DiskThread:
                 result = work()
             except Exception as error:  # noqa: BLE001 - the caller gets it
                 problem = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(finish, result, problem)
+            if not end.report(result, problem):
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(finish, result, problem)
 
         self._jobs.put(job)
+        ended = end.wait(_AT_ONCE_S)
+        if ended is not None:
+            then(*ended)
+        else:
+            watch.timer = loop.call_later(timeout_s, look)
 
     async def run(self, work: Callable[[], T], *, limit_s: float | None = None) -> T:
         """Return the result of a function that uses the disk. Raises its error, or what `start` says."""

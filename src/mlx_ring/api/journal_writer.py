@@ -181,7 +181,8 @@ class JournalWriter:
 
     def _busy(self) -> list[str]:
         """Return the ids of answers that are computed or read, or about to be."""
-        return [id_ for id_, each in self.recordings.items() if each.is_busy or each.end is None]
+        used = (reference() for reference in self.recordings.valuerefs())
+        return [each.id for each in used if each is not None and (each.end is None or each.is_busy)]
 
     def _forget(self, removed: Collection[str]) -> None:
         for id_ in removed:
@@ -263,7 +264,7 @@ class JournalWriter:
             self._look_for_next_file()
             if error is not None:
                 self._lose([recording for recording, *_ in kept], error)
-            else:
+            elif ends:
                 self.totals = replace(self.totals, ended=self.totals.ended + len(ends))
             for recording, new, end in batch:
                 recording.deliver([data for _, data in new], end)

@@ -70,6 +70,7 @@ class Totals:
 # ---- deltas
 
 _Scored = list[Any]
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode_delta(index: int, delta: Delta) -> bytes:
@@ -84,7 +85,7 @@ def encode_delta(index: int, delta: Delta) -> bytes:
     ]
     while not values[-1]:
         values.pop()
-    return json.dumps(values, separators=(",", ":")).encode()
+    return _ENCODE(values).encode()
 
 
 def decode_delta(data: bytes) -> tuple[int, Delta]:

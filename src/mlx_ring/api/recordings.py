@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Literal, Protocol
@@ -88,6 +88,8 @@ class Recording:
         self.was_resumed = False
         self._taken = len(self.deltas)
         """Number of deltas that were given to the journal."""
+        self._on_their_way: list[ChoiceDelta] = []
+        """Those of them that are not written yet."""
         self._is_new = is_new
         self._starts = asyncio.Lock()
         self._is_computed = self._is_ending = False
@@ -221,7 +223,9 @@ class Recording:
         taken, failure = take_deltas(self._streams)
         encoded: list[tuple[int, bytes]] = []
         for each in taken:
-            encoded.append((self._taken, encode_delta(each.index, self._continued(each))))
+            delta = self._continued(each)
+            encoded.append((self._taken, encode_delta(each.index, delta)))
+            self._on_their_way.append(ChoiceDelta(each.index, delta))
             self._taken += 1
             if each.delta.finish_reason is not None:
                 del self._streams[each.index]
@@ -252,6 +256,10 @@ class Recording:
         """Let readers have deltas that are written, and the end."""
         had = len(self.deltas)
         self.deltas += deltas
+        count = len(self.deltas) - had
+        written, self._on_their_way = self._on_their_way[:count], self._on_their_way[count:]
+        for reader in self._readers if written else ():
+            reader.give(had, written)
         if end is not None:
             self.end, self._is_computed = end, False
         if self._taken == len(self.deltas) and (self.end is not None or not self._is_ending):
@@ -284,6 +292,8 @@ class Reader:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._next = 0
+        self._live: list[ChoiceDelta] = []
+        """Deltas from the next one on that came while it had all before them, so that they need no decoding."""
         self.listener: Callable[[], None] = _nothing
 
     @property
@@ -299,15 +309,20 @@ class Reader:
         if self._recording.deltas or self._recording.failure is not None:
             listener()
 
+    def give(self, place: int, deltas: Sequence[ChoiceDelta]) -> None:
+        """Take new deltas, the first of which has that place in the answer."""
+        if self._next + len(self._live) == place:
+            self._live += deltas
+
     def take(self) -> tuple[list[ChoiceDelta], RingError | None]:
         recording = self._recording
+        if self._live:
+            live, self._live = self._live, []
+            self._next += len(live)
+            return [part for each in live for part in _by_token(each.index, each.delta)], recording.failure
         encoded = recording.deltas[self._next : self._next + _MOST_AT_ONCE]
         self._next += len(encoded)
-        taken = [
-            ChoiceDelta(index, part)
-            for index, delta in map(decode_delta, encoded)
-            for part in by_token(delta)
-        ]
+        taken = [part for each in encoded for part in _by_token(*decode_delta(each))]
         if self._next < len(recording.deltas):
             self.listener()
             return taken, None
@@ -318,6 +333,10 @@ class Reader:
 
     async def aclose(self) -> None:
         await self._recording.leave(self)
+
+
+def _by_token(index: int, delta: Delta) -> Iterator[ChoiceDelta]:
+    return (ChoiceDelta(index, part) for part in by_token(delta))
 
 
 def _nothing() -> None:

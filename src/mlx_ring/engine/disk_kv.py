@@ -5,6 +5,9 @@ rank saves its own layers. Of a prompt's blocks, as many are restored as every r
 than to compute them. So the ranks first count the blocks, and read them only if asked to. If several sequences begin
 with the same blocks, these are read once.
 
+The tokens behind a text's last full block are a shorter block. It is listed by the tokens before it, and so is the block
+in which the prompt ends. A text that shares only the first tokens of a listed block uses those.
+
 Layers with windows or states forget, so that a text can be restored only at ends of blocks at which these were saved in
 time. So a chunk ends at the last end of a block in a prompt, and where a prompt leaves those that it shares tokens with.
 While an answer grows, windows are saved at each end of a block. States are not: they are large, and have moved on before
@@ -13,7 +16,6 @@ the head knows the tokens.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
@@ -21,16 +23,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-import numpy as np
-
 from mlx_ring.core.generation import WayBack
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.admission import Restores, release
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.rows import drop_operation, restore_operations
+from mlx_ring.engine.prefix_cache import (
+    BLOCK_TOKENS,
+    SavedText,
+    Tokens,
+    block_digests,
+    list_block,
+    split_text,
+)
+from mlx_ring.engine.resumption import KvInMemory
+from mlx_ring.engine.rows import drop_operation
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
-BLOCK_TOKENS = 256
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 """Blocks that are saved with one step, without rows and with them: rows wait while a rank copies blocks."""
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
@@ -45,28 +54,12 @@ _REMEMBERED = 1 << 16
 """Number of saved blocks that are remembered."""
 
 
-Fill = Callable[[int], list[step_pb2.CacheOperation]]
-"""Function that makes the operations which fill a new sequence, whose id it receives."""
-Keep = Callable[[tuple[int, ...], int, Fill], int]
-"""Function that keeps new KV, as `KvManager.keep_new`."""
-
-
-def block_digests(tokens: Iterable[int], owner: str = "") -> list[bytes]:
-    """Return the digests of all full blocks of a text's tokens, 16 bytes each, followed by the owner's."""
-    content = np.fromiter(tokens, "<u4")
-    digest, digests = b"", list[bytes]()
-    for end in range(BLOCK_TOKENS, len(content) + 1, BLOCK_TOKENS):
-        block = content[end - BLOCK_TOKENS : end].tobytes()
-        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
-        digests.append(digest + bytes.fromhex(owner))
-    return digests
-
-
 @dataclass(slots=True)
 class _Fetch:
     """Blocks that the ranks count, and may then read, for sequences that begin with them."""
 
     tokens: tuple[int, ...]
+    """Tokens that may be restored."""
     owner: str
     digests: list[bytes]
     waiting: list[Sequence]
@@ -75,6 +68,8 @@ class _Fetch:
     """Number that every rank has which has answered."""
     ends: frozenset[int] | None = None
     """Numbers of blocks after which all these ranks can continue; None: every number up to `blocks`."""
+    next_tokens: int = 0
+    """Tokens of the listed block after them, in the same way."""
     is_held: bool = False
     """True if a rank has read any."""
     reads_since_s: float | None = None
@@ -88,6 +83,7 @@ class _Fetch:
             ends = frozenset(fetched.ends)
             self.ends = ends if self.ends is None else self.ends & ends
         self.blocks = min(self.blocks, fetched.blocks)
+        self.next_tokens = min(self.next_tokens, fetched.next_tokens)
         if self.ends is not None:
             self.blocks = max((end for end in self.ends if end <= self.blocks), default=0)
 
@@ -99,6 +95,7 @@ class Fetched:
     id: int
     tokens: tuple[int, ...]
     """Tokens that all ranks have read."""
+    waiting: list[Sequence]
     owner: str
     """Digest of the API key for which they were saved; empty: none."""
     is_held: bool
@@ -144,8 +141,9 @@ class DiskKv:
         self._unsent: list[worker_pb2.FetchKv] = []
         if known := sorted(map(bytes.fromhex, owners)):
             self._unsent.append(worker_pb2.FetchKv(id=next(self._ids), only_looks=True, owners=known))
-        self._to_save: dict[int, list[bytes]] = {}
-        """Digests of ended sequences whose last blocks are not saved yet."""
+        self._restores = Restores()
+        self._to_save: dict[int, SavedText] = {}
+        """Ended sequences whose last blocks are not saved yet."""
         self._checked: set[int] = set()
         """Those of them whose first blocks were looked for: ranks may have removed some, or failed to write them."""
         self._saved: dict[bytes, None] = {}
@@ -161,7 +159,9 @@ class DiskKv:
         most = last_end(sequence.fill_to) // BLOCK_TOKENS
         if sequence.request.computes_all or most * BLOCK_TOKENS <= reusable:
             return
-        tokens = tuple(sequence.tokens[: most * BLOCK_TOKENS])
+        tokens = tuple(sequence.tokens[: sequence.fill_to - 1])
+        if self._restores.join(sequence, tokens[: most * BLOCK_TOKENS], is_whole=self._forgets):
+            return
         digests = block_digests(tokens, sequence.owner)
         for id_, fetch in self._fetches.items():
             # Content of a longer text cannot be cut if some layers forget.
@@ -171,12 +171,18 @@ class DiskKv:
                 return
         id_ = next(self._ids)
         self._fetches[id_] = _Fetch(tokens, sequence.owner, digests, [sequence], set(self._ranks), most)
-        self._ask(id_, digests, only_looks=True)
+        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=True))
         sequence.awaits_kv = id_
 
-    def _ask(self, id_: int, digests: list[bytes], *, only_looks: bool) -> None:
+    def _read(self, id_: int, fetch: _Fetch) -> None:
+        """Ask all ranks for the blocks that they have, and for as much as they have of the next one."""
+        digests, length = fetch.digests[: fetch.blocks], fetch.blocks * BLOCK_TOKENS
+        rest = fetch.tokens[length : length + BLOCK_TOKENS]
+        fetch.next_tokens = len(rest)
         blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
-        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=only_looks))
+        next_block = None if self._forgets else list_block(digests[-1], rest, fetch.owner)
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, next=next_block))
 
     @property
     def has_unsent(self) -> bool:
@@ -208,15 +214,14 @@ class DiskKv:
             fetch.back = choose(fetch.waiting, tokens, self.predict_s(tokens, now), now)
             if fetch.back is not None:
                 fetch.owed_by, fetch.reads_since_s, fetch.ends = set(self._ranks), now, None
-                self._ask(fetched.id, fetch.digests[: fetch.blocks], only_looks=False)
+                self._read(fetched.id, fetch)
                 return None
             fetch.blocks = 0
         del self._fetches[fetched.id]
-        for sequence in fetch.waiting:
-            sequence.awaits_kv = 0
         self._measure(fetch, now)
-        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS]
-        return Fetched(fetched.id, tokens, fetch.owner, fetch.is_held or (is_read and bool(fetch.owed_by)))
+        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS + fetch.next_tokens if fetch.blocks else 0]
+        is_held = fetch.is_held or (is_read and bool(fetch.owed_by))
+        return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held)
 
     def _measure(self, fetch: _Fetch, now: float) -> None:
         """Learn the speed from a fetch that was read, and end its way back."""
@@ -246,6 +251,7 @@ class DiskKv:
     def leave(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
         """Give up a sequence's fetch; return the operations that forget what the ranks may have read."""
         id_, sequence.awaits_kv = sequence.awaits_kv, 0
+        self._restores.leave(sequence)
         fetch = self._fetches.get(id_)
         if fetch is None:
             return []
@@ -257,36 +263,54 @@ class DiskKv:
         del self._fetches[id_]
         return [drop_operation(id_)] if was_sent or fetch.reads_since_s is not None else []
 
-    def restore(self, fetched: Fetched, keep: Keep) -> list[step_pb2.CacheOperation]:
-        """Keep what was fetched as KV of an ended sequence; return the operations that forget it, if that is impossible."""
+    def restore(self, fetched: Fetched, kv: KvInMemory) -> list[step_pb2.CacheOperation]:
+        """Keep what was fetched as KV of an ended sequence, with the next steps. Its sequences wait for that.
+
+        If that is impossible, return the operations that forget it.
+        """
         tokens = fetched.tokens
+        entry = kv.begin_entry(tokens)
+        if entry is None:
+            release(fetched.waiting)
+            return [drop_operation(fetched.id)] if fetched.is_held else []
+        self.restored_tokens += len(tokens)
+        digests = block_digests(tokens, fetched.owner)
+        _remember(self._saved, digests)
+        _remember(self._ends, digests[-1:])
         # Windows are restored without the tokens before them by which they could be cut.
-        if keep(tokens, len(tokens) + self._slack, partial(restore_operations, fetched.id, tokens)):
-            self.restored_tokens += len(tokens)
-            digests = block_digests(tokens, fetched.owner)
-            _remember(self._saved, digests)
-            _remember(self._ends, digests[-1:])
-            return []
-        return [drop_operation(fetched.id)] if fetched.is_held else []
+        offer = partial(kv.offer_entry, entry, tokens, len(tokens) + self._slack)
+        nbytes = len(tokens) * self._token_bytes
+        self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
+        return []
+
+    def take_operations(self, busy_s: float | None, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
+        """Return the operations that restore and save the next parts, if there are any, as `take_saves`."""
+        return [*self._restores.take(is_prefill=is_prefill), *self.take_saves(busy_s)]
 
     # ---- save
 
-    def keep(self, sequence: int, tokens: tuple[int, ...], owner: str = "") -> None:
+    def keep(self, sequence: int, tokens: Tokens, prompt_length: int, owner: str = "") -> None:
         """Save the blocks of an ended sequence, which the ranks keep, with the next steps."""
-        if len(tokens) < BLOCK_TOKENS:
-            return
-        digests = block_digests(tokens, owner)
-        if digests[-1] not in self._saved:
-            self._to_save[sequence] = digests
+        if self._forgets:
+            text = SavedText(block_digests(tokens, owner))
+        else:
+            text = split_text(tokens, prompt_length, owner)
+        if text.digests and text.digests[-1] not in self._saved:
+            self._to_save[sequence] = text
 
-    def forget(self, sequence: int) -> None:
-        """Save no more of a sequence whose KV is freed, or taken over."""
+    def forget(self, sequence: int) -> list[step_pb2.CacheOperation]:
+        """Save or restore no more of a sequence whose KV is freed, or taken over; return the operations that forget it."""
         self._to_save.pop(sequence, None)
         self._checked.discard(sequence)
+        return self._restores.forget(sequence)
 
     @property
     def has_saves(self) -> bool:
         return bool(self._to_save)
+
+    @property
+    def has_operations(self) -> bool:
+        return self.has_saves or self._restores.has_parts
 
     def take_saves(self, busy_s: float | None) -> list[step_pb2.CacheOperation]:
         """Return the operation that saves the next blocks, if there are any.
@@ -298,24 +322,31 @@ class DiskKv:
             return []
         if busy_s is not None:
             self._next_save_s = busy_s + self._pause_s
-        sequence, digests = next(iter(self._to_save.items()))
+        sequence, text = next(iter(self._to_save.items()))
+        digests = text.digests
         first = next(
             (place for place, digest in enumerate(digests) if digest not in self._saved), len(digests)
         )
         most = _BLOCKS_IDLE if busy_s is None else _BLOCKS_BUSY
         end = min(len(digests), first + most)
-        self.saved_tokens += (end - first) * BLOCK_TOKENS
+        self.saved_tokens += text.tokens_in(first, end)
         _remember(self._saved, digests[:end])
+        is_last = end == len(digests)
+        last_tokens = text.last_tokens if is_last else 0
         save = step_pb2.Save(
             sequence=sequence,
-            blocks=step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests[:end]),
+            blocks=step_pb2.KvBlocks(
+                block_tokens=BLOCK_TOKENS, digests=digests[:end], last_tokens=last_tokens
+            ),
             first=first if sequence in self._checked else 0,
             most=most,
             may_wait=busy_s is None,
+            listed=text.listed if is_last else (),
         )
         self._checked.add(sequence)
-        if end == len(digests):
-            self.forget(sequence)
+        if is_last:
+            del self._to_save[sequence]
+            self._checked.discard(sequence)
         return [step_pb2.CacheOperation(save=save)]
 
     @property
@@ -352,8 +383,8 @@ class DiskKv:
     def clear(self) -> None:
         """Forget what is fetched and what is to be saved."""
         for fetch in self._fetches.values():
-            for sequence in fetch.waiting:
-                sequence.awaits_kv = 0
+            release(fetch.waiting)
+        self._restores.clear()
         self._fetches.clear()
         self._unsent.clear()
         self._to_save.clear()

@@ -7,13 +7,12 @@ the operations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import count
 
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
-from mlx_ring.engine.disk_kv import DiskKv, Fill
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
@@ -57,17 +56,21 @@ class KvManager:
 
     @property
     def has_operations(self) -> bool:
-        return bool(self._operations) or (self.disk is not None and self.disk.has_saves)
+        return bool(self._operations) or (self.disk is not None and self.disk.has_operations)
 
     def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
         """Add operations that change no sequence of this manager."""
         self._operations += operations
 
-    def take_operations(self, step: int, busy_s: float | None = None) -> list[step_pb2.CacheOperation]:
+    def take_operations(
+        self, step: int, busy_s: float | None = None, *, is_prefill: bool = False
+    ) -> list[step_pb2.CacheOperation]:
         """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
         operations, self._operations = self._operations, []
         self._next_step = step + 1
-        return operations + (self.disk.take_saves(busy_s) if self.disk is not None else [])
+        if self.disk is not None:
+            operations += self.disk.take_operations(busy_s, is_prefill=is_prefill)
+        return operations
 
     def settle(self, completed: int) -> None:
         """Record that every rank has executed the steps up to `completed`."""
@@ -353,24 +356,27 @@ class KvManager:
 
     def _keep_snapshot(self, source: Sequence) -> None:
         tokens = tuple(source.tokens[: source.scheduled])
-        fill = partial(messages.snapshot_operations, source.id, len(tokens))
-        if (entry := self.keep_new(tokens, source.reached, fill)) and self.disk is not None:
-            # The sequence may not be kept at its end, when it has moved beyond its known tokens.
-            self.disk.keep(entry, tokens, source.owner)
+        if (entry := self.begin_entry(tokens)) is not None:
+            self._operations += messages.snapshot_operations(source.id, len(tokens), entry)
+            self.offer_entry(entry, tokens, source.reached)
+            if self.disk is not None:
+                # The sequence may not be kept at its end, when it has moved beyond its known tokens.
+                self.disk.keep(entry, tokens, source.prompt_length, source.owner)
 
-    def keep_new(self, tokens: Tokens, reached: int, fill: Fill) -> int:
-        """Keep KV under an id of its own, as of an ended sequence; return it, or 0 if there is no room or no need."""
-        entry = next(self._snapshots)
-        if not tokens or self._cache.covers(tokens):
-            return 0
-        if not self._make_room(len(tokens), entry) or not self.budget.fits(len(tokens), entry):
-            return 0
-        self.budget.charge(entry, len(tokens))
+    def begin_entry(self, tokens: Tokens) -> int | None:
+        """Reserve room for KV under an id of its own, and return that; None if there is no room or no need."""
+        entry, length = next(self._snapshots), len(tokens)
+        is_new = bool(tokens) and not self._cache.covers(tokens)
+        if not (is_new and self._make_room(length, entry) and self.budget.fits(length, entry)):
+            return None
+        self.budget.charge(entry, length)
         self.held.add(entry)
-        self._operations += fill(entry)
+        return entry
+
+    def offer_entry(self, entry: int, tokens: Tokens, reached: int) -> None:
+        """Keep KV that the ranks have under an id of its own, as of an ended sequence."""
         for needless in self._cache.keep(entry, tokens, reached):
             self.free(needless)
-        return entry
 
     # ---- end
 
@@ -391,7 +397,7 @@ class KvManager:
     def _forget(self, sequence: int) -> None:
         self._cache.forget(sequence)
         if self.disk is not None:
-            self.disk.forget(sequence)
+            self._operations += self.disk.forget(sequence)
 
     def keep(self, sequence: Sequence, most: int | None = None) -> None:
         """Keep an ended sequence's KV in the prefix cache, up to its known tokens and at most `most` of them."""
@@ -405,16 +411,14 @@ class KvManager:
         self._operations.append(messages.retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
         if self.disk is not None:
-            self.disk.keep(sequence.id, tokens, sequence.owner)
-        for needless in self._cache.keep(sequence.id, tokens, sequence.reached):
-            self.free(needless)
+            self.disk.keep(sequence.id, tokens, sequence.prompt_length, sequence.owner)
+        self.offer_entry(sequence.id, tokens, sequence.reached)
 
     def _is_worth_keeping(self, sequence: Sequence, tokens: Tokens) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
             return False
-        if not self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached):
-            return False
-        return not self._cache.covers(tokens)
+        is_exact = self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached)
+        return is_exact and not self._cache.covers(tokens)
 
     def _evict(self, spare: int | None) -> bool:
         """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""

@@ -162,6 +162,12 @@ class PrefillQueue(Generic[P]):
                 return
 
 
+_SHORT_ALONE = 320
+"""Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
+_SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
+"""Smallest of these chunks, their number per stage, the time of each beside its computing, and the part of the time of larger
+ones that they may take."""
+
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
 
@@ -207,9 +213,27 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
         if not size:
             return []
+        if len(self) == 1 and not beside_decode and self._stages > 1 and prompt <= _SHORT_ALONE:
+            size = min(size, self._short_chunk(prompt) or size)
         chunks, tokens = self._fill(size, size if beside_decode else PROMPTS_TOGETHER * size)
         self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
+
+    def _short_chunk(self, prompt: int) -> int:
+        """Return the size of equal chunks in which a prompt passes all stages sooner than as a whole; 0 if there is none.
+
+        While a stage computes a chunk, the others compute those before and after it.
+        """
+
+        def us(chunks: int) -> float:
+            each_us = self._sizer.measured_us(-(-prompt // chunks)) or 0.0
+            return (chunks + self._stages - 1) * (each_us + _HANDLING_US)
+
+        if self._sizer.measured_us(prompt) is None:
+            return 0
+        most = min(prompt // _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE * self._stages)
+        chunks = min(range(1, max(1, most) + 1), key=us)
+        return -(-prompt // chunks) if us(chunks) < _SOONER * us(1) else 0
 
     def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int]:
         """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole.

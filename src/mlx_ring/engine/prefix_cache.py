@@ -11,11 +11,15 @@ not single tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.rpc.protos import step_pb2
 
 Tokens = tuple[int, ...]
 
@@ -318,3 +322,74 @@ class PrefixCache:
         self.version += 1
         self._kept.clear()
         self._index = PrefixIndex()
+
+
+# ---- blocks on the disks
+
+BLOCK_TOKENS = 256
+_DIGEST_BYTES = 16
+
+
+def block_digests(tokens: Iterable[int], owner: str = "") -> list[bytes]:
+    """Return the digests of all full blocks of a text's tokens, 16 bytes each, followed by the owner's."""
+    content = np.fromiter(tokens, "<u4")
+    digest, digests = b"", list[bytes]()
+    for end in range(BLOCK_TOKENS, len(content) + 1, BLOCK_TOKENS):
+        digest = _digest(digest, content[end - BLOCK_TOKENS : end], owner)
+        digests.append(digest)
+    return digests
+
+
+def _digest(before: bytes, tokens: Iterable[int], owner: str, person: bytes = b"") -> bytes:
+    content = before[:_DIGEST_BYTES] + np.fromiter(tokens, "<u4").tobytes()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, person=person).digest() + bytes.fromhex(owner)
+
+
+def list_block(before: bytes, tokens: Tokens, owner: str, digest: bytes = b"") -> step_pb2.ListedBlock | None:
+    """Return a block as texts find it that share at least its first tokens; None if it is too short for that.
+
+    Args:
+        before: the digest of the block before it.
+        tokens: its tokens.
+        owner: the digest of the API key for which it is saved; empty: none.
+        digest: its own digest; empty in a request.
+    """
+    if len(tokens) < LEAST_TOKENS:
+        return None
+    place = _digest(before, tokens[:LEAST_TOKENS], owner, b"place")
+    return step_pb2.ListedBlock(place=place, digest=digest, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedText:
+    """Blocks of a text that is saved."""
+
+    digests: list[bytes]
+    last_tokens: int = 0
+    """Tokens of the last block, if it is shorter than the others; 0 if it is not."""
+    listed: tuple[step_pb2.ListedBlock, ...] = ()
+    """Blocks that texts may share in part: the one with the end of the prompt, and the last one."""
+
+    def tokens_in(self, first: int, end: int) -> int:
+        """Return the number of tokens in the blocks [first, end)."""
+        is_short = self.last_tokens and first < end == len(self.digests)
+        return (end - first) * BLOCK_TOKENS - (BLOCK_TOKENS - self.last_tokens if is_short else 0)
+
+
+def split_text(tokens: Tokens, prompt_length: int, owner: str) -> SavedText:
+    """Split the tokens of an ended sequence into blocks to save. The rest after a full block is one too."""
+    digests = block_digests(tokens, owner)
+    full = len(digests)
+    rest = tokens[full * BLOCK_TOKENS :] if full else ()
+    if len(rest) < LEAST_TOKENS:
+        rest = ()
+    else:
+        digests.append(_digest(digests[-1], rest, owner))
+    listed = (
+        list_block(
+            digests[number - 1], tokens[number * BLOCK_TOKENS :][:BLOCK_TOKENS], owner, digests[number]
+        )
+        for number in sorted({prompt_length // BLOCK_TOKENS, full})
+        if 0 < number < len(digests)
+    )
+    return SavedText(digests, len(rest), tuple(block for block in listed if block is not None))

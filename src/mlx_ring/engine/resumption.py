@@ -11,9 +11,10 @@ order of preference, in which each one is safe. A later way is chosen only if it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mlx_ring.core.engine_stats import prefill_name
 from mlx_ring.core.types import TokenLogprob, Way
@@ -120,6 +121,30 @@ def kept_message(kept: Iterable[KeptKv]) -> worker_pb2.KeptKv:
             for each in entries
         ],
     )
+
+
+class KvInMemory(Protocol):
+    """KV that the ranks have in memory."""
+
+    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
+        """Return the number of a text's tokens that the prefix cache could supply now."""
+        ...
+
+    def kept_of(self, sequence: int) -> KeptKv | None:
+        """Return the KV that was kept for a waiting sequence."""
+        ...
+
+    def begin_entry(self, tokens: Tokens, /) -> int | None:
+        """Reserve room for KV under an id of its own, and return that; None if there is no room or no need."""
+        ...
+
+    def offer_entry(self, entry: int, tokens: Tokens, reached: int, /) -> None:
+        """Keep KV that the ranks have under an id of its own, as of an ended sequence."""
+        ...
+
+    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
+        """Add operations that change no sequence."""
+        ...
 
 
 class Resumptions:

@@ -34,6 +34,7 @@ def open_operation(sequence: Sequence) -> step_pb2.CacheOperation:
             max_length=sequence.max_length,
             grammar=sequence.grammar_id,
             traceparent=sequence.traceparent,
+            fill_tokens=sequence.fill_to,
         )
     )
 
@@ -71,14 +72,18 @@ def snapshot_operations(source: int, length: int, snapshot: int) -> list[step_pb
     ]
 
 
-def restore_operations(fetch: int, tokens: tuple[int, ...], entry: int) -> list[step_pb2.CacheOperation]:
-    """Make the operations that keep fetched KV under an id of its own."""
-    opened = step_pb2.Open(sequence=entry, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens))
-    return [
-        step_pb2.CacheOperation(open=opened),
-        step_pb2.CacheOperation(adopt=step_pb2.Adopt(sequence=entry, fetch=fetch, length=len(tokens))),
-        retain_operation(entry),
-    ]
+def restore_operations(
+    fetch: int, tokens: tuple[int, ...], entry: int, part: int, parts: int
+) -> Iterator[step_pb2.CacheOperation]:
+    """Yield the operations of one of the `parts` in which fetched KV is kept under an id of its own."""
+    length = len(tokens)
+    if part == 0:
+        opened = step_pb2.Open(sequence=entry, tokens=tokens, prompt_length=length, max_length=length)
+        yield step_pb2.CacheOperation(open=opened)
+    adopt = step_pb2.Adopt(sequence=entry, fetch=fetch, length=length, part=part, parts=parts)
+    yield step_pb2.CacheOperation(adopt=adopt)
+    if part == parts - 1:
+        yield retain_operation(entry)
 
 
 def drop_operation(fetch: int) -> step_pb2.CacheOperation:

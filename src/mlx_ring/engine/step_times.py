@@ -255,6 +255,10 @@ class ChunkSizer:
         """Return the time of a chunk on the slowest stage."""
         return max(times.us(tokens) for times in self._chunk_times)
 
+    def measured_us(self, tokens: int) -> float | None:
+        """Return the time of a chunk on the slowest stage; None until every stage has computed one."""
+        return self._chunk_us(tokens) if all(times.is_measured for times in self._chunk_times) else None
+
     def _beside_decode(self) -> int:
         """Return the size of a chunk beside decode; 0 until more time is saved."""
         if not all(times.is_measured for times in self._chunk_times):

@@ -5,41 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import chain
-from typing import Protocol
 
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, Way
-from mlx_ring.engine.disk_kv import DiskKv, Fill
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.prefix_cache import Tokens
 from mlx_ring.engine.resumption import (
     Candidate,
     KeptKv,
+    KvInMemory,
     PrefillSpeed,
     choose_way,
     shared_beginning,
 )
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.rpc.protos import step_pb2, worker_pb2
-
-
-class KvInMemory(Protocol):
-    """KV that the ranks have in memory."""
-
-    def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
-        """Return the number of a text's tokens that the prefix cache could supply now."""
-        ...
-
-    def kept_of(self, sequence: int) -> KeptKv | None:
-        """Return the KV that was kept for a waiting sequence."""
-        ...
-
-    def keep_new(self, tokens: Tokens, reached: int, fill: Fill, /) -> int:
-        """Keep KV as of an ended sequence; return its id, or 0 if there is no room or no need."""
-        ...
-
-    def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
-        """Add operations that change no sequence."""
-        ...
+from mlx_ring.rpc.protos import worker_pb2
 
 
 class Ways:
@@ -80,7 +60,7 @@ class Ways:
             return False
         if (result := self._disk.answered(rank, fetched, now, self.choose)) is None:
             return self._disk.has_unsent
-        self._kv.add_operations(self._disk.restore(result, self._kv.keep_new))
+        self._kv.add_operations(self._disk.restore(result, self._kv))
         return True
 
     def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:

@@ -187,7 +187,7 @@ class SequenceTable:
             raise ProtocolError(f"Sequence {sequence} is open already.")
         try:
             state = OpenSequence.from_message(opened, self._vocabulary, self._grammars)
-            self._kv.open(sequence, opened.max_length)
+            self._kv.open(sequence, opened.max_length, opened.fill_tokens)
         except RingError as error:
             self._refused[sequence] = error
             raise

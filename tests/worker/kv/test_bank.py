@@ -10,7 +10,8 @@ from mlx_lm.models.cache import KVCache
 from tests.worker.kv.test_kv_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.kv.bank import Bank
+from mlx_ring.worker.kv.bank import Bank  # pyright: ignore[reportPrivateUsage]
+from mlx_ring.worker.kv.bank import _resized as resized
 from mlx_ring.worker.kv.grouping import GROWS_AHEAD
 
 pytestmark = pytest.mark.usefixtures("writing")
@@ -32,6 +33,51 @@ def start_rows(store: KVStore, rows: int, tokens: int) -> None:
     for sequence in range(rows):
         store.open(sequence, 4 * tokens)
     append(store, {sequence: range(tokens) for sequence in range(rows)})
+
+
+def copied_bytes(monkeypatch: pytest.MonkeyPatch, tokens: int, fill_length: int, chunk: int = 512) -> int:
+    """Return the bytes that are copied to make room while a prompt is prefilled in chunks."""
+    store, copied, resize = KVStore([KVCache() for _ in range(2)], mx.float32), 0, resized
+
+    def count(plane: mx.array, axis: int, size: int) -> mx.array:
+        nonlocal copied
+        copied += plane.nbytes if size != plane.shape[axis] else 0
+        return resize(plane, axis, size)
+
+    monkeypatch.setattr("mlx_ring.worker.kv.bank._resized", count)
+    store.open(1, tokens + 100, fill_length)
+    for begin in range(0, tokens, chunk):
+        append(store, {1: range(begin, begin + chunk)})
+    assert content(store, 1) == [*range(tokens)]
+    assert store.nbytes <= 2 * TOKEN_BYTES * (tokens + 256)
+    return copied
+
+
+def test_room_for_a_prompt_is_made_with_its_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 16 * 1024
+    assert copied_bytes(monkeypatch, tokens, 0) > 3 * 2 * TOKEN_BYTES * tokens
+    assert copied_bytes(monkeypatch, tokens, tokens) == 0
+
+
+def test_room_for_a_prompt_stays_within_the_limit_of_memory() -> None:
+    store = KVStore([KVCache()], mx.float32)
+    store.open(1, 10)
+    append(store, {1: [1, 2]})  # from then on the size of a token is known
+    store.limit(1000 * TOKEN_BYTES)
+    store.open(2, 3000, 2000)
+    append(store, {2: range(100)})
+    assert store.nbytes <= 1000 * TOKEN_BYTES
+    store.open(3, 3000, 600)
+    append(store, {3: range(100)})
+    assert content(store, 3) == [*range(100)]
+
+
+def test_rows_that_share_a_bank_have_no_room_for_the_prompt_of_one() -> None:
+    store = KVStore([KVCache()], mx.float32)
+    for sequence in range(2):
+        store.open(sequence, 4000, 3000)
+    append(store, {0: range(20), 1: range(20)})
+    assert store.nbytes <= 2 * 512 * TOKEN_BYTES
 
 
 def test_row_steps_alone_until_there_is_a_slot_and_then_joins() -> None:

@@ -20,14 +20,14 @@ from tests.worker.kv.small_models import small_model, tokens
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.kv import disk as subject
+from mlx_ring.worker.kv import KVStore, block_writer
 from mlx_ring.worker.kv.block_files import fingerprint
 from mlx_ring.worker.kv.disk import KvDisk
 from mlx_ring.worker.sequences import SequenceTable
 
 SIZE = 16
 DIGESTS = [bytes([number]) * 16 for number in range(4)]
+PLACE = b"p" * 16
 LAYERS = 4
 NAME = fingerprint("this model")
 
@@ -54,14 +54,22 @@ def row_parts_of(store: Any) -> Any:
 
 def fetch(disk: Any, count: int = len(DIGESTS), number: int = 1) -> int:
     """Return how many blocks a fetch has found."""
-    answers: list[int] = []
+    return fetch_next(disk, None, count, number)[0]
+
+
+def fetch_next(
+    disk: Any, text: Sequence[int] | None, count: int = len(DIGESTS), number: int = 1
+) -> tuple[int, int]:
+    """Return how many blocks a fetch has found, and how many tokens of the text after them."""
+    answers: list[tuple[int, int]] = []
     answered = threading.Event()
 
-    def answer(found: int, _ends: Sequence[int]) -> None:
-        answers.append(found)
+    def answer(found: int, _ends: Sequence[int], next_tokens: int) -> None:
+        answers.append((found, next_tokens))
         answered.set()
 
-    disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks(count)), answer)
+    following = None if text is None else step_pb2.ListedBlock(place=PLACE, tokens=text)
+    disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks(count), next=following), answer)
     assert answered.wait(60)
     return answers[0]
 
@@ -134,6 +142,83 @@ def test_types_and_quantized_kv_are_restored_bit_for_bit(
         assert mx.array_equal(one, two)
 
 
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_rest_behind_the_full_blocks_continues_with_the_same_logits(tmp_path: Path, parts: int) -> None:
+    run = filled()
+    save_rest(run, tmp_path)
+    disk = open_disk(tmp_path)
+    assert fetch_next(disk, tokens(70)[64:]) == (4, 6)
+    target = ModelRun(run.model)
+    target.store = store_of(run)
+    target.open(7)
+    target.open(8)
+    for part in range(parts):
+        assert target.store.length(7) == 0
+        adopt = step_pb2.Adopt(sequence=7, fetch=1, length=69, part=part, parts=parts)
+        disk.adopt(target.store, adopt)
+        target.step({8: [part]})  # others go on
+    target.store.retain(7)
+    target.open(9)
+    target.store.fork(7, 9, 69)
+    run.store.trim(1, 69)
+    for place in range(3):
+        assert difference(run.step({1: [place]})[1], target.step({9: [place]})[9]) == 0.0
+    assert not disk._fetches
+
+
+def save_rest(run: ModelRun, folder: Path, length: int = 70, layers: tuple[int, int] = (0, LAYERS)) -> bytes:
+    """Save the four blocks and the rest of a text, and list that; return its digest."""
+    digest = bytes([length]) * 16
+    saved = step_pb2.KvBlocks(block_tokens=SIZE, digests=[*DIGESTS, digest], last_tokens=length - 64)
+    listed = step_pb2.ListedBlock(place=PLACE, digest=digest, tokens=tokens(length)[64:])
+    disk = open_disk(folder, layers)
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=saved, listed=[listed]))
+    disk.settle()
+    return digest
+
+
+def test_text_gets_as_many_tokens_of_a_listed_block_as_it_shares(tmp_path: Path) -> None:
+    save_rest(filled(), tmp_path)
+    disk, rest = open_disk(tmp_path), tokens(70)[64:]
+    assert fetch_next(disk, [*rest[:4], 99, *rest[5:]]) == (4, 4)
+    assert fetch_next(disk, [*rest, 7, 8, 9]) == (4, 6)
+    assert fetch_next(disk, [99, *rest]) == (4, 0)
+    assert fetch_next(disk, None) == (4, 0)
+
+
+def test_rest_of_a_text_that_has_grown_replaces_the_shorter_one(tmp_path: Path) -> None:
+    run = filled()
+    shorter = save_rest(run, tmp_path, 66)
+    longer = save_rest(run, tmp_path, 70)
+    names = {path.name for path in (tmp_path / NAME).iterdir()}
+    assert (shorter.hex() in names, longer.hex() in names) == (False, True)
+    assert fetch_next(open_disk(tmp_path), tokens(70)[64:]) == (4, 6)
+
+
+def test_rest_that_was_not_written_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = filled()
+    save_rest(run, tmp_path, 66)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_writer, "write_layers", fail_to_write)
+        save_rest(run, tmp_path, 70)
+    assert fetch_next(open_disk(tmp_path), tokens(70)[64:]) == (4, 2)
+
+
+def test_rest_is_not_read_without_all_blocks_before_it_or_if_it_is_damaged(tmp_path: Path) -> None:
+    digest = save_rest(filled(), tmp_path)
+    disk, rest, folder = open_disk(tmp_path), tokens(70)[64:], tmp_path / NAME
+    listed = folder / PLACE.hex() / "block"
+    content = listed.read_bytes()
+    for damage in (content[:-1], content[:-1] + b"x", b"", content[:30]):
+        listed.write_bytes(damage)
+        assert fetch_next(disk, rest) == (4, 0)
+    listed.write_bytes(content)
+    shutil.rmtree(folder / DIGESTS[2].hex())
+    assert fetch_next(disk, rest) == (2, 0)
+    damage_byte(folder / digest.hex() / "0-4")
+    assert fetch_next(disk, rest, 2) == (2, 0)
+
+
 def test_layers_that_nobody_saved_count_as_missing(tmp_path: Path) -> None:
     save_by(filled(), tmp_path, [(0, 2)])
     assert fetch(open_disk(tmp_path, (0, 2))) == len(DIGESTS)
@@ -187,7 +272,7 @@ def test_full_disk_is_a_warning_and_leaves_no_file(
     run = filled()
     disk = open_disk(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(subject, "write_layers", fail_to_write)
+        patch.setattr(block_writer, "write_layers", fail_to_write)
         disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
         disk.settle()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
@@ -277,8 +362,8 @@ def test_saved_block_is_not_copied_again_and_one_that_was_not_asked_for_is_not_s
 def test_save_gives_up_on_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, may_wait: bool
 ) -> None:
-    monkeypatch.setattr(subject, "_MOST_PENDING", 0)
-    monkeypatch.setattr(subject, "_SLOW_S", 0.01 if may_wait else 3600.0)
+    monkeypatch.setattr(block_writer, "_MOST_PENDING", 0)
+    monkeypatch.setattr(block_writer, "_SLOW_S", 0.01 if may_wait else 3600.0)
     goes_on, kind = threading.Event(), cast("Any", KvDisk)
     write = kind._write
 
@@ -348,7 +433,7 @@ class HangingDisk:
         self.answers: list[tuple[int, int]] = []
 
     def fetch(self, number: int) -> None:
-        def answer(found: int, _ends: Sequence[int]) -> None:
+        def answer(found: int, _ends: Sequence[int], _next_tokens: int) -> None:
             self.answers.append((number, found))
 
         self.disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks()), answer)

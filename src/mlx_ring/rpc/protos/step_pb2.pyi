@@ -53,7 +53,7 @@ class CacheOperation(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., trim: _Optional[_Union[Trim, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., first_stage: _Optional[int] = ..., end_stage: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent")
+    __slots__ = ("sequence", "sampling", "seed", "eos", "tokens", "prompt_length", "max_length", "grammar", "traceparent", "fill_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Open(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     sampling: Sampling
     seed: int
@@ -72,7 +73,8 @@ class Open(_message.Message):
     max_length: int
     grammar: int
     traceparent: str
-    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., grammar: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    fill_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., eos: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., grammar: _Optional[int] = ..., traceparent: _Optional[str] = ..., fill_tokens: _Optional[int] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("source", "destination", "length", "take")
@@ -107,38 +109,56 @@ class Retain(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("sequence", "blocks", "first", "most", "may_wait", "end")
+    __slots__ = ("sequence", "blocks", "first", "most", "may_wait", "end", "listed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     MOST_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     blocks: KvBlocks
     first: int
     most: int
     may_wait: bool
     end: bool
-    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ..., end: _Optional[bool] = ...) -> None: ...
+    listed: _containers.RepeatedCompositeFieldContainer[ListedBlock]
+    def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ..., end: _Optional[bool] = ..., listed: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("sequence", "fetch", "length")
+    __slots__ = ("sequence", "fetch", "length", "part", "parts")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     fetch: int
     length: int
-    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    part: int
+    parts: int
+    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
-    __slots__ = ("block_tokens", "digests")
+    __slots__ = ("block_tokens", "digests", "last_tokens")
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     block_tokens: int
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, block_tokens: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    last_tokens: int
+    def __init__(self, block_tokens: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ..., last_tokens: _Optional[int] = ...) -> None: ...
+
+class ListedBlock(_message.Message):
+    __slots__ = ("place", "digest", "tokens")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    place: bytes
+    digest: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, place: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Reset(_message.Message):
     __slots__ = ()

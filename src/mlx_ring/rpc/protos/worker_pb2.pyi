@@ -207,26 +207,30 @@ class StepsReply(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ..., fetched: _Optional[_Union[KvFetched, _Mapping]] = ...) -> None: ...
 
 class FetchKv(_message.Message):
-    __slots__ = ("id", "blocks", "only_looks", "owners")
+    __slots__ = ("id", "blocks", "only_looks", "owners", "next")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: _step_pb2.KvBlocks
     only_looks: bool
     owners: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    next: _step_pb2.ListedBlock
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ...) -> None: ...
 
 class KvFetched(_message.Message):
-    __slots__ = ("id", "blocks", "ends")
+    __slots__ = ("id", "blocks", "ends", "next_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: int
     ends: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_tokens: int
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., next_tokens: _Optional[int] = ...) -> None: ...
 
 class PrepareGrammar(_message.Message):
     __slots__ = ("id", "grammar")

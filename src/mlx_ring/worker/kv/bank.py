@@ -93,12 +93,20 @@ class BankMemory:
         self._targets[window] = capacity
         self.continue_resizing()
 
-    def reserve(self, window: int | None, need: int, limit: int, count: int = 1) -> None:
+    def reserve(self, window: int | None, need: int, limit: int, count: int = 1, soon: int = 0) -> None:
         """Make room for `need` tokens now, and for more soon if few are left. No row will hold more than `limit`.
 
-        `count` of them are this step's; the next steps may need as many each.
+        Args:
+            window: the window of the layers.
+            need: tokens, those of this step included.
+            limit: the most that a row will ever hold.
+            count: tokens of this step; the next steps may need as many each.
+            soon: tokens that are about to be needed. There is room for them at once, if memory allows it.
         """
         target = self._target(window, need, limit)
+        ahead = min(limit, blocks(soon + GROWS_AHEAD))
+        if need < soon and target < ahead and self._growth.allows(self._new_bytes(window, ahead)):
+            target = ahead
         if target > self.target_capacity(window):
             self.set_target_capacity(window, target)
         if need > self.capacity(window):
@@ -119,6 +127,16 @@ class BankMemory:
     def more_bytes(self, window: int | None, capacity: int) -> int:
         """Return the bytes that another capacity would add to the target size."""
         return self._bytes(self._target_slots, {**self._targets, window: capacity}) - self.target_bytes
+
+    def _new_bytes(self, window: int | None, capacity: int) -> int:
+        """Return the bytes that a larger capacity would add, those of parts without arrays included."""
+        return sum(
+            self._target_slots * plane.heads * plane.width * plane.dtype.size * (capacity - present)
+            for part in self._layout.row_parts
+            if part.window == window
+            for present in [self._targets.get(window, 0) if self.planes[part.index] else 0]
+            for plane in part.planes
+        )
 
     def more_bytes_for_slots(self, slots: int) -> int:
         """Return the bytes that another number of slots would add to the target size."""
@@ -213,6 +231,8 @@ class Row:
 
     sequence: int
     max_length: int
+    fill_length: int = 0
+    """Number of tokens that it is about to hold."""
     length: int = 0
     """Number of committed tokens."""
     bank: Bank | None = None

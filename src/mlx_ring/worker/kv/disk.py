@@ -12,18 +12,15 @@ Nothing here fails a step: a block that is missing, damaged or for other layers 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -32,7 +29,6 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv.block_files import (
     BlockFile,
     Content,
-    DailyBytes,
     HeadShare,
     Kind,
     Rows,
@@ -42,35 +38,26 @@ from mlx_ring.worker.kv.block_files import (
     files_in,
     find_sources,
     from_host,
-    make_room,
     read_layers,
-    remove_others,
     to_host,
-    write_layers,
 )
+from mlx_ring.worker.kv.block_writer import BlockWriter
 from mlx_ring.worker.kv.kv_store import KVStore
 
 log = logging.getLogger(__name__)
 
-_MOST_PENDING = 1 << 29
-"""Bytes that may wait to be written."""
-_SLOW_S = 1.0
-"""Time for which a save that may wait does so. Afterwards, blocks without room are not saved."""
 _FETCH_LIMIT_S = 10.0
 """Time after which a fetch is answered with the blocks that were read, because a disk may hang."""
 _MOST_FETCHES = 4
 """Fetches that may be read or wait for that. Others find nothing."""
-_SCAN_SHARE = 0.02
-"""Share of the limit after whose writing the folder is measured again: other workers write there too."""
-_DAILY_SHARE = 5
-"""Bytes that may be written in a day, as a multiple of the limit."""
 
 Block = dict[Kind, dict[int, Content]]
 """Content of a block by kind and layer."""
-Answer = Callable[[int, Sequence[int]], None]
+Answer = Callable[[int, Sequence[int], int], None]
 """Function that receives the number of blocks after which a sequence can continue at most.
 
-If it cannot continue after each block before, all numbers after which it can follow."""
+If it cannot continue after each block before, all numbers after which it can follow. The last argument is the number of
+tokens of the listed block after them."""
 
 
 @dataclass(slots=True)
@@ -87,9 +74,15 @@ class _Fetch:
     counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
     """Kinds that are there, by block."""
     blocks: list[Block] = field(default_factory=list[Block])
+    next_tokens: int = 0
+    """Tokens of the last one, if it is a listed one; 0 if it is not."""
     is_answered: bool = False
     read_s: float = 0.0
     """Time of the reading."""
+    copied_s: float = 0.0
+    """Time of the copying so far."""
+    joined: dict[int, NDArray[Any]] = field(default_factory=dict[int, "NDArray[Any]"])
+    """Memory for the copies."""
 
 
 class KvDisk:
@@ -114,49 +107,38 @@ class KvDisk:
             kinds: the kinds of content that they have; None: all of them keep every token.
             share: the KV heads of this rank; None: all.
         """
-        self._folder, self._blocks = folder, folder / name
-        self._limit = limit_bytes
+        self._writer = BlockWriter(folder, name, limit_bytes)
         self._places = {layer: place for place, layer in enumerate(layers)}
         """Places of this rank's layers in its store."""
         self._share = share
         self._kinds = every_token(layers) if kinds is None else tuple(kinds)
         self._forgets = any(kind.name for kind in self._kinds)
-        self._today = DailyBytes(folder, _DAILY_SHARE * limit_bytes)
-        self._writer = ThreadPoolExecutor(1, "kv-disk-writer")
         self._reader = ThreadPoolExecutor(1, "kv-disk-reader")
         self._lock = threading.Lock()
-        self._written = threading.Condition(self._lock)
-        self._pending_bytes = 0
         self._fetches: dict[int, _Fetch] = {}
-        self._unmeasured = math.inf
-        """Bytes that this worker has written since it measured the folder."""
-        self._complaint = ""
-        """Last problem, which is not repeated."""
 
     # ---- save
 
     def save(self, kv: KVStore, save: step_pb2.Save) -> None:
         """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
         size, digests = save.blocks.block_tokens, list(save.blocks.digests)
-        limit_s = _SLOW_S if save.may_wait else 0.0
         missing = self._missing_end(kv, save) if save.end else self._missing_blocks(save)
-        for kind, number in [] if self._today.is_spent else missing:
-            with self._lock:
-                has_room = self._written.wait_for(lambda: self._pending_bytes <= _MOST_PENDING, limit_s)
-            if not has_room:
-                self._complain(f"{self._folder} is on a slow disk, so that some KV is not saved")
+        for kind, number in missing:
+            if not self._writer.has_room(may_wait=save.may_wait):
                 break
             if kind.name == "states":
                 content = kv.states(save.sequence)
             else:
-                content = kv.content(save.sequence, kind.tokens(number, size), kind.window)
+                begin, end = kind.tokens(number, size)
+                if number == len(digests) - 1 and save.blocks.last_tokens:
+                    end = begin + save.blocks.last_tokens
+                content = kv.content(save.sequence, (begin, end), kind.window)
             layers = range(kind.extent.start, kind.extent.end)
             block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
-            nbytes = sum(array.nbytes for arrays in block for array in arrays)
-            with self._lock:
-                self._pending_bytes += nbytes
-            self._writer.submit(self._write, digests[number], kind, block, nbytes)
-        self._writer.submit(self._touch, digests)
+            self._writer.write(digests[number], self._own(kind), block)
+        for listed in save.listed:
+            self._writer.list_block(listed, size, [self._own(kind) for kind in self._kinds])
+        self._writer.touch([*digests, *(listed.place for listed in save.listed)])
 
     def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
         """Return the blocks of layers that keep every token which are to be copied now."""
@@ -188,60 +170,17 @@ class KvDisk:
 
     def _is_saved(self, digest: bytes, kind: Kind) -> bool:
         """Report whether a block's files have all that this rank has of a kind."""
-        path = self._path(digest)
+        path = self._writer.path(digest)
         if os.path.exists(path / self._own(kind).name):  # noqa: PTH110 - it does not raise
             return True
         return find_sources(files_in(path), self._own(kind), kind) is not None
-
-    def _write(self, digest: bytes, kind: Kind, block: Sequence[Content], nbytes: int) -> None:
-        try:
-            folder = self._path(digest)
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            if not self._today.take(nbytes):
-                self._complain(
-                    f"No more KV is saved today (UTC): {self._today.limit_bytes / 1e9:.1f} GB were written into "
-                    f"{self._folder}, {_DAILY_SHARE} times the size of --kv-disk"
-                )
-                return
-            for each in (self._blocks, folder):
-                each.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
-                try:
-                    write_layers(cast("BinaryIO", file), block)
-                    file.close()
-                    Path(file.name).replace(folder / self._own(kind).name)
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
-            self._make_room(nbytes)
-        except OSError as error:
-            self._complain(f"KV cannot be saved in {self._folder}: {error.strerror or error}")
-        finally:
-            with self._lock:
-                self._pending_bytes -= nbytes
-                self._written.notify_all()
-
-    def _touch(self, digests: Sequence[bytes]) -> None:
-        """Record a use of blocks. Earlier ones count as newer: without them, later ones are of no use."""
-        now = time.time()
-        for number, digest in enumerate(digests):
-            with contextlib.suppress(OSError):
-                os.utime(self._path(digest), (now, now - number / 1e3))
-
-    def _make_room(self, written: int) -> None:
-        """Remove the blocks that were used least recently, if the folder is larger than its limit."""
-        self._unmeasured += written
-        if self._unmeasured >= self._limit * _SCAN_SHARE:
-            self._unmeasured = 0
-            make_room(self._folder, self._limit)
 
     # ---- fetch
 
     def fetch(self, wanted: worker_pb2.FetchKv, answer: Answer) -> None:
         """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
         if wanted.owners:
-            self._writer.submit(remove_others, self._folder, list(wanted.owners))
+            self._writer.remove_others(wanted.owners)
         fetch = _Fetch(answer, wanted.blocks.block_tokens, len(wanted.blocks.digests), wanted.only_looks)
         with self._lock:
             reads = sum(not (each.is_answered or each.only_looks) for each in self._fetches.values())
@@ -257,15 +196,18 @@ class KvDisk:
         timer.start()
         digests, began = list(wanted.blocks.digests), time.monotonic()
         try:
-            (self._count if fetch.only_looks else self._read_all)(fetch, digests)
+            if fetch.only_looks:
+                self._count(fetch, digests)
+            else:
+                digests += self._read_all(fetch, digests, wanted.next if wanted.HasField("next") else None)
         except Exception:
-            log.exception("KV cannot be read from %s", self._folder)
+            log.exception("KV cannot be read from %s", self._writer.folder)
         timer.cancel()
         fetch.read_s = time.monotonic() - began
-        read = len(fetch.blocks)
+        read = len(fetch.blocks) if len(fetch.blocks) < fetch.wanted else len(digests)
         self._answer(wanted.id, fetch)
         if not fetch.only_looks:
-            self._writer.submit(self._touch, digests[:read])
+            self._writer.touch(digests[:read])
 
     def _count(self, fetch: _Fetch, digests: Sequence[bytes]) -> None:
         needed = {kind for kind in self._kinds if not kind.name}
@@ -275,37 +217,56 @@ class KvDisk:
                 return
             fetch.counted.append(kinds)
 
-    def _read_all(self, fetch: _Fetch, digests: Sequence[bytes]) -> None:
+    def _read_all(
+        self, fetch: _Fetch, digests: Sequence[bytes], after: step_pb2.ListedBlock | None
+    ) -> list[bytes]:
+        """Read the blocks, and the listed one after them; return the folders that were used for that one."""
         for number, digest in enumerate(digests):
             kinds = [kind for kind in self._kinds if number in kind.blocks(fetch.wanted, fetch.size)]
-            block = self._read_block(digest, kinds)
-            with self._lock:
-                if block is None or fetch.is_answered:
-                    return
-                fetch.blocks.append(block)
+            if not self._add(fetch, self._read_block(digest, kinds)):
+                return []
+        listed = None if after is None else self._writer.read_listed(after.place)
+        if after is None or listed is None or not (shared := listed.shared(after.tokens)):
+            return []
+        # Its tokens are of use only with the block, which may be missing.
+        if not self._add(fetch, self._read_block(listed.digest, self._kinds), shared):
+            return []
+        return [listed.digest, after.place]
+
+    def _add(self, fetch: _Fetch, block: Block | None, next_tokens: int = 0) -> bool:
+        """Add a block that was read; return False if it is missing, or comes too late."""
+        with self._lock:
+            if block is None or fetch.is_answered:
+                return False
+            fetch.blocks.append(block)
+            fetch.next_tokens = next_tokens
+        return True
 
     def _give_up(self, id_: int, fetch: _Fetch) -> None:
-        self._answer(id_, fetch, f"Reading KV from {self._folder} takes longer than {_FETCH_LIMIT_S:g} s")
+        self._answer(
+            id_, fetch, f"Reading KV from {self._writer.folder} takes longer than {_FETCH_LIMIT_S:g} s"
+        )
 
     def _answer(self, id_: int, fetch: _Fetch, problem: str = "") -> None:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
-            found, ends = self._result(fetch)
+            found, ends, next_tokens = self._result(fetch)
             if (fetch.only_looks or not found) and self._fetches.get(id_) is fetch:
                 del self._fetches[id_]
         if not late:
             if problem:
-                self._complain(problem)
-            fetch.answer(found, ends)
+                self._writer.complain(problem)
+            fetch.answer(found, ends, next_tokens)
 
-    def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int]]:
+    def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int], int]:
         """Return the arguments of a fetch's answer."""
         if not self._forgets:
-            return len(fetch.counted if fetch.only_looks else fetch.blocks), ()
+            found = len(fetch.counted if fetch.only_looks else fetch.blocks) - bool(fetch.next_tokens)
+            return found, (), fetch.next_tokens
         if not fetch.only_looks:
             found = fetch.wanted if len(fetch.blocks) == fetch.wanted else 0
-            return found, [found] if found else ()
+            return found, [found] if found else (), 0
         ends = [
             end
             for end in range(1, len(fetch.counted) + 1)
@@ -316,18 +277,18 @@ class KvDisk:
                 for number in kind.blocks(end, fetch.size)
             )
         ]
-        return max(ends, default=0), ends
+        return max(ends, default=0), ends, 0
 
     def _find_block(self, digest: bytes) -> frozenset[Kind]:
         """Return the kinds of content of which a block has all that this rank needs."""
-        files = files_in(self._path(digest))
+        files = files_in(self._writer.path(digest))
         return frozenset(
             kind for kind in self._kinds if find_sources(files, self._own(kind), kind) is not None
         )
 
     def _read_block(self, digest: bytes, kinds: Sequence[Kind]) -> Block | None:
         """Return a block's content of some kinds, or None if a layer or head is missing or damaged."""
-        folder = self._path(digest)
+        folder = self._writer.path(digest)
         files = files_in(folder) if kinds else []
         block: Block = {}
         for kind in kinds:
@@ -364,22 +325,28 @@ class KvDisk:
             with path.open("rb") as opened:
                 return read_layers(opened, file.layers, wanted)
         except OSError as error:
-            self._complain(f"KV cannot be read from {path}: {error.strerror or error}")
+            self._writer.complain(f"KV cannot be read from {path}: {error.strerror or error}")
         except ValueError as error:
-            self._complain(f"A block of KV is removed, {path}: {error}")
+            self._writer.complain(f"A block of KV is removed, {path}: {error}")
             path.unlink(missing_ok=True)
         return None
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
-        """Fill a sequence with the first tokens of a fetch, and forget it. Runs on the compute thread.
+        """Fill a part of a sequence with the first tokens of a fetch. After the last part, forget it.
+
+        It runs on the compute thread.
 
         Raises:
             StepFailed: it is not there any more, or a sequence cannot continue after these tokens.
         """
+        parts = max(1, adopt.parts)
+        is_last = adopt.part + 1 == parts
         with self._lock:
-            fetch = self._fetches.pop(adopt.fetch, None)
+            fetch = self._fetches.get(adopt.fetch)
             if fetch is not None:
                 fetch.is_answered = True
+            if is_last or not adopt.length:
+                self._fetches.pop(adopt.fetch, None)
         if not adopt.length:
             return
         if fetch is None:
@@ -389,38 +356,45 @@ class KvDisk:
                 f"The KV of fetch {adopt.fetch} is for {fetch.wanted * fetch.size} tokens, not {adopt.length}."
             )
         began = time.monotonic()
-        for kind in self._kinds:
-            if kind.name != "states":
-                self._fill(kv, adopt, fetch, kind)
-        if states := {
+        layers = [(kind, layer) for kind in self._kinds if kind.name != "states" for layer in kind.layers]
+        for kind, layer in layers[
+            len(layers) * adopt.part // parts : len(layers) * (adopt.part + 1) // parts
+        ]:
+            self._fill(kv, adopt, fetch, kind, layer)
+        if is_last:
+            self._fill_states(kv, adopt.sequence, fetch)
+            kv.adopt(adopt.sequence, adopt.length)
+        fetch.copied_s += time.monotonic() - began
+        if is_last:
+            times = (fetch.read_s, fetch.copied_s, parts)
+            log.info("Restored %d tokens: read in %.2f s, copied in %.2f s, %d steps", adopt.length, *times)
+
+    def _fill(self, kv: KVStore, adopt: step_pb2.Adopt, fetch: _Fetch, kind: Kind, layer: int) -> None:
+        """Fill a sequence with one layer's content of one kind."""
+        sequence, length = adopt.sequence, adopt.length
+        begin = kind.begin(length)
+        numbers = kind.blocks(-(-length // fetch.size), fetch.size)
+        contents = [fetch.blocks[number][kind].pop(layer) for number in numbers]
+        arrays = [
+            concatenate_tokens(parts, fetch.joined, place)
+            for place, parts in enumerate(zip(*contents, strict=True))
+        ]
+        # A window's blocks may have more tokens before it, and other layers' more behind `length`.
+        given = [
+            array[:, : length - begin] if kind.window is None else array[:, begin - length :]
+            for array in arrays
+        ]
+        kv.fill(sequence, self._places[layer], (begin, length), given, kind.window)
+
+    def _fill_states(self, kv: KVStore, sequence: int, fetch: _Fetch) -> None:
+        states = {
             self._places[layer]: [from_host(array) for array in arrays]
             for kind in self._kinds
             if kind.name == "states"
             for layer, arrays in fetch.blocks[-1][kind].items()
-        }:
-            kv.fill_states(adopt.sequence, states)
-        kv.adopt(adopt.sequence, adopt.length)
-        copied_s = time.monotonic() - began
-        log.info("Restored %d tokens: read in %.2f s, copied in %.2f s", adopt.length, fetch.read_s, copied_s)
-
-    def _fill(self, kv: KVStore, adopt: step_pb2.Adopt, fetch: _Fetch, kind: Kind) -> None:
-        """Fill a sequence with the content of one kind."""
-        sequence, length = adopt.sequence, adopt.length
-        blocks = [fetch.blocks[number][kind] for number in kind.blocks(-(-length // fetch.size), fetch.size)]
-        begin = kind.begin(length)
-        joined: dict[int, NDArray[Any]] = {}
-        for layer in kind.layers:
-            contents = [block.pop(layer) for block in blocks]
-            arrays = [
-                concatenate_tokens(parts, joined, place)
-                for place, parts in enumerate(zip(*contents, strict=True))
-            ]
-            # A window's blocks may have more tokens before it, and other layers' more behind `length`.
-            given = [
-                array[:, : length - begin] if kind.window is None else array[:, begin - length :]
-                for array in arrays
-            ]
-            kv.fill(sequence, self._places[layer], (begin, length), given, kind.window)
+        }
+        if states:
+            kv.fill_states(sequence, states)
 
     def reset(self) -> None:
         """Forget every fetch, and answer those that are not answered."""
@@ -430,21 +404,12 @@ class KvDisk:
             for fetch in unanswered:
                 fetch.is_answered = True
         for fetch in unanswered:
-            fetch.answer(0, ())
+            fetch.answer(0, (), 0)
 
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""
-        with contextlib.suppress(TimeoutError):
-            self._writer.submit(lambda: None).result(limit_s)
+        self._writer.settle(limit_s)
 
     def _own(self, kind: Kind) -> BlockFile:
         """Return the file that this rank writes."""
         return BlockFile(kind.extent, kind.name, self._share)
-
-    def _path(self, digest: bytes) -> Path:
-        return self._blocks / digest.hex()
-
-    def _complain(self, problem: str) -> None:
-        if problem != self._complaint:
-            self._complaint = problem
-            log.warning("%s", problem)

@@ -130,7 +130,7 @@ class Growth:
         ahead = blocks(need + GROWS_AHEAD)
         generous = max(ahead, blocks(present + max(BLOCK, present // 4)) if present else 0)
         for capacity in (min(generous, max(most, need)), min(ahead, max(most, need))):
-            if self._allows(more(capacity)):
+            if self.allows(more(capacity)):
                 return max(present, capacity)
         return max(present, min(blocks(need), max(most, need)))
 
@@ -140,7 +140,8 @@ class Growth:
         `more` returns the bytes that a number of them would add.
         """
         generous = max(need, present * 3 // 2)
-        return generous if self._allows(more(generous)) else need
+        return generous if self.allows(more(generous)) else need
 
-    def _allows(self, more_bytes: int) -> bool:
+    def allows(self, more_bytes: int) -> bool:
+        """Return True if banks may hold more bytes."""
         return self.limit_bytes is None or self.held() + more_bytes <= self.limit_bytes

@@ -89,15 +89,22 @@ class KVStore:
         """Return the number of committed tokens."""
         return self._row(sequence).length
 
-    def open(self, sequence: int, max_length: int) -> None:
-        """Open a sequence. Nothing is allocated before its first token."""
+    def open(self, sequence: int, max_length: int, fill_length: int = 0) -> None:
+        """Open a sequence. Nothing is allocated before its first token.
+
+        Args:
+            sequence: its id.
+            max_length: most tokens that it can hold.
+            fill_length: tokens that it is about to hold, for which there is room from the first one on if it is alone
+                in its bank.
+        """
         if sequence in self._rows:
             raise ProtocolError(f"Sequence {sequence} is open already.")
         if max_length <= 0:
             raise ProtocolError(
                 f"Sequence {sequence} wants room for {max_length} tokens; at least 1 is needed."
             )
-        self._rows[sequence] = Row(sequence, max_length)
+        self._rows[sequence] = Row(sequence, max_length, min(fill_length, max_length))
 
     def free(self, sequence: int) -> None:
         """Forget a sequence and free its memory."""

@@ -112,13 +112,16 @@ class Banks:
         )
 
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Make room for the rows' tokens and `counts` more in every layer."""
+        """Make room for the rows' tokens and `counts` more in every layer, for a row alone also for its next ones."""
+        alone = rows[0] if len(rows) == 1 and all(row is rows[0] for row in bank.rows) else None
         for window in self._layout.kinds:
             if window is None:
                 need = max(row.length + count for row, count in zip(rows, counts, strict=True))
             else:
                 need = self._slide(bank, rows, counts, window)
-            bank.memory.reserve(window, need, self._limit(bank, window, rows), max(counts))
+            limit = self._limit(bank, window, rows)
+            soon = 0 if alone is None else min(limit, alone.fill_length)
+            bank.memory.reserve(window, need, limit, max(counts), soon)
 
     def _limit(self, bank: Bank, window: int | None, rows: Sequence[Row] = ()) -> int:
         """Return the most tokens that a slot will ever hold, for present and joining rows."""

@@ -1,0 +1,221 @@
+"""Writing of saved KV in the background: blocks, lists of blocks, and the room and bytes that they may take.
+
+The last block of a text may have fewer tokens. It is listed: a file has its digest and its tokens, in a folder that is
+named by its place in the text. So a text finds it that shares only some of its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import tempfile
+import threading
+import time
+import zlib
+from array import array as number_array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker.kv.block_files import (
+    BlockFile,
+    Content,
+    DailyBytes,
+    files_in,
+    make_room,
+    remove_others,
+    write_layers,
+)
+
+log = logging.getLogger(__name__)
+
+_MOST_PENDING = 1 << 29
+"""Bytes that may wait to be written."""
+_SLOW_S = 1.0
+"""Time for which a save that may wait does so. Afterwards, blocks without room are not saved."""
+_SCAN_SHARE = 0.02
+"""Share of the limit after whose writing the folder is measured again: other workers write there too."""
+_DAILY_SHARE = 5
+"""Bytes that may be written in a day, as a multiple of the limit."""
+_LISTED = "block"
+"""Name of the file of a listed block."""
+_LIST_MAGIC = b"mlx-ring KV list 2\n"
+_CHECKSUM_BYTES = 4
+
+
+class BlockWriter:
+    """Thread that writes the blocks of one rank. No problem is more than a log line."""
+
+    def __init__(self, folder: Path, name: str, limit_bytes: int) -> None:
+        """Write into the folder `name` of `folder`, which several workers may share."""
+        self.folder, self._blocks, self._limit = folder, folder / name, limit_bytes
+        self._today = DailyBytes(folder, _DAILY_SHARE * limit_bytes)
+        self._thread = ThreadPoolExecutor(1, "kv-disk-writer")
+        self._written = threading.Condition()
+        self._pending_bytes = 0
+        self._unmeasured = math.inf
+        """Bytes that this worker has written since it measured the folder."""
+        self._complaint = ""
+        """Last problem, which is not repeated."""
+
+    def path(self, digest: bytes) -> Path:
+        """Return the folder of a block."""
+        return self._blocks / digest.hex()
+
+    def has_room(self, *, may_wait: bool) -> bool:
+        """Report whether another block may be written today, and soon; wait a little for that if it may."""
+        if self._today.is_spent:
+            return False
+        with self._written:
+            room = self._written.wait_for(
+                lambda: self._pending_bytes <= _MOST_PENDING, _SLOW_S if may_wait else 0.0
+            )
+        if not room:
+            self.complain(f"{self.folder} is on a slow disk, so that some KV is not saved")
+        return room
+
+    def write(self, digest: bytes, file: BlockFile, block: Sequence[Content]) -> None:
+        """Write a file of a block."""
+        nbytes = sum(array.nbytes for arrays in block for array in arrays)
+        with self._written:
+            self._pending_bytes += nbytes
+        self._thread.submit(self._write, digest, file.name, block, nbytes)
+
+    def _write(self, digest: bytes, name: str, block: Sequence[Content], nbytes: int) -> None:
+        try:
+            self._replace(self.path(digest), name, lambda file: write_layers(file, block), nbytes)
+        finally:
+            with self._written:
+                self._pending_bytes -= nbytes
+                self._written.notify_all()
+
+    def _replace(self, folder: Path, name: str, write: Callable[[BinaryIO], object], nbytes: int) -> None:
+        """Write a whole file in place of the one of that name, or none."""
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            if not self._today.take(nbytes):
+                self.complain(
+                    f"No more KV is saved today (UTC): {self._today.limit_bytes / 1e9:.1f} GB were written into "
+                    f"{self.folder}, {_DAILY_SHARE} times the size of --kv-disk"
+                )
+                return
+            for each in (self._blocks, folder):
+                each.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
+                try:
+                    write(cast("BinaryIO", file))
+                    file.close()
+                    Path(file.name).replace(folder / name)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
+            self._unmeasured += nbytes
+            if self._unmeasured >= self._limit * _SCAN_SHARE:
+                self._unmeasured = 0
+                make_room(self.folder, self._limit)
+        except OSError as error:
+            self.complain(f"KV cannot be saved in {self.folder}: {error.strerror or error}")
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Record a use of blocks. Earlier ones count as newer: without them, later ones are of no use."""
+        self._thread.submit(self._touch, digests)
+
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        now = time.time()
+        for number, digest in enumerate(digests):
+            with contextlib.suppress(OSError):
+                os.utime(self.path(digest), (now, now - number / 1e3))
+
+    def remove_others(self, owners: Sequence[bytes]) -> None:
+        """Remove the blocks of other owners than these."""
+        self._thread.submit(remove_others, self.folder, list(owners))
+
+    def settle(self, limit_s: float | None = None) -> None:
+        """Wait until everything is written, but no longer than a limit."""
+        with contextlib.suppress(TimeoutError):
+            self._thread.submit(lambda: None).result(limit_s)
+
+    def complain(self, problem: str) -> None:
+        """Log a problem, unless it is the last one again."""
+        if problem != self._complaint:
+            self._complaint = problem
+            log.warning("%s", problem)
+
+    # ---- listed blocks
+
+    def list_block(self, listed: step_pb2.ListedBlock, size: int, files: Sequence[BlockFile]) -> None:
+        """List a block once it is written, in place of the one there. That is removed if it is a short one.
+
+        Args:
+            listed: the block.
+            size: tokens of a full block.
+            files: the files that this rank writes of each block.
+        """
+        self._thread.submit(self._list, listed, size, files)
+
+    def _list(self, listed: step_pb2.ListedBlock, size: int, files: Sequence[BlockFile]) -> None:
+        if not files_in(self.path(listed.digest)):
+            return
+        before = self.read_listed(listed.place)
+        if before is None or before.digest != listed.digest:
+            content = ListedTokens(listed.digest, tuple(listed.tokens)).encode()
+            self._replace(self.path(listed.place), _LISTED, lambda file: file.write(content), len(content))
+            if before is not None and len(before.tokens) < size:
+                self._remove(before.digest, files)
+
+    def _remove(self, digest: bytes, files: Sequence[BlockFile]) -> None:
+        """Remove what a block has of these files' layers, and its folder after the last rank did so."""
+        layers = {layer for file in files for layer in range(file.layers.start, file.layers.end)}
+        with contextlib.suppress(OSError):
+            for file in files_in(self.path(digest)):
+                if any(map(file.has, layers)):
+                    (self.path(digest) / file.name).unlink(missing_ok=True)
+            self.path(digest).rmdir()
+
+    def read_listed(self, place: bytes) -> ListedTokens | None:
+        """Return the block that is listed at a place; None if there is none, or the file is damaged."""
+        try:
+            data = (self.path(place) / _LISTED).read_bytes()
+        except OSError:
+            return None
+        return ListedTokens.decode(data)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """A block that texts can use which share only the first of its tokens."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+
+    def shared(self, text: Sequence[int]) -> int:
+        """Return the number of first tokens that a text shares."""
+        differs = (
+            place for place, pair in enumerate(zip(self.tokens, text, strict=False)) if pair[0] != pair[1]
+        )
+        return next(differs, min(len(self.tokens), len(text)))
+
+    def encode(self) -> bytes:
+        """Return the content of its file, with a checksum."""
+        content = bytes([len(self.digest)]) + self.digest + number_array("I", self.tokens).tobytes()
+        return _LIST_MAGIC + zlib.crc32(content).to_bytes(_CHECKSUM_BYTES) + content
+
+    @classmethod
+    def decode(cls, data: bytes) -> ListedTokens | None:
+        """Return what `encode` encoded; None if it is damaged."""
+        begin = len(_LIST_MAGIC) + _CHECKSUM_BYTES
+        content, tokens = data[begin:], number_array("I")
+        is_whole = _LIST_MAGIC + zlib.crc32(content).to_bytes(_CHECKSUM_BYTES) == data[:begin]
+        if not content or not is_whole:
+            return None
+        end = 1 + content[0]
+        if (len(content) - end) % tokens.itemsize:
+            return None
+        tokens.frombytes(content[end:])
+        return cls(content[1:end], tuple(tokens))
