@@ -14,7 +14,7 @@ from tests.engine.engines import BYTES, Answer, collect, kv_of, make_request
 from tests.engine.twin import Reach, TwinExecutor
 
 from mlx_ring.core.engine_stats import CacheStats, Policy
-from mlx_ring.core.generation import WaysBack
+from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.traces import CLIENT, owner_of
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv, block_digests
@@ -395,10 +395,15 @@ def test_ranks_restore_at_the_last_end_that_all_of_them_have() -> None:
 def test_rank_that_reads_less_than_it_has_counted_ends_a_restore_of_layers_that_forget() -> None:
     disk = DiskKv([RankId(0, 0), RankId(1, 0)])
     disk.want(make_text(), 0)
-    taken = WaysBack("r", lambda *_: None, "").begin("disk", None, 0.0)
-    for rank, ends in ((0, [1, 3]), (1, [])):
+    taken = WaysBack("r", computes, "").begin("disk", None, 0.0)
+
+    def reads(*_: object) -> WayBack:
+        return taken
+
+    nowhere: list[int] = []
+    for rank, ends in ((0, [1, 3]), (1, nowhere)):
         counted = worker_pb2.KvFetched(id=1, blocks=3, ends=ends)
-        assert disk.answered(RankId(rank, 0), counted, 0.0, lambda *_: taken) is None
+        assert disk.answered(RankId(rank, 0), counted, 0.0, reads) is None
     assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=1, blocks=3, ends=[3]), 0.0, computes) is None
     result = disk.answered(RankId(1, 0), worker_pb2.KvFetched(id=1, blocks=2), 0.0, computes)
     assert result is not None
@@ -483,10 +488,10 @@ def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
 
 
 def test_ranks_learn_whose_kv_to_keep(tmp_path: Path) -> None:
-    keys, unreadable = {"api_key": ("a", "b")}, tmp_path / "keys"
-    policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, **keys))
+    keys, unreadable = ("a", "b"), tmp_path / "keys"
+    policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, api_key=keys))
     assert policy.kv_owners == {owner_of("key a"), owner_of("key b")}
-    assert policy_of(Settings(**keys)).kv_owners == frozenset()
+    assert policy_of(Settings(api_key=keys)).kv_owners == frozenset()
     assert policy_of(Settings(kv_disk=1 << 30, api_key_file=unreadable)).kv_owners == frozenset()
 
     async def run() -> None:

@@ -51,8 +51,9 @@ def part_of(run: ModelRun, layers: tuple[int, int]) -> Any:
     part.open(1, 4096)
     for window in whole.windows:
         content = whole.content(1, (0, whole.length(1)), window)[slice(*layers)]
-        for layer in part.layers_with(window):
-            part.fill(1, layer, (0, whole.length(1)), [to_host(array) for array in content[layer]], window)
+        for layer, arrays in enumerate(content):
+            if arrays:
+                part.fill(1, layer, (0, whole.length(1)), [*map(to_host, arrays)], window)
     if part.layers_with_states:
         part.fill_states(1, dict(enumerate(whole.states(1)[slice(*layers)])))
     part.adopt(1, whole.length(1))
