@@ -19,9 +19,10 @@ from tests.engine.twin import TwinExecutor
 from mlx_ring.core.engine_stats import Meter, StepTiming
 from mlx_ring.core.generation import WaysBack
 from mlx_ring.core.types import WAYS, RankId, Way
-from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.prefix_cache import BLOCK_TOKENS
 from mlx_ring.engine.resumption import (
     LEAST_MARGIN_S,
     MARGIN,
