@@ -17,9 +17,10 @@ from mlx_ring.core.engine_stats import CacheStats, Policy
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.traces import CLIENT, owner_of
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv, block_digests
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.prefix_cache import BLOCK_TOKENS, block_digests
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as Text
 from mlx_ring.head.served_model import policy_of

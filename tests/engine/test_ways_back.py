@@ -19,9 +19,10 @@ from tests.engine.twin import TwinExecutor
 from mlx_ring.core.engine_stats import Meter, StepTiming
 from mlx_ring.core.generation import WaysBack
 from mlx_ring.core.types import WAYS, RankId, Way
-from mlx_ring.engine.disk_kv import BLOCK_TOKENS, DiskKv
+from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.prefix_cache import BLOCK_TOKENS
 from mlx_ring.engine.resumption import (
     LEAST_MARGIN_S,
     MARGIN,
@@ -216,8 +217,7 @@ DISK_LIMITS = Limits(context_length=4096, vocab_size=256, eos=frozenset({0}))
 def with_saved(twin: TwinExecutor) -> TwinExecutor:
     """Return new ranks with the disks of others."""
     after = TwinExecutor((1,) * len(twin.disks))
-    for rank, disk in after.disks.items():
-        disk.update(twin.disks[rank])
+    after.copy_disks(twin)
     return after
 
 
@@ -239,14 +239,14 @@ def test_new_request_reads_disks_unless_computing_is_predicted_to_be_faster(
         first = await collect(engine_of(twin, Meter()).submit(request))
         for _ in range(1000):
             await asyncio.sleep(0)
-        assert all(len(disk) == 3 for disk in twin.disks.values())
+        assert all(len(disk) == 4 for disk in twin.disks.values())
         if token_s is not None:
             meter.measured |= {f"prefill {stage}/2": [1.0, 0.0, token_s, 0.0, 0.0] for stage in range(2)}
         meter.measured["disk"] = [1e-3, math.inf]
         engine = engine_of(with_saved(twin), meter)
         answers = await asyncio.gather(*(collect(engine.submit(request)) for _ in range(3)))
         assert [answer.token_ids for answer in answers] == [first.token_ids] * 3
-        assert engine.stats().cache.restored_tokens == (3 * BLOCK_TOKENS if way == "disk" else 0)
+        assert engine.stats().cache.restored_tokens == (len(PROMPT) - 1 if way == "disk" else 0)
         counts = {each: sum(meter.way_taken_s[each].counts) for each in WAYS}
         # Requests with the same beginning wait for one fetch, and count once.
         assert counts == {each: int(each == way) for each in WAYS}

@@ -165,8 +165,8 @@ class PrefillQueue(Generic[P]):
 _SHORT_ALONE = 320
 """Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
 _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
-"""Smallest of these chunks, their number per stage, the time of each beside its computing, and the part of the time of larger
-ones that they may take."""
+"""Smallest of these chunks, and their number per stage. Then the time of each beside its computing, and the part of one
+chunk's time that they may take."""
 
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""

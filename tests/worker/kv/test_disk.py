@@ -156,7 +156,7 @@ def test_rest_behind_the_full_blocks_continues_with_the_same_logits(tmp_path: Pa
         assert target.store.length(7) == 0
         adopt = step_pb2.Adopt(sequence=7, fetch=1, length=69, part=part, parts=parts)
         disk.adopt(target.store, adopt)
-        target.step({8: [part]})  # others go on
+        target.step({8: [part]})  # others continue
     target.store.retain(7)
     target.open(9)
     target.store.fork(7, 9, 69)

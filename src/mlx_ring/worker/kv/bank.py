@@ -196,8 +196,8 @@ class BankMemory:
 
     def _resize(self, planes: list[mx.array], position: int, part: RowPart) -> int:
         """Resize one array, so that no more than one is held twice. Return the new one's bytes."""
-        planes[position] = _resized(planes[position], 0, self._target_slots)
-        planes[position] = _resized(planes[position], 2, self._targets[part.window])
+        planes[position] = resized(planes[position], 0, self._target_slots)
+        planes[position] = resized(planes[position], 2, self._targets[part.window])
         mx.eval(planes[position])
         return planes[position].nbytes
 
@@ -213,7 +213,7 @@ class BankMemory:
             self.is_changing = True
 
 
-def _resized(plane: mx.array, axis: int, size: int) -> mx.array:
+def resized(plane: mx.array, axis: int, size: int) -> mx.array:
     """Cut off or pad with zeros along an axis."""
     present = plane.shape[axis]
     if size == present:
