@@ -479,8 +479,8 @@ def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
         CLIENT.set(client)
         twin = TwinExecutor((1,))
         await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [3])
-        for asks, restored in ((other, 0), (client, 3 * BLOCK_TOKENS)):
+        await settled(lambda: saved_blocks(twin) == [4])
+        for asks, restored in ((other, 0), (client, len(PROMPT) - 1)):
             CLIENT.set(asks)
             again = await ask(make_engine(with_disks_of(twin, 1)))
             assert again.last.cached_tokens == restored

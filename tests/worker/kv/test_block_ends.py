@@ -76,7 +76,7 @@ def ask(disk: Any, count: int, *, only_looks: bool = False) -> tuple[int, list[i
     answers: list[tuple[int, list[int]]] = []
     answered = threading.Event()
 
-    def answer(found: int, ends: Sequence[int]) -> None:
+    def answer(found: int, ends: Sequence[int], _next_tokens: int) -> None:
         answers.append((found, list(ends)))
         answered.set()
 

@@ -87,7 +87,7 @@ def fetch(disk: Any) -> int:
     answers: list[int] = []
     answered = threading.Event()
 
-    def answer(found: int, _ends: Sequence[int]) -> None:
+    def answer(found: int, _ends: Sequence[int], _next_tokens: int) -> None:
         answers.append(found)
         answered.set()
 
@@ -277,9 +277,9 @@ def test_nothing_is_saved_beyond_the_bytes_of_a_day(
         disk.settle()
         return len([*tmp_path.glob("*/*/*")])
 
-    monkeypatch.setattr("mlx_ring.worker.kv.disk.make_room", print)
+    monkeypatch.setattr("mlx_ring.worker.kv.block_writer.make_room", print)
     assert [saved(), saved()] == [2, 2]
     assert caplog.text.count("No more KV is saved today (UTC)") == 1
-    assert disk._pending_bytes == 0
+    assert disk._writer._pending_bytes == 0
     today[0] = 101
     assert saved() == 3

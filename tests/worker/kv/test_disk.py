@@ -279,7 +279,7 @@ def test_full_disk_is_a_warning_and_leaves_no_file(
         f"KV cannot be saved in {tmp_path}: No space left on device"
     ]
     assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
-    assert disk._pending_bytes == 0
+    assert disk._writer._pending_bytes == 0
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
     disk.settle()
     assert fetch(disk) == len(DIGESTS)
@@ -364,14 +364,14 @@ def test_save_gives_up_on_a_slow_disk(
 ) -> None:
     monkeypatch.setattr(block_writer, "_MOST_PENDING", 0)
     monkeypatch.setattr(block_writer, "_SLOW_S", 0.01 if may_wait else 3600.0)
-    goes_on, kind = threading.Event(), cast("Any", KvDisk)
+    goes_on, kind = threading.Event(), cast("Any", block_writer.BlockWriter)
     write = kind._write
 
-    def wait(disk: Any, *given: Any) -> None:
+    def wait(writer: Any, *given: Any) -> None:
         goes_on.wait(60)
-        write(disk, *given)
+        write(writer, *given)
 
-    monkeypatch.setattr(KvDisk, "_write", wait)
+    monkeypatch.setattr(kind, "_write", wait)
     disk = open_disk(tmp_path)
     disk.save(filled().store, step_pb2.Save(sequence=1, blocks=blocks(), may_wait=may_wait))
     assert "slow disk" in caplog.text
