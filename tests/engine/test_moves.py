@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Generator
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
-from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, make_request
+from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, kv_of, make_request
 from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
 from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_requests
 from tests.examples import examples
@@ -20,6 +22,7 @@ from mlx_ring.engine import takeover
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.takeover import move_requests
+from mlx_ring.rpc.protos import step_pb2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +56,7 @@ def rows_of(succession: Succession) -> list[tuple[int, int]]:
     drafts=st.sampled_from([0, 4]),
     kv=st.sampled_from([None, SMALL_KV]),
     cached=st.booleans(),
+    moves_kv=st.booleans(),
 )
 def test_a_move_at_any_step_changes_no_answer(
     wanted: list[Wanted],
@@ -63,12 +67,14 @@ def test_a_move_at_any_step_changes_no_answer(
     kv: RankKv | None,
     *,
     cached: bool,
+    moves_kv: bool,
 ) -> None:
     policy = make_policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts, prefix_cache=cached)
 
     async def run() -> tuple[Disturbed, Succession]:
         disturbed = Disturbed(policy, kv)
         source, target = disturbed.succession, Disturbed(policy, kv).succession
+        source.moves_kv = target.moves_kv = moves_kv
         source.load()
         target.load(tp_sizes=(1,) * stages)
         for request in wanted:
@@ -167,3 +173,84 @@ def test_request_that_does_not_fit_the_other_context_stays_until_its_end() -> No
         return source.meter.finished["length"], target.meter.finished["length"]
 
     assert asyncio.run(run()) == (1, 1)
+
+
+def adopted(succession: Succession) -> list[step_pb2.Adopt]:
+    """Return the operations that take over KV from another instance."""
+    assert succession.twin is not None
+    operations = [operation for step in succession.twin.sent for operation in step.operations]
+    return [each.adopt for each in operations if each.HasField("adopt") and each.adopt.length]
+
+
+def test_kv_moves_once_and_only_what_follows_is_computed() -> None:
+    """Move two requests with a common beginning to an instance with another cut."""
+    first = make_request(40, max_tokens=20)
+    second = replace(first, prompt_tokens=(*first.prompt_tokens[:20], *range(20)))
+
+    async def run() -> tuple[list[list[int]], Succession]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load(tp_sizes=(1, 1, 1))
+        streams = source.submit(first, second)
+        deltas = [run_to(source, streams[0], 3), [*streams[1].take()]]
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        assert await moving == 2
+        starts = [adopt.start for adopt in adopted(target)]
+        assert starts[:2] == [0, 20]
+        moved = sum(adopt.length - adopt.start for adopt in adopted(target))
+        assert engine_of(target).stats().cache.moved_tokens == moved
+        assert sum(target.meter.way_taken_s["move"].counts) == len(starts)
+        target.finish()
+        source.finish()
+        return [tokens_of([*of, *stream.take()]) for of, stream in zip(deltas, streams, strict=True)], target
+
+    tokens, target = asyncio.run(run())
+    assert tokens == [answer_of(hash_token(256), each).token_ids for each in (first, second)]
+    check_nothing_is_left(target)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("the connection broke", "because it was not moved: the connection broke"),
+        ("", "because the model has recurrent layers"),
+    ],
+)
+def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
+    problem: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = make_request(40, max_tokens=20)
+    kv = None if problem else kv_of(40, recurrent=True)
+
+    async def run() -> tuple[list[int], Succession]:
+        source, target = Succession(policy=CACHING, kv=kv), Succession(policy=CACHING, kv=kv)
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load()
+        assert target.twin is not None
+        target.twin.fails_moves = problem
+        (stream,) = source.submit(request)
+        deltas = run_to(source, stream, 3)
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        assert await moving == 1
+        assert not engine_of(target).stats().cache.moved_tokens
+        assert any(start + count >= 40 for start, count in rows_of(target))
+        target.finish()
+        source.finish()
+        assert not target.twin.has_fetched
+        return tokens_of([*deltas, *stream.take()]), target
+
+    with caplog.at_level(logging.INFO):
+        tokens, target = asyncio.run(run())
+    assert tokens == answer_of(hash_token(256), request).token_ids
+    assert reason in caplog.text
+    check_nothing_is_left(target)

@@ -6,7 +6,7 @@ the operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 
@@ -15,7 +15,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
 from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
@@ -37,7 +37,7 @@ class KvManager:
         self.budget = KvBudget(ranks)
         self._cache = PrefixCache(ranks)
         self.disk = None if self._cache.forgets else disk
-        self._enabled = prefix_cache
+        self._enabled, self.moved_tokens = prefix_cache, 0
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
         self._snapshots = count(_FIRST_SNAPSHOT)
@@ -207,10 +207,11 @@ class KvManager:
 
     def shared(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
-        if not self._enabled:
-            return 0
-        match = self._cache.find(tokens, Extents(running)).match
+        match = self.match(tokens, running)
         return 0 if match is None else match.length
+
+    def match(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> Match | None:
+        return self._cache.find(tokens, Extents(running)).match if self._enabled else None
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
@@ -355,13 +356,13 @@ class KvManager:
         self.keep_new(tokens, source.reached, partial(messages.snapshot_operations, source.id, len(tokens)))
 
     def keep_new(
-        self, tokens: tuple[int, ...], reached: int, fill: Callable[[int], list[step_pb2.CacheOperation]]
+        self, tokens: Tokens, reached: int, fill: messages.Fill, *, spare: int | None = None
     ) -> bool:
-        """Keep KV under an id of its own, as of an ended sequence; return False if there is no room or no need."""
+        """Keep KV as of an ended sequence; return False if there is no room, without `spare`, or no need."""
         entry = next(self._snapshots)
         if not tokens or self._cache.covers(tokens):
             return False
-        if not self._make_room(len(tokens), entry) or not self.budget.fits(len(tokens), entry):
+        if not self._make_room(len(tokens), entry, spare=spare) or not self.budget.fits(len(tokens), entry):
             return False
         self.budget.charge(entry, len(tokens))
         self.held.add(entry)
@@ -444,5 +445,6 @@ class KvManager:
             **cache.counts(),
             restored_tokens=0 if self.disk is None else self.disk.restored_tokens,
             saved_tokens=0 if self.disk is None else self.disk.saved_tokens,
+            moved_tokens=self.moved_tokens,
             ranks=self.budget.use(cache.kept()),
         )

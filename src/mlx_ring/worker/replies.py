@@ -267,6 +267,7 @@ class StepStream:
         prepared = worker_pb2.GrammarPrepared(id=id_, failure=failure)
         self.answers.put(worker_pb2.StepsReply(prepared=prepared))
 
-    def put_fetched(self, id_: int, blocks: int) -> None:
-        """Answer with the number of blocks that were read."""
-        self.answers.put(worker_pb2.StepsReply(fetched=worker_pb2.KvFetched(id=id_, blocks=blocks)))
+    def put_fetched(self, id_: int, blocks: int, problem: str = "") -> None:
+        """Answer with the number of blocks that were read, and why there are no more, if that is known."""
+        fetched = worker_pb2.KvFetched(id=id_, blocks=blocks, problem=problem)
+        self.answers.put(worker_pb2.StepsReply(fetched=fetched))

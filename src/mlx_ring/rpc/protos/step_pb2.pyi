@@ -121,14 +121,20 @@ class Save(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("sequence", "fetch", "length")
+    __slots__ = ("sequence", "fetch", "length", "moved", "start", "tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     fetch: int
     length: int
-    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    moved: bool
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ..., moved: _Optional[bool] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("block_tokens", "digests")

@@ -16,6 +16,7 @@ from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import JoinedStates, Layout, Plane, RowStates, read_layout
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.row_placement import Banks
+from mlx_ring.worker.tensors import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -239,10 +240,17 @@ class KVStore:
 
     def content(self, sequence: int, tokens: Range) -> list[tuple[mx.array, ...]]:
         """Return copies of all heads' content of every layer."""
-        return [
-            self.read(sequence, number, (0, row_heads(layer)), tokens) if layer.parts else ()
-            for number, layer in enumerate(self._layout.layers)
-        ]
+        return [self.layer_content(sequence, number, tokens) for number in range(len(self._layout.layers))]
+
+    def layer_content(self, sequence: int, layer: int, tokens: Range) -> tuple[mx.array, ...]:
+        """Return copies of all heads' content of a layer; none if it has no cache of its own."""
+        stored = self._layout.layers[layer]
+        return self.read(sequence, layer, (0, row_heads(stored)), tokens) if stored.parts else ()
+
+    def kinds(self, layer: int) -> list[tuple[str, int, int]]:
+        """Return type, heads and width of each array of a layer's content, after a first pass; any thread may call it."""
+        planes = row_planes(self._layout.layers[layer])
+        return [(dtype_name(plane.dtype), plane.heads, plane.width) for plane in planes]
 
     def fill(self, sequence: int, layer: int, length: int, arrays: Sequence[Any]) -> None:
         """Write the first tokens of all heads of a layer, as host arrays of what `content` returns."""
