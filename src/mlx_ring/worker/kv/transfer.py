@@ -179,7 +179,7 @@ class KvTransfers:
         with self._lock:
             while (found := self._exports.get(key)) is None and time.monotonic() < end_s and is_active():
                 self._changed.wait(_LOOK_S)
-        if found is None:
+        if found is None or found.until_s <= time.monotonic():
             raise PeerRefused("The head has not allowed to read this sequence, or no longer.")
         return found
 
