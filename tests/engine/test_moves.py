@@ -1,12 +1,16 @@
 """Requests move from one engine to another while both serve, and no answer changes."""
 
+# Predictions and objections are tested alone.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,12 +19,20 @@ from tests.default_settings import make_policy
 from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, kv_of, make_request
 from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
 from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_requests
+from tests.engine.twin import TwinExecutor
 from tests.examples import examples
 
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine import takeover
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.moved_kv import KvMoves
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Sequence as EngineSequence
+from mlx_ring.engine.sequence import make_sequence
 from mlx_ring.engine.takeover import move_requests
 from mlx_ring.rpc.protos import step_pb2
 
@@ -254,3 +266,107 @@ def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
     assert tokens == answer_of(hash_token(256), request).token_ids
     assert reason in caplog.text
     check_nothing_is_left(target)
+
+
+# ---- predictions and objections
+
+
+def moves_of(
+    cut: Sequence[int],
+    nodes: Sequence[str],
+    *,
+    kv: RankKv | None = None,
+    shares: tuple[float, ...] = (1.0,),
+    bytes_per_s: float = 0.0,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> KvMoves:
+    """Return the moves of an engine whose stages end at these layers; each machine reaches all others equally fast."""
+    ranks = [RankId(stage, rank) for stage in range(len(cut)) for rank in range(len(shares))]
+    twin = TwinExecutor([len(shares)] * len(cut), automatic=False)
+    speeds = dict.fromkeys("abcd", bytes_per_s) if bytes_per_s else {}
+    twin.kv_places = [
+        KvPlace(
+            rank,
+            LayerRange(([0, *cut])[rank.stage], cut[rank.stage]),
+            shares,
+            nodes[rank.stage],
+            lambda node, own=nodes[rank.stage]: ("unix:worker" if node == own else f"{own}:1", own),
+            speeds,
+        )
+        for rank in ranks
+    ]
+    memory = dict.fromkeys(ranks, kv or RankKv(1 << 40, 0))
+    meter = Meter()
+    scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=CACHING, kv=memory, meter=meter)
+    return KvMoves(twin, scheduler, memory, meter, clock, lambda _now: None, lambda: None)
+
+
+def sequence_of(tokens: int, *, reached: int = 0) -> EngineSequence:
+    sequence = make_sequence(1, make_request(tokens), LIMITS.within(60), 0.0)
+    sequence.scheduled, sequence.reached = tokens, reached or tokens
+    return sequence
+
+
+def test_time_of_a_move_is_that_of_the_busiest_machine_and_is_learnt() -> None:
+    now = 0.0
+    # Two ranks with 4 layers each, of 1 MB for each token and layer.
+    kv = RankKv(1 << 40, 4_000_000)
+    source = moves_of([4, 8], ["a", "b"], kv=kv, bytes_per_s=1e8)
+    target = moves_of([2, 7, 8], ["c", "d", "b"], kv=kv, clock=lambda: now)
+
+    def predict_s() -> float:
+        return target._predict_s(source, 50)
+
+    # d reads 2 layers from a and 3 from b; b also reads one layer within the machine, which is ten times as fast.
+    assert predict_s() == pytest.approx(0.02 + 50 * 5e6 / 1e8)
+    for _ in range(20):
+        target._measure(source, 50, 0.02 + 2 * 2.5)
+    assert predict_s() == pytest.approx(0.02 + 2 * 2.5, rel=1e-3)
+    now = 601.0
+    assert predict_s() == pytest.approx(0.02 + 2.5)
+    assert moves_of([8], ["d"], kv=kv)._predict_s(target, 0) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reached", "reason"),
+    [
+        ({"kv": RankKv(1, 1, recurrent=True)}, {}, 0, "the model has recurrent layers"),
+        ({"kv": RankKv(1, 1, slack=8, exact_length=40)}, {}, 41, "sliding layers have dropped tokens"),
+        ({"kv": RankKv(1, 1, slack=8, exact_length=40)}, {}, 40, ""),
+        ({"shares": (1.0, 1.0)}, {}, 0, "ranks have other shares of the heads there"),
+        ({"shares": (1.0, 1.0)}, {"shares": (2.0, 1.0)}, 0, "ranks have other shares of the heads there"),
+        ({"shares": (2.0, 1.0)}, {"shares": (2.0, 1.0)}, 0, ""),
+    ],
+)
+def test_kv_that_cannot_move_is_named(
+    source: dict[str, Any], target: dict[str, Any], reached: int, reason: str
+) -> None:
+    ours, theirs = moves_of([8], ["a"], **target), moves_of([4, 8], ["a", "b"], **source)
+    assert ours._objection(theirs, sequence_of(40, reached=reached)) == reason
+
+
+def test_slow_link_lets_tokens_be_computed_and_the_choice_is_recorded() -> None:
+    kv = RankKv(1 << 40, 4_000_000)
+    source = moves_of([8], ["a"], kv=kv, bytes_per_s=1e3)
+    target = moves_of([8], ["b"], kv=kv)
+    target._meter.measured["prefill 0/1"] = [1.0, 0.0, 0.001, 0.0, 0.0]
+    moved = asyncio.run(target.bring(source, sequence_of(40)))
+    assert moved.tokens == 0
+    assert moved.back is not None
+    assert (moved.back.way, moved.back.seconds) == ("recompute", pytest.approx(0.04))
+
+
+def test_each_rank_reads_from_the_ranks_that_have_its_layers_and_heads() -> None:
+    source = moves_of([5, 8], ["a", "b"], shares=(2.0, 1.0))
+    target = moves_of([2, 7, 8], ["a", "c", "b"], shares=(2.0, 1.0))
+    found = [
+        (each.stage, each.rank, each.address, each.first_layer, each.end_layer)
+        for each in target._sources(source, "key")
+    ]
+    expected = [
+        (0, "unix:worker", 0, 2),
+        (1, "a:1", 2, 5),
+        (1, "b:1", 5, 7),
+        (2, "unix:worker", 7, 8),
+    ]
+    assert sorted(found) == sorted((stage, rank, *rest) for stage, *rest in expected for rank in (0, 1))

@@ -35,13 +35,14 @@ _FIRST_FETCH = 1 << 50
 """First id of these fetches, far from those of disks."""
 _LOCAL_BYTES_PER_S, _REMOTE_BYTES_PER_S = 1e9, 1e8
 """Assumed throughput within a machine, and of a link between machines that was not measured."""
-_SETUP_S = 0.02
-"""Time to open connections and to bring what came into place."""
-_SPEED, _WEIGHT, _LEAST_MEASURED = "move", 0.5, 4 << 20
-"""Name of the measurement, the factor by which moves take longer than links promise; the weight of the newest one; and
-the bytes from which one counts: fewer ones mostly take the time of the connections."""
-_LEAST_WITHIN_S, _WITHIN = 10.0, 4.0
-"""Time after which a move has failed: at least so many seconds, and so many times the predicted time."""
+_ASSUMED = (1.0, 0.02)
+"""Factor by which moves take longer than links promise, and seconds for connections and waits, until they are measured."""
+_SPEED, _WEIGHT, _FORGET_S = "move", 0.5, 600.0
+"""Name of the measurement, the weight of the newest one, and the seconds after which slow ones are forgotten."""
+_LARGE_BYTES = 4 << 20
+"""Size from which a move measures the factor. The time of a smaller one is mostly that of connections and waits."""
+_LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 600.0, 4.0
+"""Time after which a move has failed: so many seconds at least and at most, and so many times the predicted time."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
 _LOOK_S = 0.25
@@ -135,7 +136,7 @@ class KvMoves:
         back = ways.begin(chosen.way, move_s if chosen is move else compute_s, self.clock())
         if chosen is not move:
             return Moved(0, back)
-        began, within_s = self.clock(), max(_LEAST_WITHIN_S, _WITHIN * move_s)
+        began, within_s = self.clock(), min(max(_LEAST_WITHIN_S, _WITHIN * move_s), _MOST_WITHIN_S)
         key = secrets.token_hex(16)
         source.export(key, sequence.id, length, {place.node for place in self.places}, within_s)
         try:
@@ -288,18 +289,28 @@ class KvMoves:
                 seconds[end] += of_pair_s
         return max(seconds.values(), default=0.0), nbytes
 
+    def _measured(self, source: KvMoves) -> tuple[float, float]:
+        """Return the factor and the seconds by which times are predicted."""
+        known = self._meter.measured.get(_SPEED) or source._meter.measured.get(_SPEED)
+        if known is None:
+            return _ASSUMED
+        factor, setup_s, measured_at = known
+        if self.clock() - measured_at > _FORGET_S:
+            return min(factor, _ASSUMED[0]), min(setup_s, _ASSUMED[1])
+        return factor, setup_s
+
     def _predict_s(self, source: KvMoves, tokens: int) -> float:
-        measured = self._meter.measured.get(_SPEED) or source._meter.measured.get(_SPEED) or [1.0]
-        return _SETUP_S + measured[0] * self._link_s(source, tokens)[0]
+        factor, setup_s = self._measured(source)
+        return setup_s + factor * self._link_s(source, tokens)[0]
 
     def _measure(self, source: KvMoves, tokens: int, taken_s: float) -> None:
-        """Learn from a move how much slower than links moves are."""
-        link_s, nbytes = self._link_s(source, tokens)
-        if nbytes < _LEAST_MEASURED or link_s <= 0.0:
-            return
-        factor = max(0.0, taken_s - _SETUP_S) / link_s
-        before = self._meter.measured.get(_SPEED, [factor])[0]
-        self._meter.measured[_SPEED] = [before + _WEIGHT * (factor - before)]
+        """Learn from the time of a move."""
+        (link_s, nbytes), (factor, setup_s) = self._link_s(source, tokens), self._measured(source)
+        if nbytes < _LARGE_BYTES:
+            setup_s += _WEIGHT * (max(0.0, taken_s - factor * link_s) - setup_s)
+        else:
+            factor += _WEIGHT * (max(0.0, taken_s - setup_s) / link_s - factor)
+        self._meter.measured[_SPEED] = [factor, setup_s, self.clock()]
 
 
 def _common(one: KvPlace, other: KvPlace) -> range:

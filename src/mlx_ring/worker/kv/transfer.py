@@ -101,6 +101,8 @@ class KvTransfers:
         self._exports: dict[str, _Export] = {}
         self._readers = 0
         self._fetches: dict[int, _Fetch] = {}
+        self._channels: dict[tuple[str, str], grpc.Channel] = {}
+        """Channels by address and node."""
         self._threads: ThreadPoolExecutor | None = None
 
     def attach(self, kv: KVStore, assignment: worker_pb2.StageAssignment) -> None:
@@ -115,6 +117,7 @@ class KvTransfers:
             fetches = [*self._fetches]
         for id_ in fetches:
             self._drop(id_, "all sequences were freed")
+        self._close_others(())
 
     # ---- serve
 
@@ -223,6 +226,7 @@ class KvTransfers:
         """Read this rank's layers from others in the background, and answer once all are there, or one is not."""
         sources = [each for each in wanted.sources if (each.stage, each.rank) == self._place]
         fetch = _Fetch(wanted.start, wanted.end, answer, len(sources))
+        self._close_others(sources)
         with self._lock:
             self._fetches[wanted.id] = fetch
             if self._threads is None:
@@ -266,30 +270,42 @@ class KvTransfers:
                 fetch.answer(1, "")
 
     def _read_all(self, wanted: worker_pb2.FetchKv, source: worker_pb2.KvSource, fetch: _Fetch) -> None:
-        name = node_name(source.node) if source.node else ""
-        channel = open_channel(source.address, self._trust, name, more=keep_alive())
-        try:
-            request = worker_pb2.ReadKvRequest(
-                key=source.key,
-                model_digest=self._model_digest,
-                first_layer=source.first_layer,
-                end_layer=source.end_layer,
-                start=wanted.start,
-                end=wanted.end,
-            )
-            call = READ_KV.unary_stream(channel)(request, timeout=wanted.within_s or None)
-            with self._lock:
-                fetch.calls.append(call.cancel)
-                is_over = fetch.is_answered
-            if is_over:
-                call.cancel()
-            at = wanted.start
-            for frame in call:
-                at = self._file(frame, source, fetch, at)
-            if at != wanted.end:
-                raise ProtocolError(f"it ended at token {at} of {wanted.end}")
-        finally:
-            channel.close()
+        request = worker_pb2.ReadKvRequest(
+            key=source.key,
+            model_digest=self._model_digest,
+            first_layer=source.first_layer,
+            end_layer=source.end_layer,
+            start=wanted.start,
+            end=wanted.end,
+        )
+        channel = self._channel(source.address, source.node)
+        call = READ_KV.unary_stream(channel)(request, timeout=wanted.within_s or None)
+        with self._lock:
+            fetch.calls.append(call.cancel)
+            is_over = fetch.is_answered
+        if is_over:
+            call.cancel()
+        at = wanted.start
+        for frame in call:
+            at = self._file(frame, source, fetch, at)
+        if at != wanted.end:
+            raise ProtocolError(f"it ended at token {at} of {wanted.end}")
+
+    def _channel(self, address: str, node: str) -> grpc.Channel:
+        """Return the channel to a worker. It stays open for the next fetches."""
+        with self._lock:
+            if (address, node) not in self._channels:
+                name = node_name(node) if node else ""
+                self._channels[address, node] = open_channel(address, self._trust, name, more=keep_alive())
+            return self._channels[address, node]
+
+    def _close_others(self, sources: Sequence[worker_pb2.KvSource]) -> None:
+        """Close the channels to workers of earlier instances, unless some are still read."""
+        used = {(each.address, each.node) for each in sources}
+        with self._lock:
+            if all(fetch.is_answered for fetch in self._fetches.values()):
+                for other in self._channels.keys() - used:
+                    self._channels.pop(other).close()
 
     def _file(self, frame: Frame, source: worker_pb2.KvSource, fetch: _Fetch, at: int) -> int:
         """Check a part, and keep it; return the end of its tokens."""
