@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,19 @@ def shortened(stage: Stage) -> Read:
     return read
 
 
-def break_off() -> None:
-    raise OSError("the process has ended")
+def broken(stage: Stage) -> Read:
+    def break_off() -> None:
+        raise OSError("the process has ended")
+
+    return read_twice(stage, break_off)
+
+
+def ended(stage: Stage) -> Read:
+    return read_twice(stage, partial(stage.export, "elsewhere"))
+
+
+def freed(stage: Stage) -> Read:
+    return read_twice(stage, partial(stage.jobs.put, partial(stage.store.free, 7)))
 
 
 @pytest.mark.parametrize(
@@ -210,14 +222,9 @@ def break_off() -> None:
         (2, {"kv_bits": 8}, None, "layer 0 is uint32 .* there, float32 "),
         (2, {}, damaged, "the checksum of tokens .* is wrong"),
         (2, {}, shortened, r"bytes came for \d+"),
-        (
-            2,
-            {},
-            lambda stage: read_twice(stage, break_off),
-            "connection to another worker of this machine broke",
-        ),
-        (2, {}, lambda stage: read_twice(stage, lambda: stage.export("other")), "no longer allows to read"),
-        (2, {}, lambda stage: read_twice(stage, lambda: stage.store.free(7)), "Sequence 7 is not open here"),
+        (2, {}, broken, "connection to another worker of this machine broke"),
+        (2, {}, ended, "no longer allows to read"),
+        (2, {}, freed, "Sequence 7 is not open here"),
         (1, {}, None, r"the sources have layers \[0\], tokens \[0, 70\)"),
     ],
     ids=["type", "bits", "damaged", "shortened", "broken", "ended", "freed", "missing layer"],
@@ -244,7 +251,7 @@ def test_reader_keeps_nothing_and_answers_why(
 
 
 def refusal(stage: Stage, caller: str = "", **request: Any) -> str:
-    wanted = {"key": KEY, "model_digest": "demo", "end_layer": 2, "end": LENGTH} | request
+    wanted: dict[str, Any] = {"key": KEY, "model_digest": "demo", "end_layer": 2, "end": LENGTH} | request
     (frame,) = stage.transfers.read(worker_pb2.ReadKvRequest(**wanted), caller, lambda: True)
     return frame.header.kv.failure.message
 
@@ -268,7 +275,7 @@ def test_only_who_knows_the_key_reads_and_only_what_was_allowed() -> None:
 
 def test_exports_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(transfer.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr("mlx_ring.worker.kv.transfer.time.monotonic", lambda: now_s)
     stage = Stage(0, 2)
     stage.export("mini-1")
     now_s = 161.0
