@@ -240,11 +240,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Per second.",
             ),
             Panel(
-                "KV on disk",
+                "KV on disk and from other workers",
                 "short",
                 (
                     (per_second("kv_disk_restored_tokens", "model_name"), f"{MODEL} restored tokens"),
                     (per_second("kv_disk_saved_tokens", "model_name"), f"{MODEL} saved tokens"),
+                    (per_second("kv_moved_tokens", "model_name"), f"{MODEL} tokens moved between workers"),
                 ),
                 "Per second.",
             ),

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes
+from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes, place_at
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import RankId
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
@@ -72,6 +73,25 @@ def test_each_stage_knows_its_neighbouring_nodes() -> None:
     asyncio.run(deploy([first, first, second], assignments, make_hello(), lambda _progress: None))
     neighbours = [(one.previous_node, one.next_node, one.first_node) for one in (*here.loaded, *there.loaded)]
     assert neighbours == [("b", "", ""), ("", "b", ""), ("a", "", "a")]
+
+
+@pytest.mark.parametrize(
+    ("node", "port", "reached"),
+    [
+        ("a", 7000, ("unix:/run/worker", "")),
+        ("b", 7000, ("host-for-b:7000", "a")),
+        ("c", 7000, ("host:7000", "a")),
+        ("b", 0, ("", "a")),
+    ],
+)
+def test_worker_is_reached_by_its_socket_on_its_machine_and_by_its_port_elsewhere(
+    node: str, port: int, reached: tuple[str, str]
+) -> None:
+    hosts = {"": "host", "b": "host-for-b"}
+    site = Site("a", cast("AgentLink", None), is_local=True, hosts=hosts, source=Source(""))
+    place = place_at(RankId(1, 0), "unix:/run/worker", port, site)
+    assert (place.node, place.address) == ("", "unix:/run/worker")
+    assert place.reached_from(node, site) == reached
 
 
 def test_stages_linked_by_a_collective_get_all_addresses() -> None:

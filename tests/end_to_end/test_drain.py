@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.end_to_end.loopback_cluster import end_head_members, joining_head, running_head
 from tests.eventually import eventually
+from tests.faults.injection import Stopped, stopping_at_steps
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, client_of
 
@@ -69,6 +74,11 @@ def expected(server: Server, tokens: int = TOKENS) -> list[str]:
     return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
 
 
+def moved_tokens(server: Server) -> int:
+    """Return the tokens whose KV came from the workers of another instance."""
+    return server.http.get("/cache/stats").raise_for_status().json()["prefix_cache"]["moved_tokens"]
+
+
 def nodes_in_use(server: Server) -> set[str]:
     return {device["node"] for device in server.status()["devices"]}
 
@@ -95,31 +105,97 @@ def three_machines(folder: Path, *flags: str) -> Generator[tuple[Server, Sequenc
         yield stack.enter_context(running_head("demo", 3, folder, port, *flags, on_line=read)), joined
 
 
-@pytest.fixture(scope="module")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
-    with three_machines(tmp_path_factory.mktemp("cluster"), *FLAGS) as running:
-        yield running
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Three machines, whose workers can be stopped at a step."""
+
+    server: Server
+    joined: Sequence[subprocess.Popen[str]]
+    folder: Path
+    hook: Path
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs" / "head.log").read_text()
+
+    def stop_worker(self, texts: Sequence[str]) -> tuple[Stopped, Streams, psutil.Process]:
+        """Start streams, and stop the first stage's worker when the one with the longest prompt is in its answer."""
+        first = self.server.status()["instances"][0]["stages"][0]
+        stopped = Stopped(self.hook, first["pid"])
+        longest = self.server.http.post("/v1/completions", json=body_of(STREAMS - 1, 1)).json()["usage"]
+        stopped.set(longest["prompt_tokens"], longest["prompt_tokens"] + 20)
+        assert len(texts) == STREAMS
+        streams = Streams(self.server)
+        stopped.wait()
+        return stopped, streams, psutil.Process(first["pid"])
+
+    def wait_for_the_move(self) -> None:
+        """Wait until another instance serves beside the first one, to which requests move at once."""
+
+        def ready() -> int:
+            return [each["state"] for each in self.server.status()["instances"]].count("ready")
+
+        eventually(ready, lambda count: count == 2)
+        self.server.status()
 
 
 @pytest.fixture(scope="module")
-def texts(cluster: tuple[Server, Sequence[subprocess.Popen[str]]]) -> list[str]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Generator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    with (
+        stopping_at_steps() as hook,
+        three_machines(folder, *FLAGS, "--step-deadline-s", "0") as (server, joined),
+    ):
+        yield Cluster(server, joined, folder, hook)
+
+
+@pytest.fixture(scope="module")
+def texts(cluster: Cluster) -> list[str]:
     """Return the texts of undisturbed answers: before the first drain, one after the other."""
-    return expected(cluster[0])
+    return expected(cluster.server)
 
 
-def test_drained_machine_has_no_layers_and_no_answer_changes(
-    cluster: tuple[Server, Sequence[subprocess.Popen[str]]], texts: list[str]
-) -> None:
-    server, _ = cluster
-    (other, *_) = [node["id"] for node in nodes(server) if not node["is_head"]]
-    assert other in nodes_in_use(server)
-    streams = Streams(server)
-    drained = server.http.post("/cluster/drain", json={"node": other}, timeout=120)
+def other_node(server: Server) -> str:
+    """Return a machine with layers that is not the head's."""
+    return next(
+        node["id"] for node in nodes(server) if not node["is_head"] and node["id"] in nodes_in_use(server)
+    )
+
+
+def test_worker_that_dies_while_its_kv_moves_changes_no_answer(cluster: Cluster, texts: list[str]) -> None:
+    """Kill a worker from which others wait to read KV. No earlier move lets tokens be computed instead."""
+    server = cluster.server
+    other = other_node(server)
+    stopped, streams, worker = cluster.stop_worker(texts)
+    with ThreadPoolExecutor(1) as pool:
+        draining = pool.submit(server.http.post, "/cluster/drain", json={"node": other}, timeout=120)
+        cluster.wait_for_the_move()
+        worker.kill()
+        stopped.close()
+        assert streams.finish() == texts
+        assert draining.result().status_code == 200
+    assert other not in nodes_in_use(server)
+    assert re.search("KV of .* is computed again, because it was not moved: ", cluster.log)
+    assert expected(server) == texts
+    assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
+
+
+def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, texts: list[str]) -> None:
+    server = cluster.server
+    other = other_node(server)
+    stopped, streams, _ = cluster.stop_worker(texts)
+    with ThreadPoolExecutor(1) as pool:
+        draining = pool.submit(server.http.post, "/cluster/drain", json={"node": other}, timeout=120)
+        cluster.wait_for_the_move()
+        stopped.close()
+        drained = draining.result()
     assert drained.status_code == 200, drained.text
     (moved,) = drained.json()["moved"]
     assert (moved["model"], moved["way"], moved["why"]) == ("demo", "beside", None)
+    assert moved["requests"] >= 1
+    # Over TLS, and within a machine.
+    assert moved_tokens(server) > 0
+    assert re.search(r"Ways back of \S+: move \(1\), predicted .* took .* recompute: ", cluster.log)
     assert other not in nodes_in_use(server)
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["drained"]
     assert streams.finish() == texts
@@ -128,11 +204,17 @@ def test_drained_machine_has_no_layers_and_no_answer_changes(
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["attending"]
 
 
-def test_machine_that_ends_hands_over_its_layers_first(
-    cluster: tuple[Server, Sequence[subprocess.Popen[str]]], texts: list[str]
-) -> None:
-    server, joined = cluster
-    used = nodes_in_use(server)
+def losses(server: Server) -> float:
+    """Return the number of instances that were lost."""
+    lines = server.http.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("mlx_ring_instance_losses_total{")]
+    assert found
+    return sum(float(line.split()[-1]) for line in found)
+
+
+def test_machine_that_ends_hands_over_its_layers_first(cluster: Cluster, texts: list[str]) -> None:
+    server, joined = cluster.server, cluster.joined
+    used, before = nodes_in_use(server), losses(server)
     streams = Streams(server)
     # Whichever machine has layers, and is not the head's.
     for process in joined:
@@ -141,10 +223,7 @@ def test_machine_that_ends_hands_over_its_layers_first(
         if nodes_in_use(server) != used:
             break
     assert streams.finish() == texts
-    metrics = server.http.get("/metrics").text
-    losses = [line for line in metrics.splitlines() if line.startswith("mlx_ring_instance_losses_total{")]
-    assert losses
-    assert all(line.endswith(" 0.0") for line in losses)
+    assert losses(server) == before
     eventually(lambda: server.http.get("/health").status_code, lambda code: code == 200)
 
 

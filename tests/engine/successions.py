@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import count, pairwise
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
 from tests.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, hash_token
@@ -13,7 +13,7 @@ from tests.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, ha
 from mlx_ring.core.engine_stats import Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
@@ -60,6 +60,8 @@ class Succession:
         self._ended = list[StepTotals]()
         """Totals of lost engines."""
         self._epoch = 0
+        self.moves_kv = False
+        """True if KV moves from and to its instances."""
         self._compiled = set[tuple[RankId, int]]()
         """Grammars that ranks of the instance have compiled, by id."""
 
@@ -79,6 +81,8 @@ class Succession:
         self._compiled = set[tuple[RankId, int]]()
         if kept is not None and self.before is not None:
             twin.keep(self.before, kept_message(kept.values()))
+        if self.moves_kv:
+            twin.place_kv(cut_evenly(len(tp_sizes)))
         self.twin, self.before = twin, None
         self.engine = Engine(
             self.twin,
@@ -194,6 +198,12 @@ class Succession:
         assert self.twin is not None
         while self.proceed(0):
             pass
+
+
+def cut_evenly(stages: int, layers: int = 12) -> list[LayerRange]:
+    """Return the layers of each stage."""
+    ends = [layers * stage // stages for stage in range(stages + 1)]
+    return [LayerRange(*each) for each in pairwise(ends)]
 
 
 def tokens_of(deltas: Sequence[Delta]) -> list[int]:

@@ -1,25 +1,40 @@
 """Requests move from one engine to another while both serve, and no answer changes."""
 
+# Predictions and objections are tested alone.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
-from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, make_request
+from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_token, kv_of, make_request
 from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
 from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_requests
+from tests.engine.twin import TwinExecutor
 from tests.examples import examples
 
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine import takeover
 from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.moved_kv import KvMoves
+from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Sequence as EngineSequence
+from mlx_ring.engine.sequence import make_sequence
 from mlx_ring.engine.takeover import move_requests
+from mlx_ring.rpc.protos import step_pb2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +68,7 @@ def rows_of(succession: Succession) -> list[tuple[int, int]]:
     drafts=st.sampled_from([0, 4]),
     kv=st.sampled_from([None, SMALL_KV]),
     cached=st.booleans(),
+    moves_kv=st.booleans(),
 )
 def test_a_move_at_any_step_changes_no_answer(
     wanted: list[Wanted],
@@ -63,12 +79,14 @@ def test_a_move_at_any_step_changes_no_answer(
     kv: RankKv | None,
     *,
     cached: bool,
+    moves_kv: bool,
 ) -> None:
     policy = make_policy(max_num_seqs=3, prefill_chunk=8, num_speculative_tokens=drafts, prefix_cache=cached)
 
     async def run() -> tuple[Disturbed, Succession]:
         disturbed = Disturbed(policy, kv)
         source, target = disturbed.succession, Disturbed(policy, kv).succession
+        source.moves_kv = target.moves_kv = moves_kv
         source.load()
         target.load(tp_sizes=(1,) * stages)
         for request in wanted:
@@ -167,3 +185,188 @@ def test_request_that_does_not_fit_the_other_context_stays_until_its_end() -> No
         return source.meter.finished["length"], target.meter.finished["length"]
 
     assert asyncio.run(run()) == (1, 1)
+
+
+def adopted(succession: Succession) -> list[step_pb2.Adopt]:
+    """Return the operations that take over KV from another instance."""
+    assert succession.twin is not None
+    operations = [operation for step in succession.twin.sent for operation in step.operations]
+    return [each.adopt for each in operations if each.HasField("adopt") and each.adopt.length]
+
+
+def test_kv_moves_once_and_only_what_follows_is_computed() -> None:
+    """Move two requests with a common beginning to an instance with another cut."""
+    first = make_request(40, max_tokens=20)
+    second = replace(first, prompt_tokens=(*first.prompt_tokens[:20], *range(20)))
+
+    async def run() -> tuple[list[list[int]], Succession]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load(tp_sizes=(1, 1, 1))
+        streams = source.submit(first, second)
+        deltas = [run_to(source, streams[0], 3), [*streams[1].take()]]
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        assert await moving == 2
+        starts = [adopt.start for adopt in adopted(target)]
+        assert starts[:2] == [0, 20]
+        moved = sum(adopt.length - adopt.start for adopt in adopted(target))
+        assert engine_of(target).stats().cache.moved_tokens == moved
+        assert sum(target.meter.way_taken_s["move"].counts) == len(starts)
+        target.finish()
+        source.finish()
+        return [tokens_of([*of, *stream.take()]) for of, stream in zip(deltas, streams, strict=True)], target
+
+    tokens, target = asyncio.run(run())
+    assert tokens == [answer_of(hash_token(256), each).token_ids for each in (first, second)]
+    check_nothing_is_left(target)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("the connection broke", "because it was not moved: the connection broke"),
+        ("", "because the model has recurrent layers"),
+    ],
+)
+def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
+    problem: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = make_request(40, max_tokens=20)
+    kv = None if problem else kv_of(40, recurrent=True)
+
+    async def run() -> tuple[list[int], Succession]:
+        source, target = Succession(policy=CACHING, kv=kv), Succession(policy=CACHING, kv=kv)
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load()
+        assert target.twin is not None
+        target.twin.fails_moves = problem
+        (stream,) = source.submit(request)
+        deltas = run_to(source, stream, 3)
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        assert await moving == 1
+        assert not engine_of(target).stats().cache.moved_tokens
+        assert any(start + count >= 40 for start, count in rows_of(target))
+        target.finish()
+        source.finish()
+        assert not target.twin.has_fetched
+        return tokens_of([*deltas, *stream.take()]), target
+
+    with caplog.at_level(logging.INFO):
+        tokens, target = asyncio.run(run())
+    assert tokens == answer_of(hash_token(256), request).token_ids
+    assert reason in caplog.text
+    check_nothing_is_left(target)
+
+
+# ---- predictions and objections
+
+
+def moves_of(
+    cut: Sequence[int],
+    nodes: Sequence[str],
+    *,
+    kv: RankKv | None = None,
+    shares: tuple[float, ...] = (1.0,),
+    bytes_per_s: float = 0.0,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> KvMoves:
+    """Return the moves of an engine whose stages end at these layers; each machine reaches all others equally fast."""
+    ranks = [RankId(stage, rank) for stage in range(len(cut)) for rank in range(len(shares))]
+    twin = TwinExecutor([len(shares)] * len(cut), automatic=False)
+    speeds = dict.fromkeys("abcd", bytes_per_s) if bytes_per_s else {}
+    twin.kv_places = [
+        KvPlace(
+            rank,
+            LayerRange(([0, *cut])[rank.stage], cut[rank.stage]),
+            shares,
+            nodes[rank.stage],
+            lambda node, own=nodes[rank.stage]: ("unix:worker" if node == own else f"{own}:1", own),
+            speeds,
+        )
+        for rank in ranks
+    ]
+    memory = dict.fromkeys(ranks, kv or RankKv(1 << 40, 0))
+    meter = Meter()
+    scheduler = Scheduler(ranks, instance="demo", epoch=1, policy=CACHING, kv=memory, meter=meter)
+    return KvMoves(twin, scheduler, memory, meter, clock, lambda _now: None, lambda: None)
+
+
+def sequence_of(tokens: int, *, reached: int = 0) -> EngineSequence:
+    sequence = make_sequence(1, make_request(tokens), LIMITS.within(60), 0.0)
+    sequence.scheduled, sequence.reached = tokens, reached or tokens
+    return sequence
+
+
+def test_time_of_a_move_is_that_of_the_busiest_machine_and_is_learnt() -> None:
+    now = 0.0
+    # Two ranks with 4 layers each, of 1 MB for each token and layer.
+    kv = RankKv(1 << 40, 4_000_000)
+    source = moves_of([4, 8], ["a", "b"], kv=kv, bytes_per_s=1e8)
+    target = moves_of([2, 7, 8], ["c", "d", "b"], kv=kv, clock=lambda: now)
+
+    def predict_s() -> float:
+        return target._predict_s(source, 50)
+
+    # d reads 2 layers from a and 3 from b; b also reads one layer within the machine, which is ten times as fast.
+    assert predict_s() == pytest.approx(0.02 + 50 * 5e6 / 1e8)
+    for _ in range(20):
+        target._measure(source, 50, 0.02 + 2 * 2.5)
+    assert predict_s() == pytest.approx(0.02 + 2 * 2.5, rel=1e-3)
+    now = 601.0
+    assert predict_s() == pytest.approx(0.02 + 2.5)
+    assert moves_of([8], ["d"], kv=kv)._predict_s(target, 0) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reached", "reason"),
+    [
+        ({"kv": RankKv(1, 1, recurrent=True)}, {}, 0, "the model has recurrent layers"),
+        ({"kv": RankKv(1, 1, slack=8, exact_length=40)}, {}, 41, "sliding layers have dropped tokens"),
+        ({"kv": RankKv(1, 1, slack=8, exact_length=40)}, {}, 40, ""),
+        ({"shares": (1.0, 1.0)}, {}, 0, "ranks have other shares of the heads there"),
+        ({"shares": (1.0, 1.0)}, {"shares": (2.0, 1.0)}, 0, "ranks have other shares of the heads there"),
+        ({"shares": (2.0, 1.0)}, {"shares": (2.0, 1.0)}, 0, ""),
+    ],
+)
+def test_kv_that_cannot_move_is_named(
+    source: dict[str, Any], target: dict[str, Any], reached: int, reason: str
+) -> None:
+    ours, theirs = moves_of([8], ["a"], **target), moves_of([4, 8], ["a", "b"], **source)
+    assert ours._objection(theirs, sequence_of(40, reached=reached)) == reason
+
+
+def test_slow_link_lets_tokens_be_computed_and_the_choice_is_recorded() -> None:
+    kv = RankKv(1 << 40, 4_000_000)
+    source = moves_of([8], ["a"], kv=kv, bytes_per_s=1e3)
+    target = moves_of([8], ["b"], kv=kv)
+    target._meter.measured["prefill 0/1"] = [1.0, 0.0, 0.001, 0.0, 0.0]
+    moved = asyncio.run(target.bring(source, sequence_of(40)))
+    assert moved.tokens == 0
+    assert moved.back is not None
+    assert (moved.back.way, moved.back.seconds) == ("recompute", pytest.approx(0.04))
+
+
+def test_each_rank_reads_from_the_ranks_that_have_its_layers_and_heads() -> None:
+    source = moves_of([5, 8], ["a", "b"], shares=(2.0, 1.0))
+    target = moves_of([2, 7, 8], ["a", "c", "b"], shares=(2.0, 1.0))
+    found = [
+        (each.stage, each.rank, each.address, each.first_layer, each.end_layer)
+        for each in target._sources(source, "key")
+    ]
+    expected = [
+        (0, "unix:worker", 0, 2),
+        (1, "a:1", 2, 5),
+        (1, "b:1", 5, 7),
+        (2, "unix:worker", 7, 8),
+    ]
+    assert sorted(found) == sorted((stage, rank, *rest) for stage, *rest in expected for rank in (0, 1))

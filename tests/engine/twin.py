@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,8 +22,8 @@ from itertools import takewhile
 import numpy as np
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.executor import Listener, sampling_ranks
+from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.engine.executor import KvPlace, Listener, sampling_ranks
 from mlx_ring.engine.prefix_cache import shared_length
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
@@ -88,6 +88,8 @@ class _Rank:
     listed: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
     """Tokens of listed blocks by their place."""
     fetched: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
+    moved: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
+    """Tokens that were fetched from another twin."""
 
     def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
         for operation in operations:
@@ -136,7 +138,21 @@ class _Rank:
                 self.disk.setdefault(digest, tokens[number * size : number * size + own])
         self.listed.update({listed.place: self.disk[listed.digest] for listed in save.listed})
 
+    def _append(self, adopt: step_pb2.Adopt) -> None:
+        moved = self.moved.pop(adopt.fetch, [])
+        if adopt.length:
+            held = self.find(adopt.sequence)
+            if (len(held.tokens), adopt.length) != (adopt.start, adopt.start + len(moved)):
+                raise ProtocolError(f"Sequence {adopt.sequence} cannot be appended to.")
+            if moved != list(adopt.tokens):
+                raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
+            held.tokens += moved
+            held.reached = max(held.reached, adopt.length)
+
     def _adopt(self, adopt: step_pb2.Adopt) -> None:
+        if adopt.moved:
+            self._append(adopt)
+            return
         is_last = adopt.part + 1 >= adopt.parts
         fetched = self.fetched.pop(adopt.fetch, []) if is_last else self.fetched.get(adopt.fetch, [])
         if adopt.length:
@@ -224,6 +240,10 @@ class _Rank:
         return KV_BYTES_PER_TOKEN * (running + retained)
 
 
+_EXPORTS: dict[str, tuple[TwinExecutor, worker_pb2.ExportKv, int]] = {}
+"""Sequences that other twins may read, by key, each with the number of steps that were sent before."""
+
+
 class TwinExecutor:
     """Executor with in-process ranks; `tp_sizes` gives the number of ranks of each stage.
 
@@ -279,6 +299,9 @@ class TwinExecutor:
         """KV limits set by `limit_kv`."""
         self.owners: set[bytes] = set()
         """Owners whose KV stays on disks; empty: all."""
+        self.kv_places: Sequence[KvPlace] = ()
+        self.fails_moves = ""
+        """Reason why the ranks fail to fetch KV from another twin; empty if they do not."""
         self.sent: list[step_pb2.Step] = []
         """All sent steps, in order."""
 
@@ -304,7 +327,61 @@ class TwinExecutor:
     def drop_grammar(self, id_: int) -> None:
         del self.grammars[id_]
 
+    def place_kv(self, layers: Sequence[LayerRange]) -> None:
+        """Let KV move from and to the ranks; `layers` has each stage's layers."""
+        sizes = Counter(rank.stage for rank in self._ranks)
+        self.kv_places = [
+            KvPlace(
+                rank,
+                layers[rank.stage],
+                (1.0,) * sizes[rank.stage],
+                f"node-{rank.stage}",
+                lambda _node, rank=rank: (f"{rank.stage}/{rank.rank}", ""),
+            )
+            for rank in self._ranks
+        ]
+
+    def export_kv(self, export: worker_pb2.ExportKv) -> None:
+        if export.sequence:
+            _EXPORTS[export.key] = (self, export, len(self.sent))
+        else:
+            _EXPORTS.pop(export.key, None)
+
+    def _report_moved(self, rank: _Rank, wanted: worker_pb2.FetchKv) -> None:
+        """Report that a rank has the tokens of all its sources, once these have executed the steps before."""
+        problem, sources = (
+            self.fails_moves,
+            [each for each in wanted.sources if (each.stage, each.rank) == rank.id],
+        )
+        found: list[list[int]] = []
+        for each in () if problem else sources:
+            if each.key not in _EXPORTS:
+                problem = "the export has ended"
+                break
+            source, export, steps = _EXPORTS[each.key]
+            place = source._ranks[RankId(*map(int, each.address.split("/")))]
+            if place.executed < steps and source._listener is not None:
+                asyncio.get_running_loop().call_soon(self._report_moved, rank, wanted)
+                return
+            held = place.held.get(export.sequence)
+            found.append([] if held is None else held.tokens[wanted.start : wanted.end])
+        if not problem and any(len(tokens) != wanted.end - wanted.start for tokens in found):
+            problem = "the sequence has ended"
+        if not problem:
+            layers = [layer for each in sources for layer in range(each.first_layer, each.end_layer)]
+            own = next(place.layers for place in self.kv_places if place.rank == rank.id)
+            assert sorted(layers) == [*range(own.start, own.end)]
+            assert all(tokens == found[0] for tokens in found)
+            rank.moved[wanted.id] = found[0]
+        if self._listener is not None:
+            fetched = worker_pb2.KvFetched(id=wanted.id, blocks=int(not problem), problem=problem)
+            self._listener.fetched(rank.id, fetched)
+
     def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        if wanted.sources:
+            for rank in self._ranks.values():
+                asyncio.get_running_loop().call_soon(self._report_moved, rank, wanted)
+            return
         self.owners |= set(wanted.owners)
         for rank in self._ranks.values():
             asyncio.get_running_loop().call_soon(self._report_fetched, rank, wanted)
@@ -341,7 +418,7 @@ class TwinExecutor:
     @property
     def has_fetched(self) -> bool:
         """True if a rank keeps what it has read."""
-        return any(rank.fetched for rank in self._ranks.values())
+        return any(rank.fetched or rank.moved for rank in self._ranks.values())
 
     def report_prepared(self, rank: RankId, id_: int, failure: step_pb2.Failure | None = None) -> None:
         """Report that a rank has compiled a grammar, or that it failed."""

@@ -103,6 +103,16 @@ class WorkerPlace:
     node: str
     """Node whose certificate answers; empty on this machine."""
     address: str
+    own_address: str = ""
+    """Address for its own machine."""
+    port: int = 0
+    """Port for other machines; 0: none."""
+
+    def reached_from(self, node: str, site: Site) -> tuple[str, str]:
+        """Return its address for workers of a node, and the node whose certificate answers there; no node on its own."""
+        if node == site.node:
+            return self.own_address, ""
+        return (address_of(site.host_for(node), self.port) if self.port else ""), site.node
 
 
 async def deploy(
@@ -283,9 +293,13 @@ def _reached_from(site: Site, worker: agent_pb2.StartedWorker, other: Site) -> t
 
 def place_for_head(worker: agent_pb2.StartedWorker, site: Site) -> WorkerPlace:
     """Return the address at which the head reaches a worker."""
-    if site.is_local:
-        return WorkerPlace(worker.stage, worker.rank, "", worker.address)
-    return WorkerPlace(worker.stage, worker.rank, site.node, address_of(site.host_for(""), worker.port))
+    return place_at(RankId(worker.stage, worker.rank), worker.address, worker.port, site)
+
+
+def place_at(rank: RankId, own_address: str, port: int, site: Site) -> WorkerPlace:
+    """Return the address at which the head reaches a worker, given its address on its machine, and its port."""
+    node, address = ("", own_address) if site.is_local else (site.node, address_of(site.host_for(""), port))
+    return WorkerPlace(*rank, node, address, own_address, port)
 
 
 async def close_sites(sites: Iterable[Site]) -> None:

@@ -133,6 +133,8 @@ class CacheStats:
     """Tokens whose KV came from the ranks' disks."""
     saved_tokens: int
     """Tokens whose KV the ranks were asked to save."""
+    moved_tokens: int
+    """Tokens whose KV came from the workers of another instance."""
     ranks: Mapping[RankId, RankKvUse]
     """Empty if KV memory has no limits."""
 
@@ -222,6 +224,7 @@ class StepTotals:
     cache_evictions: int
     cache_restored_tokens: int
     cache_saved_tokens: int
+    cache_moved_tokens: int
     resume_redrawn: int
     """Tokens that were delivered before a loss, and drawn again after it."""
     resume_disagreements: int

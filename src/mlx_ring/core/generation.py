@@ -378,7 +378,7 @@ class WaysBack:
             record: receives each way that was taken, with the predicted and the taken seconds.
             about: text for the end of the line, as other ways and their predictions.
         """
-        self._what, self._record, self._about = what, record, about
+        self.what, self._record, self._about = what, record, about
         self._begun = 0
         self._arrived: dict[Way, list[tuple[float | None, float]]] = {}
 
@@ -395,7 +395,7 @@ class WaysBack:
             self._arrived.setdefault(back.way, []).append((back.seconds, taken_s))
         if not self._begun and self._arrived:
             parts = [_describe_way(way, times) for way, times in self._arrived.items()]
-            log.info("Ways back of %s: %s%s", self._what, "; ".join(parts), self._about)
+            log.info("Ways back of %s: %s%s", self.what, "; ".join(parts), self._about)
             self._arrived = {}
 
 

@@ -22,6 +22,7 @@ from mlx_ring.engine.executor import Executor, GrammarRequests
 from mlx_ring.engine.in_flight import Predict, Unanswered
 from mlx_ring.engine.kv_budget import RankKv, log_new_context
 from mlx_ring.engine.live_request import Hold, LiveRequest
+from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv
 from mlx_ring.engine.scheduler import Scheduler
@@ -75,12 +76,9 @@ class Engine:
             kept: KV that ranks kept of interrupted requests. The first call of `take_over` brings them, and empties it.
         """
         self._meter = Meter() if meter is None else meter
-        self._tracer = tracer
-        self._kept = {} if kept is None else kept
-        self._on_lost, self._hold = on_lost, hold
-        self._executor, self._vocabulary = executor, vocabulary
-        self._instance = instance
-        self.policy = policy
+        self._tracer, self._kept = tracer, {} if kept is None else kept
+        self._executor, self._vocabulary, self._on_lost = executor, vocabulary, on_lost
+        self._instance, self.policy, self._hold = instance, policy, hold
         self._clock, self._began = clock, clock()
         self._scheduler = Scheduler(
             executor.ranks,
@@ -91,14 +89,16 @@ class Engine:
             predict=predict,
             meter=self._meter,
         )
+        self.moves = KvMoves(
+            executor, self._scheduler, kv, self._meter, clock, self._send_steps, lambda: self._ended
+        )
         self._grammars = GrammarRequests(executor, self._scheduler.suspects, self._settle)
         self._model_limits = limits
         self._wanted_kv: Mapping[RankId, int] = {}
         """Limits set while the engine serves; a long sequence in progress may delay them."""
         self._limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, LiveRequest] = {}
-        self._sequence_ids = count(1)
-        self._is_paused = False
+        self._sequence_ids, self._is_paused = count(1), False
         self._ended: RingError | None = None
         """Reason why the engine no longer answers."""
         self._prompt_tokens = self._generated_tokens = 0
@@ -166,7 +166,8 @@ class Engine:
         self._grammars.answered(rank, prepared)
 
     def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
-        if self._ended is None and self._scheduler.ways.fetched(rank, fetched, now := self._clock()):
+        now, is_over = self._clock(), self.moves.fetched(rank, fetched) or self._ended is not None
+        if not is_over and self._scheduler.ways.fetched(rank, fetched, now):
             self._send_steps(now)
 
     def _settle(self, settled: Settled) -> None:

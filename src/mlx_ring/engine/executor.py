@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled, Suspects
 from mlx_ring.engine.sequence import Sequence as EngineSequence
 from mlx_ring.rpc.channels import keep_alive, open_aio_channel
@@ -61,6 +61,11 @@ class Executor(Protocol):
         """Every rank of every stage, in order of stage and rank."""
         ...
 
+    @property
+    def kv_places(self) -> Sequence[KvPlace]:
+        """Places of the ranks' KV, by which it moves to other instances; empty if it does not."""
+        ...
+
     def set_listener(self, listener: Listener) -> None:
         """Set the receiver, once and before the first step."""
         ...
@@ -78,7 +83,11 @@ class Executor(Protocol):
         ...
 
     def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
-        """Make every rank read KV from its machine's disk while steps continue."""
+        """Make every rank read KV, from its machine's disk or from other workers, while steps continue."""
+        ...
+
+    def export_kv(self, export: worker_pb2.ExportKv) -> None:
+        """Let other workers read a sequence's KV on every rank, once the steps before have been executed."""
         ...
 
     def send(self, step: step_pb2.Step) -> None:
@@ -145,6 +154,21 @@ class RankAddress:
     """Node whose certificate answers there; empty on this machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvPlace:
+    """KV of one rank, and the ways to its worker."""
+
+    rank: RankId
+    layers: LayerRange
+    shares: tuple[float, ...]
+    """Shares of all ranks of its stage."""
+    node: str
+    address_from: Callable[[str], tuple[str, str]]
+    """Function that returns the worker's address for workers of a node, and the owner of the certificate there."""
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Measured throughput to other nodes."""
+
+
 @dataclass(slots=True)
 class _RankStream:
     """Stream to one rank: messages to write, and the tasks that write and read."""
@@ -164,6 +188,7 @@ class GrpcExecutor:
 
     def __init__(self, streams: Sequence[_RankStream]) -> None:
         self._streams = streams
+        self.kv_places: Sequence[KvPlace] = ()
         self._listener: Listener | None = None
         self._lost: RingError | None = None
 
@@ -237,6 +262,9 @@ class GrpcExecutor:
 
     def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
         self._send_to_all(worker_pb2.StepsRequest(fetch=wanted))
+
+    def export_kv(self, export: worker_pb2.ExportKv) -> None:
+        self._send_to_all(worker_pb2.StepsRequest(export=export))
 
     def send(self, step: step_pb2.Step) -> None:
         self._send_to_all(worker_pb2.StepsRequest(step=step))

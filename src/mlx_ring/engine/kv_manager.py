@@ -36,7 +36,7 @@ class KvManager:
         self.budget = KvBudget(ranks)
         self._cache = PrefixCache(ranks)
         self.disk = disk
-        self._enabled = prefix_cache
+        self._enabled, self.moved_tokens = prefix_cache, 0
         self._operations: list[step_pb2.CacheOperation] = []
         self._next_step = 1
         self._snapshots = count(_FIRST_SNAPSHOT)
@@ -207,10 +207,11 @@ class KvManager:
 
     def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
-        if not self._enabled:
-            return 0
-        match = self._cache.find(tokens, Extents(running)).match
+        match = self.match(tokens, running)
         return 0 if match is None else match.length
+
+    def match(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> Match | None:
+        return self._cache.find(tokens, Extents(running)).match if self._enabled else None
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
@@ -363,11 +364,11 @@ class KvManager:
                 # The sequence may not be kept at its end, when it has moved beyond its known tokens.
                 self.disk.keep(entry, tokens, source.prompt_length, source.owner)
 
-    def begin_entry(self, tokens: Tokens) -> int | None:
-        """Reserve room for KV under an id of its own, and return that; None if there is no room or no need."""
+    def begin_entry(self, tokens: Tokens, *, spare: int | None = None) -> int | None:
+        """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
         is_new = bool(tokens) and not self._cache.covers(tokens)
-        if not (is_new and self._make_room(length, entry) and self.budget.fits(length, entry)):
+        if not (is_new and self._make_room(length, entry, spare=spare) and self.budget.fits(length, entry)):
             return None
         self.budget.charge(entry, length)
         self.held.add(entry)
@@ -450,5 +451,6 @@ class KvManager:
             **cache.counts(),
             restored_tokens=0 if self.disk is None else self.disk.restored_tokens,
             saved_tokens=0 if self.disk is None else self.disk.saved_tokens,
+            moved_tokens=self.moved_tokens,
             ranks=self.budget.use(cache.kept()),
         )

@@ -86,9 +86,34 @@ def restore_operations(
         yield retain_operation(entry)
 
 
-def drop_operation(fetch: int) -> step_pb2.CacheOperation:
-    """Make the operation that forgets fetched KV."""
-    return step_pb2.CacheOperation(adopt=step_pb2.Adopt(fetch=fetch))
+def moved_operations(
+    fetch: int, tokens: tuple[int, ...], start: int, source: int | None, entry: int
+) -> list[step_pb2.CacheOperation]:
+    """Make the operations that keep KV from other workers under an id of its own, behind the first tokens of a sequence.
+
+    Args:
+        fetch: the fetch of the tokens after the first `start`.
+        tokens: all tokens.
+        start: number of the first tokens, which are forked.
+        source: sequence from which they are forked.
+        entry: the new id.
+    """
+    opened = step_pb2.Open(sequence=entry, prompt_length=len(tokens), max_length=len(tokens))
+    adopt = step_pb2.Adopt(
+        sequence=entry, fetch=fetch, start=start, length=len(tokens), moved=True, tokens=tokens[start:]
+    )
+    forks = [fork_operation(source, entry, start, take=False)] if start and source is not None else []
+    return [
+        step_pb2.CacheOperation(open=opened),
+        *forks,
+        step_pb2.CacheOperation(adopt=adopt),
+        retain_operation(entry),
+    ]
+
+
+def drop_operation(fetch: int, *, moved: bool = False) -> step_pb2.CacheOperation:
+    """Make the operation that forgets fetched KV, of a disk or from other workers."""
+    return step_pb2.CacheOperation(adopt=step_pb2.Adopt(fetch=fetch, moved=moved))
 
 
 def prefill_row(sequence: Sequence, end: int) -> step_pb2.Row:

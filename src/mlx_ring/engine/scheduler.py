@@ -51,13 +51,13 @@ class Scheduler:
         self._sampler = RankId(self._stages - 1, 0)
         self._instance = instance
         self._epoch = epoch
-        self._policy = policy
+        self._policy = self.policy = policy
         self._waiting: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
+        self._running = self.running = dict[int, Sequence]()
         self.suspects = Suspects(self._waiting, self._running)
         saves = policy.kv_disk is not None and policy.prefix_cache
         disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners) if saves else None
-        self._kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
+        self._kv = self.kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
         self.disk = self._kv.disk
         speed = PrefillSpeed(self._stages, meter.measured, predict_chunk_by(predict))
         self.ways = Ways(speed, self._kv, self.disk, self._running, self._waiting, meter.record_way)
@@ -433,6 +433,7 @@ class Scheduler:
             cache_evictions=cache.evictions,
             cache_restored_tokens=cache.restored_tokens,
             cache_saved_tokens=cache.saved_tokens,
+            cache_moved_tokens=cache.moved_tokens,
             **self._resumptions.totals(),
         )
 

@@ -24,6 +24,7 @@ from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import FinishReason, RankId, SamplingParams, TokenLogprob
 from mlx_ring.engine.admission import check_places, choose_to_shed, shed_error
 from mlx_ring.engine.live_request import Home, LiveRequest
+from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.engine.sequence import Limits, make_sequence
@@ -223,6 +224,11 @@ class Source(Protocol):
     """Engine whose requests move to another one."""
 
     @property
+    def moves(self) -> KvMoves:
+        """Moves of its KV."""
+        ...
+
+    @property
     def lives(self) -> list[LiveRequest]:
         """Requests that run or wait, the oldest first."""
         ...
@@ -256,6 +262,11 @@ class Target(Protocol):
     @property
     def context_length(self) -> int: ...
 
+    @property
+    def moves(self) -> KvMoves:
+        """Moves of its KV."""
+        ...
+
     def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
         """Compute the KV of tokens, and keep it for a request that is about to be taken over."""
         ...
@@ -281,7 +292,7 @@ async def move_requests(source: Source, target: Target) -> int:
     def movable() -> list[LiveRequest]:
         return [live for live, home in homes.items() if _stays(live, home) and _fits(live, target)]
 
-    await _warm_up(movable, target)
+    await _warm_up(movable, source, target)
     try:
         # Tokens of steps in flight would be lost, and computed again.
         source.pause()
@@ -302,8 +313,11 @@ async def move_requests(source: Source, target: Target) -> int:
     return len(moved)
 
 
-async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], target: Target) -> None:
-    """Let an engine compute the known tokens of requests, again and again, until they are only a few ahead of it."""
+async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], source: Source, target: Target) -> None:
+    """Bring the KV of requests' known tokens to an engine, again and again, until they are only a few ahead of it.
+
+    It moves from the source's workers, or is computed.
+    """
     warmed: dict[LiveRequest, int] = {}
 
     def ahead(live: LiveRequest) -> int:
@@ -317,18 +331,29 @@ async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], target: Target)
             return
         before = total
         for live in late:
-            if live not in movable():
-                continue
-            known = tuple(live.sequence.tokens)
-            try:
-                async with target.warm_up(known) as warming:
-                    async for _ in warming:
-                        pass
-            except RingError:
-                # Without it, the request only pauses for longer.
-                if target.error is not None:
-                    raise
-            warmed[live] = len(known)
+            if live in movable():
+                warmed[live] = await _bring(live, movable, source, target)
+
+
+async def _bring(
+    live: LiveRequest, movable: Callable[[], Sequence[LiveRequest]], source: Source, target: Target
+) -> int:
+    """Move the KV of a request's known tokens to an engine, or let it compute them; return their number."""
+    moved = await target.moves.bring(source.moves, live.sequence)
+    if moved.tokens or live not in movable():
+        return moved.tokens
+    known = tuple(live.sequence.tokens)
+    try:
+        async with target.warm_up(known) as warming:
+            async for _ in warming:
+                pass
+    except RingError:
+        # Without it, the request only pauses for longer.
+        if target.error is not None:
+            raise
+    if moved.back is not None:
+        moved.back.arrive(target.moves.clock())
+    return len(known)
 
 
 def _fits(live: LiveRequest, target: Target) -> bool:

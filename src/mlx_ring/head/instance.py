@@ -43,7 +43,7 @@ from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import assign_all, predict_by
+from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.head.step_down import blame_join, groups_of
 from mlx_ring.rpc.hello import make_hello
@@ -191,10 +191,7 @@ class Instance:
         if not (is_quick := self._is_beside or self._service.recoveries.status is not None):
             cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, _collect).cancel)
         places = epoch.loaded or await self._deploy(assignments, hello)
-        addresses = [
-            RankAddress(RankId(place.stage, place.rank), place.address, place.node) for place in places
-        ]
-        executor = await self._unless_lost(self._connect(cleanup, addresses, hello))
+        executor = await self._unless_lost(self._connect(cleanup, places, hello))
         await self.watch.begin()
         first_report = self.watch.first_report
         await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -217,11 +214,13 @@ class Instance:
             raise self.loss
 
     async def _connect(
-        self, cleanup: contextlib.AsyncExitStack, addresses: Sequence[RankAddress], hello: hello_pb2.Hello
+        self, cleanup: contextlib.AsyncExitStack, places: Sequence[WorkerPlace], hello: hello_pb2.Hello
     ) -> GrpcExecutor:
         """Connect with all workers, until the cleanup, which also follows a loss at the same moment."""
         timeout_s = 10.0 if self._epoch.loaded else 30.0
+        addresses = [RankAddress(RankId(each.stage, each.rank), each.address, each.node) for each in places]
         executor = await GrpcExecutor.connect(addresses, hello, trust=self._epoch.trust, timeout_s=timeout_s)
+        executor.kv_places = kv_places(self._epoch.placement.ranges, self._epoch.placement.ranks, places)
         cleanup.push_async_callback(executor.close)
         return executor
 

@@ -12,11 +12,12 @@ from functools import partial
 from mlx_ring.cluster.adoption import Adoptable, find_adoptable, highest_epoch, next_head, present_epoch
 from mlx_ring.cluster.agent_link import STOP_WAIT_S
 from mlx_ring.cluster.control import Control
-from mlx_ring.cluster.deployment import Site, WorkerPlace, address_of, close_sites
+from mlx_ring.cluster.deployment import Site, close_sites, place_at
 from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.membership import Event, Joined, Membership
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.folders import authority_folder, state_folder
+from mlx_ring.core.types import RankId
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances
@@ -153,11 +154,7 @@ class LeftWorkers:
         by_node = {site.node: site for site in sites}
         log.info("Adopting the loaded workers of %s", found.instance)
         places = [
-            WorkerPlace(state.stage, state.rank, "", state.address)
-            if by_node[node].is_local
-            else WorkerPlace(
-                state.stage, state.rank, node, address_of(by_node[node].host_for(""), state.status.port)
-            )
+            place_at(RankId(state.stage, state.rank), state.address, state.status.port, by_node[node])
             for node, state in found.workers
         ]
         own = tuple(by_node[node] for node, _ in found.workers)

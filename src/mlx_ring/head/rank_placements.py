@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 
-from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, group_routes, route_between
+from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, WorkerPlace, group_routes, route_between
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import ModelUnsupported, PlanError
-from mlx_ring.core.types import CpuWeights, LayerRange
+from mlx_ring.core.types import CpuWeights, LayerRange, RankId
+from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.in_flight import Predict, StepSize
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
@@ -53,6 +55,27 @@ def place_ranks(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tup
     """Place ranks on sites, stage after stage."""
     places = iter(sites)
     return tuple(tuple(RankPlacement(next(places), share) for share in stage) for stage in shares)
+
+
+def kv_places(
+    ranges: Sequence[LayerRange], ranks: Sequence[Stage], places: Iterable[WorkerPlace]
+) -> list[KvPlace]:
+    """Return the places of the ranks' KV, by which it moves to other instances."""
+    found: list[KvPlace] = []
+    for place in places:
+        stage = ranks[place.stage]
+        site = stage[place.rank].site
+        found.append(
+            KvPlace(
+                RankId(place.stage, place.rank),
+                ranges[place.stage],
+                tuple(placed.share for placed in stage),
+                site.node,
+                partial(place.reached_from, site=site),
+                site.bytes_per_s,
+            )
+        )
+    return found
 
 
 def place_as_planned(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:

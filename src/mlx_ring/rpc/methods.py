@@ -112,6 +112,15 @@ LINK: Method[Frame, worker_pb2.FrameAccepted] = Method(
     worker_pb2.FrameAccepted.SerializeToString,
     worker_pb2.FrameAccepted.FromString,
 )
+READ_KV: Method[worker_pb2.ReadKvRequest, Frame] = Method(
+    WORKER_SERVICE,
+    "ReadKv",
+    "unary_stream",
+    worker_pb2.ReadKvRequest.SerializeToString,
+    worker_pb2.ReadKvRequest.FromString,
+    encode_frame,
+    receive_frame,
+)
 
 ATTEND = _method(
     CLUSTER_SERVICE, "Attend", "stream_stream", cluster_pb2.AttendRequest, cluster_pb2.AttendReply

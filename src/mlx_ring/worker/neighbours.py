@@ -175,7 +175,7 @@ class Neighbours:
         The limit is that of the load: when it passes, the caller is ended.
         """
         if not self._assigned.is_set():
-            caller = _caller(context)
+            caller = caller_node(context)
             with self._lock:
                 waiting = self._early_callers
                 if waiting[caller] >= _MOST_EARLY_CALLERS or waiting.total() >= _MOST_EARLY_CALLERS_OF_ALL:
@@ -192,7 +192,7 @@ class Neighbours:
         return self._inbox
 
 
-def _caller(context: grpc.ServicerContext) -> str:
+def caller_node(context: grpc.ServicerContext) -> str:
     """Return the node of the caller's certificate; empty for this machine, where callers show none."""
     return "" if is_local(context) else peer_of_call(context).node
 
@@ -205,7 +205,7 @@ def _check_caller(context: grpc.ServicerContext, greeted_as: str, expected: str)
     Raises:
         PeerRefused: the certificate belongs to another node.
     """
-    caller = _caller(context)
+    caller = caller_node(context)
     if caller and caller != greeted_as:
         raise PeerRefused(f"{caller} greeted as {greeted_as}.")
     if caller != expected:

@@ -267,10 +267,15 @@ class StepStream:
         prepared = worker_pb2.GrammarPrepared(id=id_, failure=failure)
         self.answers.put(worker_pb2.StepsReply(prepared=prepared))
 
-    def put_fetched(self, id_: int, blocks: int, ends: Sequence[int] = (), next_tokens: int = 0) -> None:
+    def put_fetched(
+        self, id_: int, blocks: int, ends: Sequence[int] = (), next_tokens: int = 0, problem: str = ""
+    ) -> None:
         """Answer with the number of blocks that were read, or counted, and of tokens of the listed one after them.
 
-        `ends` are the numbers of blocks after which a sequence can continue, if not after each one.
+        `ends` are the numbers of blocks after which a sequence can continue, if not after each one. `problem` is the
+        reason why there are no more, if that is known.
         """
-        fetched = worker_pb2.KvFetched(id=id_, blocks=blocks, ends=ends, next_tokens=next_tokens)
+        fetched = worker_pb2.KvFetched(
+            id=id_, blocks=blocks, ends=ends, next_tokens=next_tokens, problem=problem
+        )
         self.answers.put(worker_pb2.StepsReply(fetched=fetched))

@@ -38,6 +38,7 @@ from mlx_ring.worker.tensor import Group
 
 if TYPE_CHECKING:
     from mlx_ring.worker.kv.disk import KvDisk  # it imports NumPy
+    from mlx_ring.worker.kv.transfer import KvTransfers
 
 
 class StageRunner:
@@ -89,6 +90,10 @@ class StageRunner:
         self.last_step = 0
         self.kv_bytes = 0
         """Bytes of KV held after the last answered step; other threads may read it."""
+
+    def use_transfers(self, transfers: KvTransfers) -> None:
+        """Adopt keys and values from other workers."""
+        self._sequences.transfers = transfers
 
     @property
     def num_sequences(self) -> int:

@@ -23,6 +23,7 @@ from mlx_ring.worker.sampler import Parameters, SamplerRow
 
 if TYPE_CHECKING:
     from mlx_ring.worker.kv.disk import KvDisk  # it imports NumPy
+    from mlx_ring.worker.kv.transfer import KvTransfers
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class SequenceTable:
         """Start without sequences; `grammars` is only for the stage that draws, and `disk` only where KV is saved."""
         self._kv = kv
         self._disk = disk
+        self.transfers: KvTransfers | None = None
+        """Keys and values from other workers."""
         self._vocabulary = vocabulary
         self._grammars = grammars
         self._open: dict[int, OpenSequence] = {}
@@ -229,10 +232,22 @@ class SequenceTable:
                 log.warning("The KV of sequence %d is not saved: %s", save.sequence, error)
 
     def _adopt(self, adopt: step_pb2.Adopt) -> None:
-        if self._disk is not None:
+        if adopt.moved:
+            self._append(adopt)
+        elif self._disk is not None:
             self._disk.adopt(self._kv, adopt)
         elif adopt.length:
             raise StepFailed("This rank reads no KV from a disk.")
+
+    def _append(self, adopt: step_pb2.Adopt) -> None:
+        """Append KV from other workers to a sequence, or forget what was fetched."""
+        if self.transfers is None:
+            raise StepFailed("This rank has fetched no KV from other workers.")
+        if not adopt.length:
+            self.transfers.forget(adopt.fetch)
+            return
+        self.transfers.adopt(self._kv, adopt)
+        self.feed(self[adopt.sequence], adopt.start, adopt.tokens)
 
     def _free(self, sequence: int) -> None:
         if self._refused.pop(sequence, None) is None:
@@ -250,6 +265,8 @@ class SequenceTable:
         self._refused.clear()
         if self._disk is not None:
             self._disk.reset()
+        if self.transfers is not None:
+            self.transfers.reset()
         if not kept:
             self._kv.reset()
             return

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -26,34 +25,23 @@ from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.links import OPENING_LIMIT_S, Inbox, Opening
-from mlx_ring.rpc.methods import LINK, LOAD, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
+from mlx_ring.rpc.methods import LINK, LOAD, READ_KV, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
 from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import group_use
-from mlx_ring.worker.neighbours import Neighbours, PeerAccess, first_message
+from mlx_ring.worker.kv.transfer import KvTransfers
+from mlx_ring.worker.neighbours import Neighbours, PeerAccess, caller_node, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.replies import StepStream
 from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.stage import BuiltStage, DiskSettings, OpenedLinks, build_stage
+from mlx_ring.worker.stage import BuiltStage, OpenedLinks, WorkerIdentity, build_stage
 from mlx_ring.worker.step import Halt, monotonic_us
 
 log = logging.getLogger(__name__)
 _SAVE_AT_END_S = 2.0
 """Longest time for which a worker that ends still writes KV to its disk."""
 _ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Identity of this worker, for greetings and status, and where it saves KV."""
-
-    node: str
-    stage: int
-    rank: int
-    blas: str
-    kernels: str = ""
-    disk: DiskSettings | None = None
 
 
 class WorkerServer:
@@ -68,6 +56,7 @@ class WorkerServer:
         self._built: BuiltStage | None = None
         self._request: worker_pb2.LoadRequest | None = None
         self._neighbours = Neighbours(self.hello, self._report_loss)
+        self._transfers = KvTransfers(self._between_steps, self._access.trust)
         self._opening = Opening()
         """Links that were opened last after the load."""
         self._stopping = False
@@ -87,7 +76,7 @@ class WorkerServer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         calls = (LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (RELINK, self.relink)
-        return service_handler(WORKER_SERVICE, (*calls, (STATUS, self.status)))
+        return service_handler(WORKER_SERVICE, (*calls, (READ_KV, self.read_kv), (STATUS, self.status)))
 
     def compute(self) -> None:
         """Run jobs in the calling thread until `stop`."""
@@ -182,6 +171,8 @@ class WorkerServer:
                 loss_recorder=self._neighbours.loss_recorder,
                 disk_settings=self._identity.disk,
             )
+            self._transfers.attach(built.store, request.assignment)
+            built.runner.use_transfers(self._transfers)
             self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
             self._phase = "ready"
@@ -254,6 +245,8 @@ class WorkerServer:
                         self._jobs.put(partial(self._limit_kv, stream, request.kv_limit))
                     case "fetch":
                         self._fetch(stream, request.fetch)
+                    case "export":
+                        self._jobs.put(partial(self._transfers.export, request.export))
                     case "prepare":
                         self._prepare(stream, request.prepare)
                     case "drop_grammar":
@@ -270,11 +263,29 @@ class WorkerServer:
             self._runner.limit_kv(limit_bytes)
 
     def _fetch(self, stream: StepStream, wanted: worker_pb2.FetchKv) -> None:
-        """Read saved KV while steps run."""
-        if self._built is None or self._built.disk is None or stream is not self._stream:
+        """Read saved KV, or that of other workers, while steps run."""
+        if wanted.sources and stream is self._stream:
+            self._transfers.fetch(
+                wanted, lambda blocks, problem: stream.put_fetched(wanted.id, blocks, problem=problem)
+            )
+        elif self._built is None or self._built.disk is None or stream is not self._stream:
             stream.put_fetched(wanted.id, 0)
         else:
             self._built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        """Let the compute thread do work once no step is under way."""
+
+        def finish_first() -> None:
+            if self._runner is not None:
+                self._answer(self._runner.finish())
+            work()
+
+        self._jobs.put(finish_first)
+
+    def read_kv(self, request: worker_pb2.ReadKvRequest, context: grpc.ServicerContext) -> Iterator[Frame]:
+        """Send KV to a worker of another instance that the head has named."""
+        return self._transfers.read(request, caller_node(context), context.is_active)
 
     def _prepare(self, stream: StepStream, wanted: worker_pb2.PrepareGrammar) -> None:
         """Compile a grammar while steps run."""

@@ -73,6 +73,7 @@ class BuiltStage:
     """Compiler that any thread may ask for grammars; the runner uses them by id."""
     open_links: Callable[[worker_pb2.StageAssignment, hello_pb2.Hello, Opening], OpenedLinks]
     """Function that opens links to other neighbours, in any thread, for an assignment with this worker's greeting."""
+    store: KVStore
     disk: KvDisk | None = None
     """Saved KV, which any thread may fetch; None if none is saved here."""
 
@@ -200,7 +201,7 @@ def build_stage(
     _run_passes(model, kv, _WARM_UP_ROWS)
 
     return BuiltStage(
-        runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links, disk
+        runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links, kv, disk
     )
 
 
@@ -210,6 +211,18 @@ class DiskSettings:
 
     folder: Path
     limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Identity of this worker, for greetings and status, and where it saves KV."""
+
+    node: str
+    stage: int
+    rank: int
+    blas: str
+    kernels: str = ""
+    disk: DiskSettings | None = None
 
 
 def open_disk(

@@ -127,6 +127,11 @@ _COUNTS = (
         "cache_saved_tokens",
         "Tokens whose KV the machines were asked to save on their disks.",
     ),
+    (
+        "kv_moved_tokens",
+        "cache_moved_tokens",
+        "Tokens whose KV came from the workers of another instance, when requests moved.",
+    ),
     ("num_preemptions", "preemptions", "Number of preemptions; a preempted request is computed again."),
     ("spec_decode_num_drafts", "drafts", "Times that draft tokens were proposed."),
     ("spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens that were proposed."),

@@ -30,6 +30,8 @@ class PrefixCache(JsonObject):
     restored_tokens: NotRequired[int]
     """Tokens whose KV came from the machines' disks, with `--kv-disk`."""
     saved_tokens: NotRequired[int]
+    moved_tokens: NotRequired[int]
+    """Tokens whose KV came from the workers of another instance, when requests moved."""
 
 
 class Speculation(JsonObject):
@@ -126,6 +128,7 @@ def _prefix_cache(caches: Sequence[CacheStats]) -> PrefixCache:
         "evictions": sum(cache.evictions for cache in caches),
         "restored_tokens": sum(cache.restored_tokens for cache in caches),
         "saved_tokens": sum(cache.saved_tokens for cache in caches),
+        "moved_tokens": sum(cache.moved_tokens for cache in caches),
     }
 
 

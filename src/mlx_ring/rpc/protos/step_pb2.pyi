@@ -127,18 +127,24 @@ class Save(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., first: _Optional[int] = ..., most: _Optional[int] = ..., may_wait: _Optional[bool] = ..., end: _Optional[bool] = ..., listed: _Optional[_Iterable[_Union[ListedBlock, _Mapping]]] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("sequence", "fetch", "length", "part", "parts")
+    __slots__ = ("sequence", "fetch", "length", "moved", "start", "tokens", "part", "parts")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     fetch: int
     length: int
+    moved: bool
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
     part: int
     parts: int
-    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., fetch: _Optional[int] = ..., length: _Optional[int] = ..., moved: _Optional[bool] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("block_tokens", "digests", "last_tokens")

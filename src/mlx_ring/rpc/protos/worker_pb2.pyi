@@ -177,20 +177,22 @@ class RelinkReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., begun_step: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar", "fetch")
+    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar", "fetch", "export")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KV_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     DROP_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     step: _step_pb2.Step
     kv_limit: int
     prepare: PrepareGrammar
     drop_grammar: int
     fetch: FetchKv
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ..., fetch: _Optional[_Union[FetchKv, _Mapping]] = ...) -> None: ...
+    export: ExportKv
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ..., fetch: _Optional[_Union[FetchKv, _Mapping]] = ..., export: _Optional[_Union[ExportKv, _Mapping]] = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("hello", "done", "failure", "prepared", "fetched")
@@ -207,30 +209,110 @@ class StepsReply(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ..., fetched: _Optional[_Union[KvFetched, _Mapping]] = ...) -> None: ...
 
 class FetchKv(_message.Message):
-    __slots__ = ("id", "blocks", "only_looks", "owners", "next")
+    __slots__ = ("id", "blocks", "only_looks", "owners", "sources", "start", "end", "within_s", "next")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: _step_pb2.KvBlocks
     only_looks: bool
     owners: _containers.RepeatedScalarFieldContainer[bytes]
+    sources: _containers.RepeatedCompositeFieldContainer[KvSource]
+    start: int
+    end: int
+    within_s: float
     next: _step_pb2.ListedBlock
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., sources: _Optional[_Iterable[_Union[KvSource, _Mapping]]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., within_s: _Optional[float] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("stage", "rank", "address", "node", "first_layer", "end_layer", "key")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    END_LAYER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    rank: int
+    address: str
+    node: str
+    first_layer: int
+    end_layer: int
+    key: str
+    def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
 
 class KvFetched(_message.Message):
-    __slots__ = ("id", "blocks", "ends", "next_tokens")
+    __slots__ = ("id", "blocks", "ends", "problem", "next_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: int
     ends: _containers.RepeatedScalarFieldContainer[int]
+    problem: str
     next_tokens: int
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., next_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ..., next_tokens: _Optional[int] = ...) -> None: ...
+
+class ExportKv(_message.Message):
+    __slots__ = ("key", "sequence", "length", "within_s", "nodes")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    sequence: int
+    length: int
+    within_s: float
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., sequence: _Optional[int] = ..., length: _Optional[int] = ..., within_s: _Optional[float] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReadKvRequest(_message.Message):
+    __slots__ = ("key", "model_digest", "first_layer", "end_layer", "start", "end")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    END_LAYER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    model_digest: str
+    first_layer: int
+    end_layer: int
+    start: int
+    end: int
+    def __init__(self, key: _Optional[str] = ..., model_digest: _Optional[str] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class KvPart(_message.Message):
+    __slots__ = ("start", "end", "arrays", "checksum", "failure")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    arrays: _containers.RepeatedCompositeFieldContainer[KvArray]
+    checksum: int
+    failure: _step_pb2.Failure
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[KvArray, _Mapping]]] = ..., checksum: _Optional[int] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class KvArray(_message.Message):
+    __slots__ = ("dtype", "shape")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrepareGrammar(_message.Message):
     __slots__ = ("id", "grammar")
@@ -249,14 +331,16 @@ class GrammarPrepared(_message.Message):
     def __init__(self, id: _Optional[int] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class FrameHeader(_message.Message):
-    __slots__ = ("hello", "activation", "tombstone")
+    __slots__ = ("hello", "activation", "tombstone", "kv")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONE_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     activation: Activation
     tombstone: Tombstone
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., tombstone: _Optional[_Union[Tombstone, _Mapping]] = ...) -> None: ...
+    kv: KvPart
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., activation: _Optional[_Union[Activation, _Mapping]] = ..., tombstone: _Optional[_Union[Tombstone, _Mapping]] = ..., kv: _Optional[_Union[KvPart, _Mapping]] = ...) -> None: ...
 
 class Activation(_message.Message):
     __slots__ = ("instance", "epoch", "step", "dtype", "shape", "purpose", "tokens", "failure", "packed_bytes")

@@ -32,6 +32,7 @@ from mlx_ring.worker.kv.layers import (
 )
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.kv.row_placement import Banks
+from mlx_ring.worker.tensors import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +261,17 @@ class KVStore:
             {type(part.prototype).__name__ for part in self._layout.object_parts if not part.copies}
         )
         return f"states of type {' and '.join(kinds)}" if kinds else ""
+
+    def layer_content(self, sequence: int, layer: int, tokens: Range) -> tuple[mx.array, ...]:
+        """Return copies of all heads' keys and values of a layer; none if it has no cache of its own."""
+        parts = row_parts(self._layout.layers[layer])
+        self._ledger.settle()
+        return read_row(self._sound(sequence), parts, None, tokens) if parts else ()
+
+    def kinds(self, layer: int) -> list[tuple[str, int, int]]:
+        """Return type, heads and width of each array of a layer's content, after a first pass; any thread may call it."""
+        planes = row_planes(row_parts(self._layout.layers[layer]))
+        return [(dtype_name(plane.dtype), plane.heads, plane.width) for plane in planes]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

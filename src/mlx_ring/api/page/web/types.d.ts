@@ -500,6 +500,8 @@ export interface PrefixCache {
   /** Tokens whose KV came from the machines' disks, with `--kv-disk`. */
   restored_tokens?: number;
   saved_tokens?: number;
+  /** Tokens whose KV came from the workers of another instance, when requests moved. */
+  moved_tokens?: number;
 }
 
 /** Measurements of a node when it joined. */

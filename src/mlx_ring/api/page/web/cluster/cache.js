@@ -26,6 +26,7 @@ export function Cache({ cache }) {
       <dd>${prefix.enabled ? prefixHits(prefix) : muted("queries" in prefix ? "off" : "no data yet")}</dd>
       ${prefix.enabled && html`<dt>Cached prefixes</dt><dd>${prefixEntries(prefix)}</dd>`}
       ${isOnDisk(prefix) && html`<dt>KV on disk</dt><dd>${onDisk(prefix)}</dd>`}
+      ${!!prefix.moved_tokens && html`<dt>KV from other workers</dt><dd>${counted(prefix.moved_tokens, "token")}</dd>`}
       <dt>Speculative decoding</dt>
       <dd>${acceptance(cache)}</dd>
       <dt>Preemptions</dt>
