@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 
-from mlx_ring.worker.collective.step_messages import Form
+from mlx_ring.worker.collective.link_ends import Form
 
 FORM = Form(hidden=3, dtype="float32", number_bytes=4)
 

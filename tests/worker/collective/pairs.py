@@ -72,9 +72,9 @@ def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: 
     from mlx_ring.worker.collective.link_ends import (
         CollectiveReceiver,
         CollectiveSender,
+        Form,
         transport_between,
     )
-    from mlx_ring.worker.collective.step_messages import Form
     from mlx_ring.worker.group import group_capabilities
 
     link = LINKS[find_link(kind)]

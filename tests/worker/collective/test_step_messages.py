@@ -9,7 +9,7 @@ from tests.worker.stages import Steps, chunk, decode, previous
 from mlx_ring.core.errors import ProtocolError
 from mlx_ring.rpc.links import WireTensor
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2
-from mlx_ring.worker.collective.step_messages import MessageSlot, slot_of
+from mlx_ring.worker.collective.link_ends import MessageSlot, slot_of
 from mlx_ring.worker.inputs import step_key
 
 STEP = Steps().make(chunk(1, 0, [4, 5]), previous(2, 9))

@@ -11,10 +11,10 @@ from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.collective.link_ends import (
     CollectiveReceiver,
     CollectiveSender,
+    Form,
     Transport,
     transport_between,
 )
-from mlx_ring.worker.collective.step_messages import Form
 from mlx_ring.worker.replies import StageLinks, StepListener
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import dtype_name
