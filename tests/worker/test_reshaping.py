@@ -34,7 +34,7 @@ from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.stage import build_stage
 from mlx_ring.worker.weights import StageLoading, load_stage, needed_weights
 
-TIED = {"tie_word_embeddings": True}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda folder: write_random_model(folder, QWEN3),
     "tied": lambda folder: write_random_model(folder, QWEN3 | TIED),
@@ -134,7 +134,7 @@ class Worker:
         )
 
     def ask(
-        self, layers: tuple[int, int], gain: worker_pb2.LoadRequest.Gain.ValueType, folder: Path | None = None
+        self, layers: tuple[int, int], gain: worker_pb2.LoadRequest.Gain, folder: Path | None = None
     ) -> queue.SimpleQueue[worker_pb2.LoadProgress]:
         """Ask for a stage, and return its progress; the work waits for `run`."""
         path = self.folder if folder is None else folder
@@ -200,7 +200,7 @@ class Worker:
             epoch=self.epoch,
             step=step,
             operations=[open_sequence(step)],
-            rows=[chunk(step, 0, PROMPT, want(len(PROMPT) - 1))],
+            rows=[chunk(step, 0, PROMPT, want(), want(step_pb2.Want.LOGITS))],
         )
         self.server._jobs.put(lambda: self.server.execute(stream, made, 0))
 
@@ -291,7 +291,7 @@ def test_a_worker_computes_steps_while_it_loads_what_it_gains(
         epoch=3,
         step=1,
         operations=[open_sequence(1)],
-        rows=[chunk(1, 0, PROMPT, want(len(PROMPT) - 1))],
+        rows=[chunk(1, 0, PROMPT, want(), want(step_pb2.Want.LOGITS))],
     )
     assert worker.answer().results == fresh.runner.run(step, 0).results
 
