@@ -254,18 +254,24 @@ def _show_way(proposal: Mapping[str, Any]) -> None:
             f"`mlx-ring replan {proposal['model']}` loads it beside the present one, so that no answer pauses."
         )
         return
-    load_s = proposal["load_s"]
-    pause = "" if load_s is None else f" for about {max(1.0, load_s):.0f} s"
+    pause_s = proposal["pause_s"]
+    pause = "" if pause_s is None else f" for about {max(1.0, pause_s):.0f} s"
+    option = " --pause" if proposal["needs_pause"] else ""
+    loads = ""
+    if proposal["gained_bytes"] is not None:
+        loads = f"Workers stay, and load {proposal['gained_bytes'] / 1e6:.0f} MB of layers that they gain. "
     print(
-        f"`mlx-ring replan {proposal['model']} --pause` moves to it, and answers pause{pause}: {proposal['why']}"
+        f"{loads}`mlx-ring replan {proposal['model']}{option}` moves to it, and answers pause{pause}: {proposal['why']}"
     )
 
 
 def _moved(moved: Mapping[str, Any]) -> str:
     requests = f"{moved['requests']} {'request' if moved['requests'] == 1 else 'requests'}"
-    how = (
-        f"{requests} moved without a pause"
-        if moved["why"] is None
-        else f"{requests} paused, because no second instance could be loaded beside the first: {moved['why']}"
-    )
+    if moved["way"] == "beside":
+        how = f"{requests} moved without a pause"
+    else:
+        how = f"{requests} paused for {moved['pause_s']:.1f} s, because no second instance could be loaded beside the first"
+        if moved["loaded_bytes"] is not None:
+            how += f", and workers loaded {moved['loaded_bytes'] / 1e6:.0f} MB"
+        how += f": {moved['why']}" if moved["why"] else ""
     return f"{moved['model']}: {how}, in {moved['seconds']:.1f} s."

@@ -232,8 +232,12 @@ class Replica:
         if self._running is not None:
             self._running.drain(nodes, why)
 
-    async def split_again(self, why: str) -> Reshaping:
+    async def split_again(self, why: str, *, may_pause: bool) -> Reshaping:
         """Load the layers that workers gain for the best plan, and let answers pause while they change to it.
+
+        Args:
+            why: reason of the pause.
+            may_pause: True if more may be loaded in the pause than the plan predicts.
 
         Returns:
             The change, which follows in a moment.
@@ -249,7 +253,7 @@ class Replica:
         self._next_number = order.number + 1
         plan = await self._machines.plan_again(order, remains)
         try:
-            reshaping = Reshaping(order, remains, plan, self._shares)
+            reshaping = Reshaping(order, remains, plan, self._shares, may_pause=may_pause)
         except BaseException:
             await close_sites(plan.room.sites)
             raise
@@ -259,7 +263,7 @@ class Replica:
         except BaseException:
             await reshaping.abandon()
             raise
-        self._reshaping = reshaping
+        self._reshaping, reshaping.paused_requests = reshaping, len(self.service.engine.requests())
         running.drain(frozenset(), why)
         return reshaping
 

@@ -82,7 +82,9 @@ def _stages(placement: Placement) -> LoadedStages:
 class Reshaping:
     """Load of the layers that an instance's workers gain for its next plan."""
 
-    def __init__(self, order: Order, remains: Remains, plan: NextPlan, shares: KvShares) -> None:
+    def __init__(
+        self, order: Order, remains: Remains, plan: NextPlan, shares: KvShares, *, may_pause: bool
+    ) -> None:
         """Find out what each machine has to load.
 
         Args:
@@ -90,11 +92,13 @@ class Reshaping:
             remains: the present ranks, with their process ids.
             plan: the next plan.
             shares: shares of KV memory.
+            may_pause: True if more may be loaded in the pause than the plan predicts.
 
         Raises:
             PlanError: the plan is the present one, or its workers cannot change to it.
         """
         self._order, self._present, self._plan, self._shares = order, remains, plan, shares
+        self._may_pause = may_pause
         self.placement = plan.placement
         before, after = _stages(remains.placement), _stages(plan.placement)
         if problem := why_only_whole(order.settings.link):
@@ -114,6 +118,8 @@ class Reshaping:
         self.late: dict[RankId, int] = {}
         """Bytes that ranks load in the pause, because their machine has no room for them beside the present stage."""
         self._loaded: dict[RankId, int] = {}
+        self.paused_requests = 0
+        """Requests that were running or waiting when the pause began."""
 
     def _assign(self, placement: Placement, number: int) -> list[worker_pb2.StageAssignment]:
         order = self._order
@@ -170,7 +176,7 @@ class Reshaping:
                 try:
                     self._shares.expect(self._user, wanted)
                 except PlanError as error:
-                    if is_new:
+                    if is_new or not self._may_pause:
                         raise
                     problem = str(error)
                 else:
