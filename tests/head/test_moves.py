@@ -204,7 +204,8 @@ def test_only_a_lack_of_room_makes_answers_pause_instead() -> None:
 
 def test_workers_change_their_stages_where_no_second_instance_fits() -> None:
     replica = FakeReplica("a", "b")
-    for way, may_pause, why in (("ranges", False, ""), ("beside", True, str(NO_ROOM))):
+    cases: list[tuple[MoveWay, bool, str]] = [("ranges", False, ""), ("beside", True, str(NO_ROOM))]
+    for way, may_pause, why in cases:
         replica.service.info.epoch = 1
         moved = split_again(FakeHosted(replica, NO_ROOM), way, may_pause=may_pause)
         assert moved is not None
