@@ -197,9 +197,7 @@ def replan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the best split.")] = False,
     pause: Annotated[
         bool,
-        typer.Option(
-            "--pause", help="Load the model again if both splits do not fit together; answers then wait."
-        ),
+        typer.Option("--pause", help="Move also if answers have to pause for long, while layers are loaded."),
     ] = False,
     url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
     cacert: Annotated[Path | None, CACERT] = None,
@@ -207,7 +205,8 @@ def replan(
 ) -> None:
     """Move a model to the best split of its layers for the machines as they are now, while it serves.
 
-    Speeds are those of the last steps. Where memory allows, the other split is loaded beside the present one, and no answer pauses.
+    Speeds are those of the last steps. Where memory allows, the other split is loaded beside the present one, and no answer
+    pauses. Otherwise, workers load only the layers that they gain, if they can, and answers pause for a moment.
     """
     if dry_run and pause:
         raise ConfigError("--dry-run and --pause are given; leave one of them out.")
@@ -273,5 +272,5 @@ def _moved(moved: Mapping[str, Any]) -> str:
         how = f"{requests} paused for {moved['pause_s']:.1f} s, because no second instance could be loaded beside the first"
         if moved["loaded_bytes"] is not None:
             how += f", and workers loaded {moved['loaded_bytes'] / 1e6:.0f} MB"
-        how += f": {moved['why']}" if moved["why"] else ""
+        how += f": {moved['why'].removesuffix('.')}" if moved["why"] else ""
     return f"{moved['model']}: {how}, in {moved['seconds']:.1f} s."
