@@ -151,8 +151,10 @@ def test_workers_load_only_the_layers_that_they_gain_and_no_answer_changes(tmp_p
         assert {stage["node"]: stage["pid"] for stage in before}.items() <= pids.items()
         # Only the layers that a machine did not have were read.
         assert moved["loaded_bytes"] == pytest.approx(proposal["gained_bytes"], rel=0.02)
-        held = {device["node"]: device["memory"]["weight_bytes"] for device in server.status()["devices"]}
-        assert 0 < moved["loaded_bytes"] < 0.8 * sum(held.values())
+        memory = [(stage["memory"]["used"], stage["memory"]["promised"]) for stage in after]
+        for used, promised in memory:
+            assert used["weight_bytes"] == pytest.approx(promised["weight_bytes"], rel=0.05)
+        assert 0 < moved["loaded_bytes"] < 0.8 * sum(used["weight_bytes"] for used, _ in memory)
         assert expected(server) == texts
         assert replan(server, dry_run=True)["proposal"] is None
 
