@@ -244,7 +244,7 @@ class Reshaping:
 
     def left(self, remains: Remains) -> Remains:
         """Return what is left of the present plan as ranks of the next one, of which none is loaded anew if all answer."""
-        gone = remains.silent_nodes | {
+        lost = remains.silent_nodes | {
             site.node for place, site in sites_of(remains.placement).items() if place in remains.lost
         }
         sites = sites_of(self.placement)
@@ -252,7 +252,7 @@ class Reshaping:
             remains.instance,
             self._order.number,
             self.placement,
-            frozenset(place for place, site in sites.items() if site.node in gone),
+            frozenset(place for place, site in sites.items() if site.node in lost),
             remains.silent_nodes & {site.node for site in sites.values()},
             {place: self._pids[site.node] for place, site in sites.items()},
         )

@@ -181,7 +181,7 @@ class StageLoading:
         if self._divide is not None:
             self._divide(stage)
         parameters = _cast_parameters(stage)
-        # What the stage does not need again must not be held by it.
+        # It must not hold weights that the stage does not need.
         self._held = {
             path: array for path, array in self._held.items() if _can_keep(stage, parameters, path, array)
         }
