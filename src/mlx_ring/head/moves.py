@@ -233,6 +233,7 @@ class Moves:
             hosted.model_id,
             why,
         )
+        paused = time.monotonic()
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
                 if force:
@@ -241,7 +242,8 @@ class Moves:
             if error is None:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
-        return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+        now = time.monotonic()
+        return Moved(hosted.model_id, "after", requests, now - started, why, now - paused)
 
 
 def _epoch_of(replica: Replica) -> tuple[str, int]:
