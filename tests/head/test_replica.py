@@ -261,7 +261,7 @@ class ChangingInstance(FakeInstance):
         self.remains = self.without_drained(frozenset())
 
     def without_drained(self, nodes: frozenset[str]) -> Remains:
-        return Remains("demo-1", self._epoch.number, PLACEMENT, nodes and frozenset(), nodes)
+        return Remains("demo-1", self._epoch.number, PLACEMENT, frozenset(), nodes)
 
     def check_serves(self) -> None:
         """Do nothing, because it serves."""
@@ -301,7 +301,12 @@ def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be
     monkeypatch.setattr(subject, "Instance", ChangingInstance)
     machines, meter, stopped = FakeMachines(), Meter(), list[int]()
     reshaping = FakeReshaping(WorkerLost("No memory is left.") if fault == "load" else None)
-    monkeypatch.setattr(subject, "Reshaping", lambda *_given, **_more: reshaping)
+
+    def make(*_given: object, may_pause: bool) -> Any:
+        assert not may_pause
+        return reshaping
+
+    monkeypatch.setattr(subject, "Reshaping", make)
 
     async def stop(epoch: Epoch, _wait: object) -> None:
         stopped.append(epoch.number)

@@ -12,7 +12,7 @@ from tests.head.test_patching import order_of
 from tests.planner.clusters import cluster_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.deployment import Site, StartedWorkers
 from mlx_ring.core.errors import PlanError, RingError, WorkerLost
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.head.kv_memory import KvShares
@@ -159,7 +159,7 @@ def test_layers_without_room_are_announced_and_loaded_in_the_pause(tiny_model: P
     assert change.load() == ["a ANNOUNCED stage 0 0-4 pid 1", "b BESIDE stage 1 4-5 pid 2"]
     assert change.reshaping.late.keys() == {RankId(0, 0)}
     assert change.reshaping.late[RankId(0, 0)] > 0
-    prepared = dict.fromkeys([RankId(0, 0), RankId(1, 0)], cast("Any", None))
+    prepared: StartedWorkers = {RankId(stage, 0): cast("Any", None) for stage in (0, 1)}
     places = {RankId(0, 0): change.sites["a"], RankId(1, 0): change.sites["b"]}
     asyncio.run(change.reshaping.load_late(places, prepared))
     assert change.calls[2:] == ["a AFTER stage 0 0-4 pid 1"]

@@ -328,7 +328,8 @@ class Instance:
             planned = placement.forecast.memory_of_ranks(number) if placement.forecast else None
             for rank, placed in enumerate(stage):
                 if (place := RankId(number, rank)) in (self._epoch.prepared or ()):
-                    weights[placed.site.node] += self._epoch.late.get(place, 0)
+                    if place in self._epoch.late:
+                        weights[placed.site.node] += self._epoch.late[place]
                     continue
                 part = placed.share / sum(other.share for other in stage) / len(placement.ranks)
                 weights[placed.site.node] += planned[rank].weight_bytes if planned else int(whole * part)

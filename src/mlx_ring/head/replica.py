@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -253,7 +254,8 @@ class Replica:
         self._next_number = order.number + 1
         plan = await self._machines.plan_again(order, remains)
         try:
-            reshaping = Reshaping(order, remains, plan, self._shares, may_pause=may_pause)
+            make = partial(Reshaping, order, remains, plan, self._shares, may_pause=may_pause)
+            reshaping = await asyncio.to_thread(make)
         except BaseException:
             await close_sites(plan.room.sites)
             raise
