@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.default_settings import make_policy
 from tests.engine.twin import TwinExecutor
@@ -335,9 +335,10 @@ class TwinCatalog:
         proposal = await self.propose(model)
         if proposal is None:
             return None, None
-        if proposal.way == "after" and not may_pause:
+        if proposal.needs_pause and not may_pause:
             raise Conflict("Answers would pause.")
-        return proposal, Moved(model.model_id, proposal.way, 2, 1.25, proposal.why or "")
+        moved = Moved(model.model_id, proposal.way, 2, 1.25, proposal.why or "")
+        return proposal, replace(moved, loaded_bytes=proposal.gained_bytes)
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         return sizes_of(find_known_model("8b-4bit").folder, model.model_id, machines)

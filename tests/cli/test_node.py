@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Literal
 
 import pytest
 from tests.api.clients import serving as api_server
@@ -14,6 +13,7 @@ from tests.api.twins import TwinCatalog, TwinService
 from tests.processes import run_in_process
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.replan import MoveWay
 
 
 def test_drain_says_which_requests_moved_and_how_to_undo_it(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_refusal_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], pro
     assert "Traceback" not in refused.stderr
 
 
-def replan(folder: Path, way: Literal["beside", "after"] | None, *arguments: str) -> CompletedProcess[str]:
+def replan(folder: Path, way: MoveWay | None, *arguments: str) -> CompletedProcess[str]:
     """Run the command against a head that knows a better split, or none."""
     catalog = TwinCatalog(service := TwinService())
     catalog.proposal = None if way is None else proposal(way)
@@ -68,8 +68,16 @@ def test_replan_pauses_only_where_that_is_allowed(tmp_path: Path) -> None:
         "`mlx-ring replan org/twin --pause` moves to it, and answers pause for about 3 s: There is no room"
         in shown
     )
+    shown = replan(tmp_path, "ranges", "--dry-run").stdout
+    assert (
+        "Workers stay, and load 12 MB of layers that they gain. `mlx-ring replan org/twin` moves to it"
+        in shown
+    )
+    moved = replan(tmp_path, "ranges").stdout
+    assert "2 requests paused for 0.0 s, because" in moved
+    assert "and workers loaded 12 MB: There is no room for both, in 1.2 s." in moved
     refused = replan(tmp_path, "after")
     assert (refused.returncode, "Answers would pause." in refused.stderr) == (1, True)
-    assert "2 requests paused, because" in replan(tmp_path, "after", "--pause").stdout
+    assert "2 requests paused for 0.0 s, because" in replan(tmp_path, "after", "--pause").stdout
     both = replan(tmp_path, "after", "--pause", "--dry-run")
     assert "--dry-run and --pause are given; leave one of them out." in both.stderr

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.cgroups import limited, skip_without_groups
 from tests.end_to_end.loopback_cluster import end_head_members, running_cluster, running_head
@@ -23,6 +24,7 @@ from tests.end_to_end.test_drain import (
     nodes_in_use,
 )
 from tests.eventually import eventually
+from tests.faults.injection import stopping_at_steps
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, client_of, give_profile, joining
 
@@ -92,8 +94,101 @@ def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_pa
         assert server.http.post("/cluster/replan", json={"model": "other"}).status_code == 404
 
 
+NO_SECOND = (
+    *("--strategy", "uniform", *FLAGS[2:], "--learn-speeds", "off", "--model-memory", "30MiB"),
+    *("--optimize-for", "throughput", "--expected-users", "4", "--replicas", "1"),
+)
+"""Flags with which the models have memory for one instance, but not for two, and each machine has as many layers."""
+
+
+def stages_of(server: Server) -> list[dict[str, Any]]:
+    (instance,) = server.status()["instances"]
+    return instance["stages"]
+
+
+@contextmanager
+def growing_cluster(folder: Path) -> Generator[tuple[Server, Callable[[], None]]]:
+    """Run a model on two machines that have no room for a second instance; yield what lets a faster third one join."""
+    tokens: list[str] = []
+    with ExitStack() as stack:
+        port = free_pair_of_ports()
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join_faster(stack, port, tokens[0], folder / "node-1", 1.0)
+
+        stack.callback(end_head_members, folder)
+        server = stack.enter_context(running_head("demo", 2, folder, port, *NO_SECOND, on_line=read))
+
+        def join() -> None:
+            join_faster(stack, port, tokens[0], folder / "node-2", 20.0)
+            eventually(lambda: len(nodes(server)), lambda count: count == 3)
+
+        yield server, join
+
+
+def test_workers_load_only_the_layers_that_they_gain_and_no_answer_changes(tmp_path: Path) -> None:
+    with growing_cluster(tmp_path) as (server, join):
+        texts, before = expected(server), stages_of(server)
+        name = server.status()["instances"][0]["name"]
+        join()
+        proposal = replan(server, dry_run=True)["proposal"]
+        assert proposal["way"] == "ranges"
+        assert "--model-memory" in proposal["why"]
+        assert not proposal["needs_pause"]
+
+        with asking(server, texts):
+            moved = replan(server)["moved"]
+        assert moved["way"] == "ranges"
+        assert 0 < moved["requests"] <= STREAMS
+        assert moved["pause_s"] < moved["seconds"]
+        after = stages_of(server)
+        assert len(after) == 3
+        assert server.status()["instances"][0]["name"] == name
+        pids = {stage["node"]: stage["pid"] for stage in after}
+        assert {stage["node"]: stage["pid"] for stage in before}.items() <= pids.items()
+        # Only the layers that a machine did not have were read.
+        assert moved["loaded_bytes"] == pytest.approx(proposal["gained_bytes"], rel=0.02)
+        memory = [(stage["memory"]["used"], stage["memory"]["promised"]) for stage in after]
+        for used, promised in memory:
+            assert used["weight_bytes"] == pytest.approx(promised["weight_bytes"], rel=0.05)
+        assert 0 < moved["loaded_bytes"] < 0.8 * sum(used["weight_bytes"] for used, _ in memory)
+        assert expected(server) == texts
+        assert replan(server, dry_run=True)["proposal"] is None
+
+
+@pytest.mark.faults
+def test_a_worker_that_dies_in_the_pause_is_replaced_and_no_answer_changes(tmp_path: Path) -> None:
+    with stopping_at_steps() as hooks, growing_cluster(tmp_path) as (server, join):
+        texts, before = expected(server), stages_of(server)
+        join()
+        (hooks / f"change-{before[-1]['pid']}").touch()
+        with asking(server, texts):
+            moved = replan(server)["moved"]
+        assert moved["way"] == "ranges"
+        after = stages_of(server)
+        assert [stage["layers"] for stage in after] != [stage["layers"] for stage in before]
+        pids = {stage["pid"] for stage in after}
+        assert before[0]["pid"] in pids
+        assert before[-1]["pid"] not in pids
+        assert expected(server) == texts
+
+
+def streamed(client: httpx.Client, number: int) -> str:
+    """Return the text of a stream, with what ends it too early."""
+    body, parts = body_of(number, TOKENS, stream=True), list[str]()
+    with client.stream("POST", "/v1/completions", json=body, timeout=300) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                parts.append(event["choices"][0]["text"] if "choices" in event else line)
+    return "".join(parts)
+
+
 class Askers:
-    """Clients that ask for the same answers again and again, and compare each with the first one."""
+    """Clients that stream the same answers again and again, and compare each with the first one."""
 
     def __init__(self, server: Server, texts: Sequence[str]) -> None:
         self.answers = 0
@@ -109,15 +204,26 @@ class Askers:
     def _ask(self, server: Server, number: int, text: str) -> None:
         with client_of(str(server.http.base_url)) as client:
             while not self._has_ended.is_set():
-                answer = client.post("/v1/completions", json=body_of(number, TOKENS), timeout=300)
-                if answer.status_code != 200 or answer.json()["choices"][0]["text"] != text:
-                    self.differing.append(answer.text)
+                if (answer := streamed(client, number)) != text:
+                    self.differing.append(answer)
                 self.answers += 1
 
     def end(self) -> None:
         self._has_ended.set()
         for thread in self._threads:
             thread.join()
+
+
+@contextmanager
+def asking(server: Server, texts: Sequence[str]) -> Generator[None]:
+    """Stream answers meanwhile. Afterwards, none has differed."""
+    askers = Askers(server, texts)
+    try:
+        yield
+    finally:
+        askers.end()
+    assert askers.answers
+    assert not askers.differing
 
 
 @pytest.mark.faults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
@@ -13,6 +13,7 @@ from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Drained, Membership
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError, WorkerLost
 from mlx_ring.head.moves import Moves
+from mlx_ring.planner.replan import MoveWay
 
 NO_ROOM = PlanError("There is no room for 4 layers.")
 
@@ -24,11 +25,12 @@ class FakeReplica:
         self.service: Any = SimpleNamespace(
             error=None,
             engine=SimpleNamespace(requests=lambda: [1, 2]),
-            info=SimpleNamespace(name="demo-1"),
+            info=SimpleNamespace(name="demo-1", epoch=1),
         )
         self.place(*nodes)
         self.refusal: RingError | None = None
         self.drained: list[frozenset[str]] = []
+        self.has_scope, self.has_changed = True, False
 
     def place(self, *nodes: str) -> None:
         self.placement = SimpleNamespace(nodes=[SimpleNamespace(node=node) for node in nodes])
@@ -45,6 +47,14 @@ class FakeReplica:
         else:
             assert why == "b is needed for something else."
         self.place("a")
+
+    async def split_again(self, why: str, *, may_pause: bool) -> Any:
+        """Change to another plan, whose layers are as many bytes as machines, unless only the whole model can be loaded."""
+        del why, may_pause
+        if not self.has_scope:
+            raise PlanError("One machine has several stages.")
+        self.has_changed, self.service.info.epoch = True, 2
+        return SimpleNamespace(paused_requests=2, loaded_bytes=2)
 
 
 class FakeHosted:
@@ -154,10 +164,8 @@ def test_no_layers_move_while_the_head_ends() -> None:
         drain(head)
 
 
-def split_again(
-    hosted: FakeHosted, way: Literal["beside", "after"] | None, *, may_pause: bool = False
-) -> Moved | None:
-    async def choose() -> Literal["beside", "after"] | None:
+def split_again(hosted: FakeHosted, way: MoveWay | None, *, may_pause: bool = False) -> Moved | None:
+    async def choose() -> MoveWay | None:
         return way
 
     moves = Head(hosted, "a", "b").moves
@@ -184,13 +192,31 @@ def test_only_a_lack_of_room_makes_answers_pause_instead() -> None:
     with pytest.raises(PlanError, match="no room for 4 layers"):
         split_again(hosted, "beside")
     assert not replica.drained
+    replica.has_scope = False
     moved = split_again(hosted, "beside", may_pause=True)
     assert moved is not None
-    assert (moved.way, moved.why) == ("after", str(NO_ROOM))
+    assert (moved.way, moved.why) == ("after", f"{NO_ROOM} One machine has several stages.")
     broken = FakeReplica("a", "b")
     with pytest.raises(WorkerLost, match="A worker died"):
         split_again(FakeHosted(broken, WorkerLost("A worker died.")), "beside", may_pause=True)
     assert not broken.drained
+
+
+def test_workers_change_their_stages_where_no_second_instance_fits() -> None:
+    replica = FakeReplica("a", "b")
+    cases: list[tuple[MoveWay, bool, str]] = [("ranges", False, ""), ("beside", True, str(NO_ROOM))]
+    for way, may_pause, why in cases:
+        replica.service.info.epoch = 1
+        moved = split_again(FakeHosted(replica, NO_ROOM), way, may_pause=may_pause)
+        assert moved is not None
+        assert (moved.way, moved.requests, moved.loaded_bytes, moved.why) == ("ranges", 2, 2, why)
+    assert not replica.drained
+    replica.has_scope = False
+    with pytest.raises(PlanError, match="several stages"):
+        split_again(FakeHosted(replica), "ranges")
+    moved = split_again(FakeHosted(replica), "ranges", may_pause=True)
+    assert moved is not None
+    assert (moved.way, moved.loaded_bytes) == ("after", None)
 
 
 def test_a_machine_that_has_left_meanwhile_is_not_drained_when_it_is_back() -> None:

@@ -22,11 +22,11 @@ from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.engine.step_times import StageTimes, StepTimes
 from mlx_ring.head import replanning as subject
 from mlx_ring.head.moves import Choose
-from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe
+from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe, needs_pause, pause_s
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
-from mlx_ring.planner.replan import Comparison, Situation, compare, stages_of
+from mlx_ring.planner.replan import Comparison, Situation, StageChange, compare, stages_of
 
 LOOK_S = 10.0
 
@@ -45,7 +45,7 @@ class FakeHosted:
     model_id = "demo"
 
     def __init__(self) -> None:
-        self.settings: Any = SimpleNamespace(strategy="auto", tp=1, tp_shares=(), resume="on")
+        self.settings: Any = SimpleNamespace(strategy="auto", tp=1, tp_shares=(), resume="on", link="grpc")
         self.served: Any = SimpleNamespace(folder=None, names=["demo"])
         self.state, self.open_requests = "ready", 0
         self.steps = 0
@@ -151,11 +151,13 @@ def test_a_model_moves_by_itself_where_no_answer_pauses() -> None:
 def test_a_model_that_would_pause_asks() -> None:
     async def run() -> None:
         head = Head("auto")
+        head.hosted.settings.link = "ring"
         head.change(machines(1, 4), machines(1, 4, gigabytes=0.5))
         await head.look_for(120)
         assert not head.moves
         (proposal,) = head.proposals()
-        assert proposal.way == "after"
+        assert (proposal.way, proposal.pause_s, proposal.needs_pause) == ("after", 5.0, True)
+        assert "With --link ring, workers cannot get other neighbours" in str(proposal.why)
         with pytest.raises(
             Conflict, match=r"would pause for about 5 s\. .* allow that: mlx-ring replan demo --pause"
         ):
@@ -166,6 +168,31 @@ def test_a_model_that_would_pause_asks() -> None:
         assert head.moves == ["after"]
 
     asyncio.run(run())
+
+
+def test_workers_change_their_stages_by_themselves_if_the_pause_is_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.refusal = "--model-memory allows one."
+        head.change(machines(1, 4))
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert (proposal.way, proposal.why, proposal.pause_s) == ("ranges", head.refusal, 1.0)
+        assert proposal.gained_bytes
+        # If a machine has no room for more layers until it has dropped others, it loads them in the pause.
+        found = Comparison(None, place(model_of(28), machines(1, 4), REQUEST), "ranges", "")
+        change = StageChange("node-0", found.planned.stages[0].weight_bytes, fits_beside=False)
+        late = replace(found, changes=(change,))
+        assert pause_s(late, 5.0) == pytest.approx(6.0)
+        assert (pause_s(late, None), needs_pause(late, None), needs_pause(late, 5.0)) == (None, True, True)
+        assert not needs_pause(late, 3.0)
+        await head.look_for(120)
+        assert head.moves == ["ranges"]
+
+    asyncio.run(run())
+    assert "after a pause in which only layers that move are loaded: layers of" in caplog.text
 
 
 def yielding_to(share: float) -> ClusterProfile:
@@ -391,12 +418,12 @@ def test_time_without_a_look_does_not_count() -> None:
 
 def test_a_model_that_may_have_no_second_instance_asks_for_a_pause() -> None:
     async def run() -> None:
-        head = Head("auto")
+        head = Head()
         head.refusal = "--model-memory allows one."
         head.change(machines(1, 4))
         await head.look_for(120)
         assert not head.moves
-        assert [(one.way, one.why) for one in head.proposals()] == [("after", "--model-memory allows one.")]
+        assert [(one.way, one.why) for one in head.proposals()] == [("ranges", "--model-memory allows one.")]
         head.hosted.settings.resume, head.hosted.open_requests = "off", 2
         with pytest.raises(Conflict, match="2 requests of demo would end, because of --resume off"):
             await head.replan(cast("Any", head.hosted), may_pause=True)

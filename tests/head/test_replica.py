@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady, PlanError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NodeDrained, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.head import replica as subject
@@ -52,6 +53,10 @@ class FakeMachines:
     async def wait_for_return(self, remains: Remains) -> None:
         assert remains.may_return
         await self.returned.wait()
+
+    async def plan_again(self, order: Any, remains: Remains) -> Any:
+        self.calls.append(f"plan {order.number} again after {remains.epoch}")
+        return SimpleNamespace(room=SimpleNamespace(sites=()))
 
     def release(self, instance: str) -> None:
         self.calls.append(f"release {instance}")
@@ -233,6 +238,114 @@ def test_all_ranks_stay_if_silent_ones_answer_again(
     assert [call for call in machines.calls if call.startswith("patch")] == patches
     assert meter.losses == {"WorkerStuck": 1}
     assert [str(error) for error in machines.failures] == ["It has not answered for 3 s."]
+
+
+class ChangingInstance(FakeInstance):
+    """Instance that serves until its workers change their stages; the next one serves, too."""
+
+    def __init__(
+        self, _settings: object, _served: object, service: Any, epoch: Epoch, *others: Any, **more: Any
+    ) -> None:
+        super().__init__(None, None, None, epoch, *others, **more)
+        self.service, self.ending = service, asyncio.Event()
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        engine = SimpleNamespace(
+            error=None, requests=lambda: [1, 2], lose=print, oldest_unanswered=lambda: None
+        )
+        self.service.serve(engine)
+        ready(1.0)
+        await self.ending.wait()
+        self.loss = NodeDrained("Workers change.")
+        self.service.lose(self.loss)
+        self.remains = self.without_drained(frozenset())
+
+    def without_drained(self, nodes: frozenset[str]) -> Remains:
+        return Remains("demo-1", self._epoch.number, PLACEMENT, frozenset(), nodes)
+
+    def check_serves(self) -> None:
+        """Do nothing, because it serves."""
+
+    def drain(self, nodes: frozenset[str], why: str) -> None:
+        assert (nodes, why) == (frozenset(), "Workers change.")
+        self.ending.set()
+
+
+class FakeReshaping:
+    """Change to a next plan, which may fail to load."""
+
+    late: Mapping[RankId, int] = MappingProxyType({})
+
+    def __init__(self, problem: RingError | None) -> None:
+        self.problem, self.calls, self.paused_requests = problem, list[str](), 0
+
+    async def load(self) -> None:
+        self.calls.append("load")
+        if self.problem is not None:
+            raise self.problem
+
+    def left(self, remains: Remains) -> Remains:
+        return replace(remains, epoch=7)
+
+    async def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize("fault", ["", "load", "patch"])
+def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(subject, "Instance", ChangingInstance)
+    machines, meter, stopped = FakeMachines(), Meter(), list[int]()
+    reshaping = FakeReshaping(WorkerLost("No memory is left.") if fault == "load" else None)
+
+    def make(*_given: object, may_pause: bool) -> Any:
+        assert not may_pause
+        return reshaping
+
+    monkeypatch.setattr(subject, "Reshaping", make)
+
+    async def stop(epoch: Epoch, _wait: object) -> None:
+        stopped.append(epoch.number)
+
+    monkeypatch.setattr(subject, "stop_workers", stop)
+    if fault == "patch":
+
+        async def refuse(*_: object) -> Epoch:
+            raise PlanError("There is no room.")
+
+        monkeypatch.setattr(machines, "patch", refuse)
+
+    async def run() -> Replica:
+        replica = make_replica(machines, meter)
+        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
+        await run_tasks_until(lambda: replica.service.error is None)
+        changing = replica.split_again("Workers change.", may_pause=False)
+        if fault == "load":
+            with pytest.raises(WorkerLost, match="No memory"):
+                await changing
+        else:
+            assert await changing is cast("Any", reshaping)
+            await run_tasks_until(lambda: replica.service.error is None and replica.service.info.epoch > 1)
+        running.cancel()
+        return replica
+
+    replica = asyncio.run(run())
+    if fault == "load":
+        assert (reshaping.calls, replica.service.info.epoch) == (["load", "abandon"], 1)
+    else:
+        assert reshaping.calls == ["load", "abandon" if fault else "close"]
+        assert reshaping.paused_requests == 2
+    # The number 2 was that of workers that were started for the change.
+    assert [remains.epoch for remains in machines.remains] == ([] if fault else [7])
+    assert [call for call in machines.calls if call.startswith("patch")] == (
+        [] if fault else ["patch 8 None"]
+    )
+    assert (stopped, machines.loads) == (([1], 2) if fault == "patch" else ([], 1))
+    assert not meter.losses
 
 
 class BrokenInstance(FakeInstance):

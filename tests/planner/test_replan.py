@@ -11,10 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.planner.clusters import cluster_of, model_of, node_of
 
+from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.profiles import ClusterProfile, StepRatios
-from mlx_ring.planner.replan import LEAST_GAIN, Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.planner.replan import (
+    LEAST_GAIN,
+    Comparison,
+    Patience,
+    Situation,
+    compare,
+    stage_changes,
+    stages_of,
+)
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import StageTables
 
 MODEL = model_of(28)
 REQUEST = PlanRequest(Demand(4096, 8), objective="throughput", users=8)
@@ -77,13 +88,91 @@ def test_answers_pause_where_the_machines_have_no_room_for_both() -> None:
     loaded, now = loaded_on(machines(1, 1)), machines(1, 4)
     found = compared(loaded, now, machines(1, 4, gigabytes=0.5))
     assert found is not None
-    assert (found.way, len(found.why) > 0) == ("after", True)
+    assert (found.way, len(found.why) > 0) == ("ranges", True)
     # The rest of the memory has room for no better split than the present one.
     first, second = now.nodes
     only_slow = replace(now, nodes=(replace(first, memory_bytes=first.memory_bytes // 16), second))
     found = compared(loaded, now, only_slow)
     assert found is not None
-    assert (found.way, found.why[:30]) == ("after", "Beside the present instance, t")
+    assert (found.way, found.why[:30]) == ("ranges", "Beside the present instance, t")
+    whole = compare(Situation(MODEL, REQUEST, loaded, now, only_slow, only_whole="Links are collectives."))
+    assert whole is not None
+    assert (whole.way, whole.changes) == ("after", ())
+    assert whole.why.endswith(" Links are collectives.")
+
+
+def stages(*ranges: tuple[str, int, int]) -> LoadedStages:
+    return tuple((LayerRange(start, end), ((node, 1.0),)) for node, start, end in ranges)
+
+
+def changes(now: ClusterProfile, loaded: LoadedStages, planned: LoadedStages) -> dict[str, tuple[int, bool]]:
+    found = stage_changes(MODEL, now, REQUEST, loaded, planned)
+    return {change.node: (change.gained_bytes, change.fits_beside) for change in found}
+
+
+def test_workers_load_the_layers_and_ends_that_they_gain() -> None:
+    now, layer = machines(1, 1, 1), MODEL.layers[0].weight_bytes
+    first, last = (MODEL.ends_bytes(is_first=is_first, is_last=not is_first) for is_first in (True, False))
+    loaded = stages(("node-0", 0, 14), ("node-1", 14, 28))
+    assert changes(now, loaded, stages(("node-0", 0, 16), ("node-1", 16, 28))) == {
+        "node-0": (2 * layer, True),
+        "node-1": (0, True),
+    }
+    # A third machine becomes the last one, so that one in the middle keeps no head.
+    assert changes(now, loaded, stages(("node-0", 0, 10), ("node-1", 10, 20), ("node-2", 20, 28))) == {
+        "node-0": (0, True),
+        "node-1": (4 * layer, True),
+        "node-2": (8 * layer + last, True),
+    }
+    assert changes(now, loaded, stages(("node-1", 0, 20), ("node-0", 20, 28)))["node-1"] == (
+        14 * layer + first,
+        True,
+    )
+
+
+def test_layers_without_room_beside_the_present_ones_are_loaded_in_the_pause() -> None:
+    loaded = stages(("node-0", 0, 14), ("node-1", 14, 28))
+    planned = stages(("node-0", 0, 6), ("node-1", 6, 28))
+    roomy = machines(1, 1)
+    needed = StageTables(MODEL, REQUEST.demand).memory(roomy.nodes[1])[6, 28]
+    first, second = roomy.nodes
+    full = replace(second, memory_bytes=int(1.01 * needed / (1 - second.reserve_share)))
+    gained, fits = changes(cluster_of(first, full), loaded, planned)["node-1"]
+    assert gained > 0
+    assert fits
+    # It loses as many as it gains, and has no room for both.
+    needed = StageTables(MODEL, REQUEST.demand).memory(second)[0, 14]
+    full = replace(second, memory_bytes=int(1.01 * needed / (1 - second.reserve_share)))
+    exchanged = stages(("node-1", 0, 15), ("node-0", 15, 28))
+    assert not changes(cluster_of(first, full), loaded, exchanged)["node-1"][1]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "planned", "problem"),
+    [
+        (
+            ((LayerRange(0, 28), (("node-0", 1.0), ("node-1", 1.0))),),
+            stages(("node-0", 0, 28)),
+            "share the layers of a stage",
+        ),
+        (
+            stages(("node-0", 0, 9), ("node-1", 9, 20), ("node-0", 20, 28)),
+            stages(("node-0", 0, 14), ("node-1", 14, 28)),
+            "has several stages",
+        ),
+        (stages(("node-0", 0, 28)), stages(("node-1", 0, 28)), "No machine would keep"),
+        (
+            stages(("node-0", 0, 10), ("node-1", 10, 20), ("node-2", 20, 28)),
+            stages(("node-0", 0, 10), ("node-2", 10, 20), ("node-1", 20, 28)),
+            "exchange their stages",
+        ),
+    ],
+)
+def test_it_is_said_why_the_whole_model_is_loaded_again(
+    loaded: LoadedStages, planned: LoadedStages, problem: str
+) -> None:
+    with pytest.raises(PlanError, match=problem):
+        changes(machines(1, 1, 1), loaded, planned)
 
 
 def test_a_split_that_no_longer_fits_is_infinitely_worse() -> None:

@@ -26,13 +26,13 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import OPENING_LIMIT_S, GrpcLink, Inbox, LinkKey, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.peers import Peer, node_name
-from mlx_ring.worker import neighbours
+from mlx_ring.worker import neighbours, reshaping
 from mlx_ring.worker import server as subject
 from mlx_ring.worker.compute_thread import Waits
-from mlx_ring.worker.neighbours import PeerAccess
+from mlx_ring.worker.neighbours import OpenedLinks, PeerAccess
 from mlx_ring.worker.replies import StageLinks
-from mlx_ring.worker.server import WorkerIdentity, WorkerServer
-from mlx_ring.worker.stage import OpenedLinks
+from mlx_ring.worker.reshaping import WorkerIdentity
+from mlx_ring.worker.server import WorkerServer
 
 NEXT = LinkKey("demo-1", 1, 1)
 
@@ -338,7 +338,7 @@ def test_a_neighbour_that_cannot_be_reached_is_named_before_the_agent_gives_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert OPENING_LIMIT_S < loading._LINK_WAIT_S
-    monkeypatch.setattr(subject, "OPENING_LIMIT_S", 0.1)
+    monkeypatch.setattr(reshaping, "OPENING_LIMIT_S", 0.1)
     server, _ = assign_stage(1)
     request = worker_pb2.RelinkRequest(hello=make_hello(), commit=True)
     request.assignment.CopyFrom(

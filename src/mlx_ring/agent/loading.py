@@ -159,7 +159,7 @@ async def _follow(
             ready = ready or report.ready
             worker.loading_phase = report.phase
             worker.record_joining(request.assignment if report.phase == GROUP_PHASE else None)
-            progress.put_nowait(_stage_progress(worker, report))
+            progress.put_nowait(_stage_progress(request.assignment, report))
     except grpc.RpcError as error:
         raise channel_error(error, worker.label) from error
     if not ready:
@@ -208,8 +208,9 @@ async def relink_workers(
     wanted = [worker for worker in ours if not request.pids or worker.child.pid in request.pids]
     # The first phase of an epoch comes before its first worker.
     check_epoch(ours, epoch if request.commit else epoch - 1)
-    staying = [worker for worker in wanted if (worker.stage, worker.rank) in places and worker.alive]
-    missing = places.keys() - {(worker.stage, worker.rank) for worker in staying}
+    place_of = {worker.child.pid: place_in(worker, request.assignments) for worker in wanted}
+    staying = [worker for worker in wanted if place_of[worker.child.pid] in places and worker.alive]
+    missing = places.keys() - {place_of[worker.child.pid] for worker in staying}
     if request.commit and missing:
         stage, rank = min(missing)
         raise WorkerLost(f"The worker of stage {stage}, rank {rank} has ended, so it cannot be linked.")
@@ -267,6 +268,14 @@ async def _relink_all(
     return [*zip(workers, await asyncio.gather(*asked, return_exceptions=True), strict=True)]
 
 
+def place_in(worker: Worker, assignments: Sequence[worker_pb2.StageAssignment]) -> tuple[int, int]:
+    """Return a worker's stage and rank in the plan of some assignments, which may be the one that was announced to it."""
+    announced = worker.announced
+    if announced is None or announced.plan_digest != assignments[0].plan_digest:
+        return worker.stage, worker.rank
+    return announced.stage, announced.rank
+
+
 def check_epoch(workers: Iterable[Worker], epoch: int) -> None:
     """Refuse a request for an epoch that arrives when a later one has begun.
 
@@ -285,7 +294,7 @@ async def _relink(
     settled: set[int],
 ) -> int:
     """Relink one, and return the last step that it had begun. Others of the `settled` stages have finished theirs."""
-    place = worker.stage, worker.rank
+    place = place_in(worker, request.assignments)
     assignments = {(one.stage, one.rank): one for one in request.assignments}
     until = dict(zip(assignments, request.until_steps, strict=False))
     wanted = worker_pb2.RelinkRequest(
@@ -318,7 +327,7 @@ async def _relink(
         raise failure_to_error(reply.failure)
     settled.add(worker.stage)
     if request.commit:
-        worker.assignment = assignments[place]
+        worker.assignment, worker.announced = assignments[place], None
     return reply.begun_step
 
 
@@ -336,14 +345,21 @@ def as_failure(error: Exception) -> step_pb2.Failure:
     )
 
 
-def _stage_progress(worker: Worker, report: worker_pb2.LoadProgress) -> agent_pb2.StageProgress:
-    return agent_pb2.StageProgress(stage=worker.stage, rank=worker.rank, progress=report)
+def _stage_progress(
+    assignment: worker_pb2.StageAssignment, report: worker_pb2.LoadProgress
+) -> agent_pb2.StageProgress:
+    return agent_pb2.StageProgress(stage=assignment.stage, rank=assignment.rank, progress=report)
 
 
 def _load_request(
     request: agent_pb2.LoadStagesRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
 ) -> worker_pb2.LoadRequest:
     """Return the assignment with the addresses of this node's stages; those that the head set are kept."""
+    if request.gain:
+        # Its links are opened when it is linked.
+        return worker_pb2.LoadRequest(
+            hello=request.hello, model_path=request.model_path, assignment=assignment, gain=request.gain
+        )
     ranks = {
         stage: [
             worker.address

@@ -16,13 +16,14 @@ from mlx_ring.agent.loading import (
     check_epoch,
     failed_load,
     load_workers,
+    place_in,
     relink_workers,
     start_workers,
     until_done,
 )
 from mlx_ring.agent.supervisor import SILENT_S, Supervisor, Worker
 from mlx_ring.agent.trust import check_hosts, check_links, check_routes, trusted_devices
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.power import KeepAwake
@@ -187,10 +188,17 @@ class AgentService:
     async def load_stages(
         self, request: agent_pb2.LoadStagesRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[agent_pb2.StageProgress]:
-        """Load the started workers. The stream ends once all are ready; on a failure, all of them end."""
+        """Load the started workers. The stream ends once all are ready; on a failure, all of them end.
+
+        Workers that load the stages of a next plan do not end, and serve the present one.
+        """
         try:
             instance = self._check_instance(request.hello, request.assignments)
-            workers = self._in_order(instance, request.assignments)
+            workers = (
+                announce_stages(self._supervisor, request)
+                if request.gain
+                else self._in_order(instance, request.assignments)
+            )
         except RingError as error:
             yield failed_load(error)
             return
@@ -201,17 +209,20 @@ class AgentService:
                 return
             check_routes(request.assignments, self._supervisor.trusted)
             check_links(request.assignments, self._supervisor.trusted)
-            await self._supervisor.give_places(instance, request.assignments)
+            if not request.gain:
+                await self._supervisor.give_places(instance, request.assignments)
             async for progress in load_workers(self._supervisor, workers, request, self._load_timeout_s):
                 yield progress
             self._supervisor.spare.prepare()
         except (RingError, OSError) as error:
             log.error("%s could not be loaded: %s", instance, error)  # noqa: TRY400 - the sentence is the point
-            await self._end_started(request.assignments)
+            if not request.gain:
+                await self._end_started(request.assignments)
             yield failed_load(error)
         except BaseException:
             # The head ended during the call, which is being cancelled: continue in a task of its own.
-            self._spawn(self._end_started(request.assignments))
+            if not request.gain:
+                self._spawn(self._end_started(request.assignments))
             raise
 
     async def _fetch(
@@ -265,7 +276,10 @@ class AgentService:
             return agent_pb2.RelinkWorkersReply(failure=as_failure(error))
         trusted = self._supervisor.trusted
         return agent_pb2.RelinkWorkersReply(
-            workers=[_started(worker, trusted, begun_step) for worker, begun_step in answers]
+            workers=[
+                _started(worker, trusted, begun_step, place_in(worker, request.assignments))
+                for worker, begun_step in answers
+            ]
         )
 
     async def watch(
@@ -337,17 +351,40 @@ class AgentService:
         task.add_done_callback(self._tasks.discard)
 
 
+def announce_stages(supervisor: Supervisor, request: agent_pb2.LoadStagesRequest) -> list[Worker]:
+    """Record the next plan's assignments of the workers that a request names, and return these.
+
+    Raises:
+        WorkerLost: one has ended.
+    """
+    running = {worker.child.pid: worker for worker in supervisor.workers if worker.alive}
+    instance = request.assignments[0].instance
+    workers: list[Worker] = []
+    for pid, assignment in zip(request.pids, request.assignments, strict=True):
+        worker = running.get(pid)
+        if worker is None or worker.instance != instance:
+            raise WorkerLost(f"No worker of {instance} with pid {pid} runs here any more.")
+        own = worker.assignment
+        is_present = (own.plan_digest, own.stage) == (assignment.plan_digest, assignment.stage)
+        worker.announced = None if is_present else assignment
+        workers.append(worker)
+    return workers
+
+
 def _fetched_so_far(request: agent_pb2.LoadStagesRequest, done: int, total: int) -> agent_pb2.StageProgress:
     first = request.assignments[0]
     report = worker_pb2.LoadProgress(phase="fetch", bytes_loaded=done, bytes_total=total)
     return agent_pb2.StageProgress(stage=first.stage, rank=first.rank, progress=report)
 
 
-def _started(worker: Worker, trust: Trust, begun_step: int = 0) -> agent_pb2.StartedWorker:
+def _started(
+    worker: Worker, trust: Trust, begun_step: int = 0, place: tuple[int, int] | None = None
+) -> agent_pb2.StartedWorker:
     status = worker.status or worker_pb2.WorkerStatus()
+    stage, rank = place or (worker.stage, worker.rank)
     started = agent_pb2.StartedWorker(
-        stage=worker.stage,
-        rank=worker.rank,
+        stage=stage,
+        rank=rank,
         pid=worker.child.pid,
         address=worker.address,
         port=status.port,

@@ -78,8 +78,10 @@ class Worker:
     question: asyncio.Task[None] | None = None
     """Status request that it has not answered."""
     loading_phase: str = ""
+    announced: worker_pb2.StageAssignment | None = None
+    """Its assignment of a next plan."""
     prepared_epoch: int = 0
-    """Epoch for which it was prepared last; it enters that epoch once it is linked."""
+    """Epoch for which it was prepared last; it enters that epoch, and plan, once it is linked."""
     _head: int = 0
 
     def __post_init__(self) -> None:
@@ -177,8 +179,7 @@ class Supervisor:
         self._places: dict[str, list[ChildProcess]] = {}
         """MPI servers by instance, which assign its ranks their places and live as long as these."""
         self._watchers: set[asyncio.Event] = set()
-        self._serial = count()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._serial, self._tasks = count(), set[asyncio.Task[None]]()
         self._stops: set[asyncio.Task[int]] = set()
         self.spare = SpareWorker(options.settings.spare_worker, self._start_spare, self._until_idle)
         self.revoked: tuple[str, ...] = ()
@@ -445,6 +446,5 @@ def _settings_arguments(options: WorkerOptions) -> list[str]:
 
 
 def _reach_arguments(options: WorkerOptions) -> list[str]:
-    if options.credentials is None:
-        return []
-    return ["--credentials", str(options.credentials), "--listen", options.listen]
+    credentials = options.credentials
+    return [] if credentials is None else ["--credentials", str(credentials), "--listen", options.listen]

@@ -175,13 +175,18 @@ class Moved:
     """Move of an instance to other machines."""
 
     model: str
-    way: Literal["beside", "after"]
-    """`beside`: another instance was loaded beside it, and its answers did not pause. `after`: they paused meanwhile."""
+    way: Literal["beside", "ranges", "after"]
+    """`beside`: another instance was loaded beside it, and its answers did not pause. `ranges`: its workers stayed, and
+    loaded only the layers that they gained. `after`: answers paused while the model was loaded again."""
     requests: int
     """Requests that were running or waiting."""
     seconds: float
     why: str = ""
     """Reason why they paused."""
+    pause_s: float = 0.0
+    """Seconds for which they paused, until the next plan served."""
+    loaded_bytes: int | None = None
+    """With `ranges`, bytes of weights that workers loaded."""
 
 
 State = Literal["loading", "ready", "unavailable", "unloaded"]

@@ -197,9 +197,7 @@ def replan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the best split.")] = False,
     pause: Annotated[
         bool,
-        typer.Option(
-            "--pause", help="Load the model again if both splits do not fit together; answers then wait."
-        ),
+        typer.Option("--pause", help="Move also if answers have to pause for long, while layers are loaded."),
     ] = False,
     url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
     cacert: Annotated[Path | None, CACERT] = None,
@@ -207,7 +205,8 @@ def replan(
 ) -> None:
     """Move a model to the best split of its layers for the machines as they are now, while it serves.
 
-    Speeds are those of the last steps. Where memory allows, the other split is loaded beside the present one, and no answer pauses.
+    Speeds are those of the last steps. Where memory allows, the other split is loaded beside the present one, and no answer
+    pauses. Otherwise, workers load only the layers that they gain, if they can, and answers pause for a moment.
     """
     if dry_run and pause:
         raise ConfigError("--dry-run and --pause are given; leave one of them out.")
@@ -254,18 +253,24 @@ def _show_way(proposal: Mapping[str, Any]) -> None:
             f"`mlx-ring replan {proposal['model']}` loads it beside the present one, so that no answer pauses."
         )
         return
-    load_s = proposal["load_s"]
-    pause = "" if load_s is None else f" for about {max(1.0, load_s):.0f} s"
+    pause_s = proposal["pause_s"]
+    pause = "" if pause_s is None else f" for about {max(1.0, pause_s):.0f} s"
+    option = " --pause" if proposal["needs_pause"] else ""
+    loads = ""
+    if proposal["gained_bytes"] is not None:
+        loads = f"Workers stay, and load {proposal['gained_bytes'] / 1e6:.0f} MB of layers that they gain. "
     print(
-        f"`mlx-ring replan {proposal['model']} --pause` moves to it, and answers pause{pause}: {proposal['why']}"
+        f"{loads}`mlx-ring replan {proposal['model']}{option}` moves to it, and answers pause{pause}: {proposal['why']}"
     )
 
 
 def _moved(moved: Mapping[str, Any]) -> str:
     requests = f"{moved['requests']} {'request' if moved['requests'] == 1 else 'requests'}"
-    how = (
-        f"{requests} moved without a pause"
-        if moved["why"] is None
-        else f"{requests} paused, because no second instance could be loaded beside the first: {moved['why']}"
-    )
+    if moved["way"] == "beside":
+        how = f"{requests} moved without a pause"
+    else:
+        how = f"{requests} paused for {moved['pause_s']:.1f} s, because no second instance could be loaded beside the first"
+        if moved["loaded_bytes"] is not None:
+            how += f", and workers loaded {moved['loaded_bytes'] / 1e6:.0f} MB"
+        how += f": {moved['why'].removesuffix('.')}" if moved["why"] else ""
     return f"{moved['model']}: {how}, in {moved['seconds']:.1f} s."

@@ -93,8 +93,12 @@ class AgentLink:
         report: Report,
         *,
         only_fetch: bool = False,
+        gain: worker_pb2.LoadRequest.Gain = worker_pb2.LoadRequest.NONE,
+        pids: Sequence[int] = (),
     ) -> None:
         """Load the started workers from the folder or the peers of `source`; with `only_fetch`, only fetch the weights.
+
+        With `gain`, the workers with these process ids load what a next plan gives them, and none ends on a failure.
 
         Raises:
             RingError: a worker's failure, after which none of these workers is left.
@@ -106,6 +110,8 @@ class AgentLink:
             weights=source.weights,
             peers=[agent_pb2.WeightsPeer(address=peer.address, node=peer.node) for peer in source.peers],
             only_fetch=only_fetch,
+            gain=gain,
+            pids=pids,
         )
         try:
             async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):

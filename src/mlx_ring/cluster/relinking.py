@@ -310,6 +310,14 @@ class EpochWorkers:
         task.add_done_callback(_late_stops.discard)
         return task
 
+    async def leave(self, used: Collection[str]) -> None:
+        """Leave them to the next epoch, which uses some nodes. The other nodes are asked to end theirs."""
+        for site in self.sites:
+            if site.node not in used:
+                self.stop_late(site)
+            elif self.closes_links:
+                await site.link.close()
+
     async def _stop_on(self, site: Site) -> None:
         await site.link.stop(self.hello.instance, STOP_WAIT_S, self.hello)
         if self.closes_links:

@@ -44,6 +44,7 @@ from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
+from mlx_ring.head.reshaping import Reshaping, head_hello
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.head.step_down import blame_join, groups_of
 from mlx_ring.rpc.hello import make_hello
@@ -52,7 +53,6 @@ from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
 
 _LOAD_BEGINS_S = 0.1
@@ -85,6 +85,13 @@ class Epoch:
     returning: asyncio.Task[None] | None = None
     """Wait for lost ranks that are only silent. If it ends before the others are linked, this epoch is dropped."""
     superseded: Superseded = field(default_factory=Superseded)
+    reshaping: Reshaping | None = None
+    """Change to its plan, if its ranks have another one's stages until they are linked."""
+
+    @property
+    def late(self) -> Mapping[RankId, int]:
+        """Bytes of weights that ranks which stay load before they are linked."""
+        return {} if self.reshaping is None else self.reshaping.late
 
     @property
     def workers(self) -> EpochWorkers:
@@ -112,8 +119,7 @@ class Instance:
         *,
         is_beside: bool,
     ) -> None:
-        self._meter, self._tracing = meter, tracing
-        self._hold, self._on_suspects = hold, on_suspects
+        self._meter, self._tracing, self._hold, self._on_suspects = meter, tracing, hold, on_suspects
         self._settings = settings.model_copy(update=dict(epoch.placement.group_settings))
         self._shares, self._served, self._service = shares, served, service
         self._epoch, self._report, self._is_beside = epoch, report, is_beside
@@ -131,7 +137,9 @@ class Instance:
             wait=SuspectWait(epoch.instance, meter, service.recoveries.silences, service.recovery_s),
         )
         self._has_served, self._drained = False, frozenset[str]()
-        self._loaded: StartedWorkers = epoch.prepared or {}
+        self._loaded: StartedWorkers = {
+            place: one for place, one in (epoch.prepared or {}).items() if place not in epoch.late
+        }
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
         """True if it was dropped before its ranks were linked, because the lost ones of the epoch before answer again."""
@@ -155,6 +163,11 @@ class Instance:
         self._drained = nodes
         self.lose(NodeDrained(why))
 
+    def check_serves(self) -> None:
+        """Raise the reason of its loss, if it is lost."""
+        if self.loss is not None:
+            raise self.loss
+
     def _suspect(self, reason: str) -> None:
         """Show the suspicion, and report what is left if the suspects are lost; None once there are none."""
         self._service.suspect(reason)
@@ -177,12 +190,11 @@ class Instance:
     async def _load_and_serve(
         self, cleanup: contextlib.AsyncExitStack, ready: Callable[[float], None]
     ) -> None:
-        epoch, started = self._epoch, time.monotonic()
-        placement = epoch.placement
+        epoch, placement, started = self._epoch, self._epoch.placement, time.monotonic()
         assignments = assign_all(
             self._settings, self._served, epoch.instance, epoch.number, placement.cut, placement.ranks
         )
-        hello = _head_hello(assignments[0], epoch)
+        hello = head_hello(assignments[0], epoch.node, epoch.head)
         cleanup.callback(self._shares.leave, epoch.instance)
         await cleanup.enter_async_context(self.watch.watching(hello))
         cleanup.push_async_callback(self._stop_workers)
@@ -193,10 +205,9 @@ class Instance:
         places = epoch.loaded or await self._deploy(assignments, hello)
         executor = await self._unless_lost(self._connect(cleanup, places, hello))
         await self.watch.begin()
-        first_report = self.watch.first_report
-        await asyncio.wait((first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self.watch.first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
         if not self._lost.done():
-            engine = self._make_engine(executor, first_report.result())
+            engine = self._make_engine(executor, self.watch.first_report.result())
             cleanup.enter_context(self._meter.attached(engine, self._nodes))
             cleanup.push_async_callback(engine.close)
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
@@ -210,8 +221,8 @@ class Instance:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BETTER_REASON_S):
                 await self._await_reason(hello)
-        if self.loss is not None and not self._has_served:
-            raise self.loss
+        if not self._has_served:
+            self.check_serves()
 
     async def _connect(
         self, cleanup: contextlib.AsyncExitStack, places: Sequence[WorkerPlace], hello: hello_pb2.Hello
@@ -259,15 +270,20 @@ class Instance:
         lost = self._ranks_on(self._drained).union(self.watch.lost_ranks)
         if (remains := self._without(self.watch.silent_nodes, lost)) is None:
             return None
-        pids = {place: worker.pid for place, (worker, _) in self._loaded.items()} | {**self.watch.pids}
         ended = self.watch.lost_ranks - self.watch.silent_ranks
-        may_return = self._has_served and bool(remains.lost) and not ended and remains.lost <= pids.keys()
-        return replace(remains, pids=pids, may_return=may_return and not self._drained)
+        may_return = (
+            self._has_served and bool(remains.lost) and not ended and remains.lost <= self._pids.keys()
+        )
+        return replace(remains, pids=self._pids, may_return=may_return and not self._drained)
 
     def without_drained(self, nodes: frozenset[str]) -> Remains:
-        """Return the ranks that would be left without some nodes."""
+        """Return the ranks that would be left without some nodes, with their process ids."""
         epoch, lost = self._epoch, self._with_groups(self._ranks_on(nodes))
-        return Remains(epoch.instance, epoch.number, epoch.placement, lost, frozenset())
+        return Remains(epoch.instance, epoch.number, epoch.placement, lost, frozenset(), self._pids)
+
+    @property
+    def _pids(self) -> Mapping[RankId, int]:
+        return {place: worker.pid for place, (worker, _) in self._loaded.items()} | {**self.watch.pids}
 
     def _ranks_on(self, nodes: frozenset[str]) -> frozenset[RankId]:
         return frozenset(rank for rank, node in self._nodes.items() if node in nodes)
@@ -283,11 +299,7 @@ class Instance:
     @property
     def _nodes(self) -> Mapping[RankId, str]:
         """Node of every rank."""
-        return {
-            RankId(stage, rank): placed.site.node
-            for stage, ranks in enumerate(self._epoch.placement.ranks)
-            for rank, placed in enumerate(ranks)
-        }
+        return {place: site.node for place, site in sites_of(self._epoch.placement).items()}
 
     @property
     def _tracer(self) -> RequestTracer | None:
@@ -314,7 +326,9 @@ class Instance:
         for number, stage in enumerate(placement.ranks):
             planned = placement.forecast.memory_of_ranks(number) if placement.forecast else None
             for rank, placed in enumerate(stage):
-                if RankId(number, rank) in (self._epoch.prepared or ()):
+                if (place := RankId(number, rank)) in (self._epoch.prepared or ()):
+                    if place in self._epoch.late:
+                        weights[placed.site.node] += self._epoch.late[place]
                     continue
                 part = placed.share / sum(other.share for other in stage) / len(placement.ranks)
                 weights[placed.site.node] += planned[rank].weight_bytes if planned else int(whole * part)
@@ -329,7 +343,9 @@ class Instance:
         prepared = self._epoch.prepared
         if prepared is None:
             return await self._unless_lost(deploy(sites, assignments, hello, self._report))
-        at = sites_of(self._epoch.placement)
+        at, reshaping = sites_of(self._epoch.placement), self._epoch.reshaping
+        if reshaping is not None:
+            await self._unless_lost(reshaping.load_late(at, prepared))
         loading = load_lost(at, assignments, prepared, hello, self._report)
         loaded = await self._unless_lost(unless_returned(self._epoch.returning, loading))
         if loaded is None:
@@ -358,8 +374,7 @@ class Instance:
             if working.done() and isinstance(working.exception(), WorkerLost | GroupStuck):
                 # A connection breaks a moment before the reason is known.
                 await asyncio.wait((self._lost,), timeout=_BETTER_REASON_S)
-            if self.loss is not None:
-                raise self.loss
+            self.check_serves()
             return working.result()
         except GroupStuck as error:
             raise blame_join(error, self._epoch.placement, self._service.load_phase) from None
@@ -420,27 +435,6 @@ async def stop_workers(epoch: Epoch, wait: Callable[[str, Awaitable[None]], Awai
     epoch.superseded.end()
     waits = [wait(site.node, epoch.workers.stop_late(site)) for site in epoch.placement.nodes]
     await asyncio.gather(*waits)
-
-
-async def leave_workers(epoch: Epoch, patched: Epoch) -> None:
-    """Leave the workers of an epoch to the one that patches it. Nodes without any are asked to end theirs."""
-    used = {site.node for site in patched.placement.nodes}
-    for site in epoch.placement.nodes:
-        if site.node not in used:
-            epoch.workers.stop_late(site)
-        elif epoch.trust is not None:
-            await site.link.close()
-
-
-def _head_hello(assignment: worker_pb2.StageAssignment, epoch: Epoch) -> hello_pb2.Hello:
-    return make_hello(
-        instance=assignment.instance,
-        epoch=assignment.epoch,
-        model_digest=assignment.model_digest,
-        plan_digest=assignment.plan_digest,
-        node=epoch.node,
-        fencing_id=epoch.head,
-    )
 
 
 def _collect() -> None:

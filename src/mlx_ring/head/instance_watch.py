@@ -75,11 +75,17 @@ class Watched:
         """Record an event; return the status of all workers, or None until every node is ready."""
         node = event.hello.node
         ours = [state for state in event.workers if state.instance == self._instance]
-        if ours and all(state.status.phase == "ready" for state in ours):
+        if ours and all(map(_is_ready, ours)):
             self._by_node[node] = {(node, RankId(state.stage, state.rank)): state.status for state in ours}
         if len(self._by_node) < self._nodes:
             return None
         return {place: status for statuses in self._by_node.values() for place, status in statuses.items()}
+
+
+def _is_ready(state: agent_pb2.WorkerState) -> bool:
+    """Report whether a worker's last answer is of the stage that it has now, and says that it is ready."""
+    status = state.status
+    return status.phase == "ready" and status.hello.plan_digest == state.assignment.plan_digest
 
 
 class InstanceWatch:

@@ -15,12 +15,14 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site, close_sites, place_at
 from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.membership import Event, Joined, Membership
+from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.core.types import RankId
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances
+from mlx_ring.head.patching import Remains, wait_until_whole
 from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
 from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
@@ -79,6 +81,31 @@ class LeftWorkers:
     def _hello(self) -> hello_pb2.Hello:
         """Greeting of this head, for any instance."""
         return make_hello(node=self._control.node, fencing_id=self.head_number)
+
+    async def wait_until_whole(self, remains: Remains) -> None:
+        """Wait until the lost ranks of an instance, which are only silent, answer again."""
+        await wait_until_whole(remains, partial(self._wait_for_answers, epoch=remains.epoch))
+
+    async def _wait_for_answers(self, site: Site, pids: frozenset[int], *, epoch: int) -> None:
+        """Wait for workers of a node, which may have to connect again."""
+        while True:
+            await self._control.wait_until_present(site.node)
+            sites = cluster_sites(self._control, self._control.membership, self._head_port)
+            left = asyncio.create_task(self._control.wait_until_absent(site.node))
+            answering = [
+                asyncio.create_task(wait_for_answers(each, pids, epoch, self._hello))
+                for each in sites
+                if each.node == site.node
+            ]
+            try:
+                await asyncio.wait((left, *answering), return_when=asyncio.FIRST_COMPLETED)
+                if any(task.done() for task in answering):
+                    return
+            finally:
+                for task in (left, *answering):
+                    task.cancel()
+                await asyncio.wait((left, *answering))
+                await close_sites(sites)
 
     def adoptable(self, served: ServedModel, membership: Membership) -> list[Adoptable]:
         """Return a model's adoptable instances whose nodes are all present."""

@@ -1,7 +1,8 @@
 """Moves of instances to other machines while they serve: a machine is wanted back, or another split is faster.
 
 Where memory allows, the next instance is loaded beside the present one, whose requests move without a pause. Where it
-does not, only the layers of that machine are loaded elsewhere, or the model is loaded again, and answers pause meanwhile.
+does not, workers load only the layers that they gain for another split, and answers pause while they change over. Of a
+machine that is wanted back, only the layers are loaded elsewhere. Otherwise, the model is loaded again in a pause.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
@@ -18,12 +20,13 @@ from mlx_ring.head.model import HostedModel, Ready
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import readable_names
 from mlx_ring.head.replica import Replica
+from mlx_ring.planner.replan import MoveWay
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 Result = TypeVar("Result")
-Choose = Callable[[], Awaitable[Literal["beside", "after"] | None]]
+Choose = Callable[[], Awaitable[MoveWay | None]]
 
 
 class MakeReplica(Protocol):
@@ -106,8 +109,9 @@ class Moves:
             if way is None:
                 return None
             (replica,) = hosted.replicas
-            started, requests, why = time.monotonic(), len(replica.service.engine.requests()), ""
+            why = ""
             if way == "beside":
+                started = time.monotonic()
                 try:
                     moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
                 except PlanError as error:
@@ -116,16 +120,55 @@ class Moves:
                     why = str(error)
                 else:
                     return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
-            log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
-            before = replica.service.info.name
-            sites = () if replica.placement is None else replica.placement.nodes
-            why_lost = f"The layers of {hosted.model_id} are split again."
-            replica.drain(frozenset(site.node for site in sites), why_lost)
-            while (error := replica.service.error) is not None or replica.service.info.name == before:
-                if isinstance(error, PlanError):
-                    raise error
-                await asyncio.sleep(_LOOK_S)
-            return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+            if way != "after":
+                try:
+                    return await self._change_stages(hosted, replica, why, may_pause=may_pause)
+                except PlanError as error:
+                    if not may_pause or replica.service.error is not None:
+                        raise
+                    why = f"{why} {error}".strip()
+            return await self._load_again(hosted, replica, why)
+
+    async def _change_stages(
+        self, hosted: HostedModel, replica: Replica, why: str, *, may_pause: bool
+    ) -> Moved:
+        """Let workers load the layers that they gain, and change over."""
+        started, before = time.monotonic(), _epoch_of(replica)
+        reshaping = await replica.split_again(
+            f"Workers of {hosted.model_id} change to another split.", may_pause=may_pause
+        )
+        paused, requests = time.monotonic(), reshaping.paused_requests
+        log.warning("%s pauses while its workers change to another split. %s", hosted.model_id, why)
+        await self._until_served(replica, before)
+        now = time.monotonic()
+        # After a loss in the pause, it may have been loaded as a whole.
+        way: MoveWay = "ranges" if _epoch_of(replica)[0] == before[0] else "after"
+        log.warning(
+            "%s has changed to another split: it loaded %.1f MB, and paused for %.1f s",
+            *(hosted.model_id, reshaping.loaded_bytes / 1e6, now - paused),
+        )
+        moved = Moved(hosted.model_id, way, requests, now - started, why, now - paused)
+        return replace(moved, loaded_bytes=reshaping.loaded_bytes)
+
+    async def _load_again(self, hosted: HostedModel, replica: Replica, why: str) -> Moved:
+        """End the present instance, and load another one."""
+        started, requests = time.monotonic(), len(replica.service.engine.requests())
+        log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
+        before = _epoch_of(replica)
+        sites = () if replica.placement is None else replica.placement.nodes
+        why_lost = f"The layers of {hosted.model_id} are split again."
+        replica.drain(frozenset(site.node for site in sites), why_lost)
+        await self._until_served(replica, before)
+        seconds = time.monotonic() - started
+        return Moved(hosted.model_id, "after", requests, seconds, why, seconds)
+
+    @staticmethod
+    async def _until_served(replica: Replica, before: tuple[str, int]) -> None:
+        """Wait until a replica serves in a later epoch, or as another instance. Raises `PlanError` if it does not fit."""
+        while (error := replica.service.error) is not None or _epoch_of(replica) == before:
+            if isinstance(error, PlanError):
+                raise error
+            await asyncio.sleep(_LOOK_S)
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         moved: list[Moved] = []
@@ -190,6 +233,7 @@ class Moves:
             hosted.model_id,
             why,
         )
+        paused = time.monotonic()
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
                 if force:
@@ -198,7 +242,14 @@ class Moves:
             if error is None:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
-        return Moved(hosted.model_id, "after", requests, time.monotonic() - started, why)
+        now = time.monotonic()
+        return Moved(hosted.model_id, "after", requests, now - started, why, now - paused)
+
+
+def _epoch_of(replica: Replica) -> tuple[str, int]:
+    """Return the name and the epoch of a replica's instance."""
+    info = replica.service.info
+    return info.name, info.epoch
 
 
 def _session(machines: Machines, node: str) -> int | None:

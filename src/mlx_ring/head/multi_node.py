@@ -16,7 +16,6 @@ from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites, unuse
 from mlx_ring.cluster.membership import Drained, Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
-from mlx_ring.cluster.relinking import wait_for_answers
 from mlx_ring.core.errors import LinkLost, PlanError, RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
@@ -24,7 +23,7 @@ from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
 from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
-from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch, wait_until_whole
+from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
     Order,
     Others,
@@ -35,6 +34,7 @@ from mlx_ring.head.placing import (
     plan_replicas,
 )
 from mlx_ring.head.plan_requests import node_profiles
+from mlx_ring.head.reshaping import NextPlan
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
@@ -43,7 +43,6 @@ from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.settings.config import Settings
 
 log = logging.getLogger(__name__)
@@ -203,6 +202,16 @@ class Cluster:
             await close_sites(room.sites)
             raise
 
+    async def plan_again(self, order: Order, remains: Remains) -> NextPlan:
+        room, avoided = await self._room(order, remains), self._quarantine.links()
+        try:
+            placement = await self._place_whole(order, remains, room.sites, avoided)
+            placement = await offered(placement, partial(self._offer, order.served))
+        except BaseException:
+            await close_sites(room.sites)
+            raise
+        return NextPlan(room, placement, self._control.node, self._left.head_number)
+
     async def _room(self, order: Order, remains: Remains) -> Room:
         """Return the room that nodes have for lost ranks, once no other node is silent."""
         control = self._control
@@ -264,32 +273,7 @@ class Cluster:
             self._own_agent.replace_soon()
 
     async def wait_for_return(self, remains: Remains) -> None:
-        hello = make_hello(node=self._control.node, fencing_id=self._left.head_number)
-        await wait_until_whole(remains, partial(self._wait_for_answers, epoch=remains.epoch, hello=hello))
-
-    async def _wait_for_answers(
-        self, site: Site, pids: frozenset[int], *, epoch: int, hello: hello_pb2.Hello
-    ) -> None:
-        """Wait for workers of a node, which may have to connect again."""
-        while True:
-            await self._control.wait_until_present(site.node)
-            membership = self._control.membership
-            sites = cluster_sites(self._control, membership, self._port)
-            left = asyncio.create_task(self._control.wait_until_absent(site.node))
-            answering = [
-                asyncio.create_task(wait_for_answers(each, pids, epoch, hello))
-                for each in sites
-                if each.node == site.node
-            ]
-            try:
-                await asyncio.wait((left, *answering), return_when=asyncio.FIRST_COMPLETED)
-                if any(task.done() for task in answering):
-                    return
-            finally:
-                for task in (left, *answering):
-                    task.cancel()
-                await asyncio.wait((left, *answering))
-                await close_sites(sites)
+        await self._left.wait_until_whole(remains)
 
     def release(self, instance: str) -> None:
         silent = self._live.release(instance)

@@ -15,6 +15,7 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.patching import PatchPlan, Presence, Remains
 from mlx_ring.head.placing import Order, Others, Placement
+from mlx_ring.head.reshaping import NextPlan
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.addresses import HeadAddress
@@ -159,6 +160,16 @@ class Machines(Presence, Protocol):
 
         Raises:
             PlanError: there is no room for it.
+        """
+        ...
+
+    async def plan_again(self, order: Order, remains: Remains) -> NextPlan:
+        """Place an instance that serves again, with the memory that it would leave.
+
+        The caller closes the plan's sites.
+
+        Raises:
+            PlanError: there is no room for it, or no other machine.
         """
         ...
 

@@ -25,12 +25,21 @@ from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, readable_names
+from mlx_ring.head.reshaping import why_only_whole
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.replan import LEAST_GAIN, Comparison, Patience, Situation, compare, stages_of
+from mlx_ring.planner.replan import (
+    LEAST_GAIN,
+    Comparison,
+    MoveWay,
+    Patience,
+    Situation,
+    compare,
+    stages_of,
+)
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.settings.rank_settings import rank_shares
 
@@ -40,6 +49,10 @@ log = logging.getLogger(__name__)
 _LOOK_S = 10.0
 _USUAL_LOAD_S = 60.0
 """Time of a load, as long as none was measured."""
+SHORT_PAUSE_S = 5.0
+"""Longest predicted pause that needs no permission: a recovery takes as long."""
+_LINK_S = 1.0
+"""Time until workers that have their layers are linked."""
 _NOTICED_GAIN = 0.01
 """Gain below which two splits count as equally good, also for a user who asks for another one."""
 
@@ -142,10 +155,11 @@ class Replanning:
             watched.granted = granted
         if found is None or not watched.is_due:
             return
-        if self._mode == "auto" and found.way == "beside":
+        may_move = not needs_pause(found, service.recoveries.load_s)
+        if self._mode == "auto" and may_move:
             await self._move(hosted, watched, found)
         elif not was_due:
-            pause = "" if found.way == "beside" else " --pause"
+            pause = "" if may_move else " --pause"
             log.warning(
                 "%s. Run: mlx-ring replan %s%s", describe(hosted.model_id, found), hosted.model_id, pause
             )
@@ -189,12 +203,12 @@ class Replanning:
     ) -> tuple[ProposalStatus | None, Moved | None]:
         proposals: list[ProposalStatus] = []
 
-        async def choose() -> Literal["beside", "after"] | None:
+        async def choose() -> MoveWay | None:
             found = await self._better(hosted)
             if found is None:
                 return None
             proposal = _status(hosted, found, is_due=self._of(hosted).is_due)
-            if found.way == "after":
+            if found.way != "beside":
                 _check_pause(hosted, proposal, may_pause=may_pause)
             proposals.append(proposal)
             return found.way
@@ -204,6 +218,8 @@ class Replanning:
         watched.forget()
         if moved is not None:
             watched.patience.moved()
+            # An instance whose workers stay keeps its name.
+            watched.instance = ""
         return next(iter(proposals), None), moved
 
     async def _better(self, hosted: HostedModel) -> Comparison | None:
@@ -223,7 +239,8 @@ class Replanning:
                 node in before and each.memory_bytes < before[node].memory_bytes
                 for node, each in _granted(now).items()
             )
-            return compare(Situation(sizes, *now, has_less_memory=has_less))
+            only_whole = why_only_whole(hosted.settings.link)
+            return compare(Situation(sizes, *now, has_less_memory=has_less, only_whole=only_whole))
 
         return await asyncio.to_thread(work)
 
@@ -303,11 +320,35 @@ def _check_pause(hosted: HostedModel, proposal: ProposalStatus, *, may_pause: bo
             f"{busy} {'request' if busy == 1 else 'requests'} of {model} would end, because of --resume off: "
             f"wait for the end. {proposal.why}"
         )
-    if not may_pause:
-        pause = "" if proposal.load_s is None else f" for about {max(1.0, proposal.load_s):.0f} s"
+    if proposal.needs_pause and not may_pause:
+        pause = "" if proposal.pause_s is None else f" for about {max(1.0, proposal.pause_s):.0f} s"
         raise Conflict(
             f"Answers of {model} would pause{pause}. {proposal.why} To allow that: mlx-ring replan {model} --pause"
         )
+
+
+def pause_s(found: Comparison, load_s: float | None) -> float | None:
+    """Return the predicted seconds until another split serves, without an answer; None if they are unknown.
+
+    Args:
+        found: the other split.
+        load_s: longest time that a load took, by which a part of it is predicted; None before the first.
+    """
+    if found.way == "beside":
+        return 0.0
+    if found.way == "after":
+        return load_s
+    late = max((change.gained_bytes for change in found.changes if not change.fits_beside), default=0)
+    if not late:
+        return _LINK_S
+    largest = max(stage.weight_bytes for stage in found.planned.stages)
+    return None if load_s is None else _LINK_S + load_s * late / largest
+
+
+def needs_pause(found: Comparison, load_s: float | None) -> bool:
+    """Report whether a move needs permission: all layers are loaded in a pause, or some of them for long."""
+    seconds = pause_s(found, load_s)
+    return found.way == "after" or seconds is None or seconds > SHORT_PAUSE_S
 
 
 def _steady(view: ClusterView) -> ClusterView:
@@ -336,6 +377,12 @@ def _known(cluster: ClusterProfile) -> object:
 
 # ---- reports
 
+_PAUSES: Mapping[MoveWay, str] = {
+    "beside": "",
+    "ranges": ", after a pause in which only layers that move are loaded",
+    "after": ", after a pause in which all layers are loaded",
+}
+
 
 def describe(model: str, found: Comparison) -> str:
     """Return the start of a sentence that says what another split gains."""
@@ -345,18 +392,22 @@ def describe(model: str, found: Comparison) -> str:
     )
     if math.isinf(found.gain):
         return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
-    pause = "" if found.way == "beside" else ", after a pause"
+    pause = _PAUSES[found.way]
     faster = f"{found.gain:.0%} faster" if found.gain < 1 else f"{1 + found.gain:.1f} times as fast"
     return f"{model} would be {faster} with another split{pause}: layers of {layers}"
 
 
 def _status(hosted: HostedModel, found: Comparison, *, is_due: bool) -> ProposalStatus:
+    load_s = next((service.recoveries.load_s for service in hosted.instances), None)
     return ProposalStatus(
         model=hosted.model_id,
         way=found.way,
         why=found.why or None,
         gain=None if math.isinf(found.gain) else found.gain,
-        load_s=next((service.recoveries.load_s for service in hosted.instances), None),
+        load_s=load_s,
+        pause_s=pause_s(found, load_s),
+        needs_pause=needs_pause(found, load_s),
+        gained_bytes=sum(change.gained_bytes for change in found.changes) if found.changes else None,
         loaded=None if found.loaded is None else _split(found.loaded),
         planned=_split(found.planned),
         is_due=is_due,

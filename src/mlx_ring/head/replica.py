@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from mlx_ring.core.errors import (
     GroupStuck,
     NodeDrained,
     NodeLost,
+    NotReady,
     PlanError,
     RingError,
     WorkerLost,
@@ -27,13 +29,14 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv
-from mlx_ring.head.instance import Epoch, Instance, leave_workers, stop_workers
+from mlx_ring.head.instance import Epoch, Instance, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
 from mlx_ring.head.placing import Order, Placement
+from mlx_ring.head.reshaping import Reshaping
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.step_down import may_step_down
 from mlx_ring.rpc.protos import agent_pb2
@@ -124,6 +127,8 @@ class Replica:
         self._hold, self._replaces = hold, replaces
         self._running: Instance | None = None
         self._order: Order | None = None
+        self._reshaping: Reshaping | None = None
+        """Change to the next plan, whose layers are loaded as far as there is room."""
         self._in_progress: InProgress = {}
         """Requests that were in progress when the last instance was lost."""
         self._left: Mapping[LiveRequest, LeftKv] = {}
@@ -228,6 +233,42 @@ class Replica:
         if self._running is not None:
             self._running.drain(nodes, why)
 
+    async def split_again(self, why: str, *, may_pause: bool) -> Reshaping:
+        """Load the layers that workers gain for the best plan, and let answers pause while they change to it.
+
+        Args:
+            why: reason of the pause.
+            may_pause: True if more may be loaded in the pause than the plan predicts.
+
+        Returns:
+            The change, which follows in a moment.
+
+        Raises:
+            RingError: it could not be loaded. The present plan serves, unless it was lost meanwhile.
+        """
+        running, order = self._running, self._order
+        if running is None or order is None or self.service.error is not None:
+            raise NotReady(f"{self._served.names[0]} is being loaded; ask again in a moment.")
+        remains = running.without_drained(frozenset())
+        order = self._patch_order(order, remains)
+        self._next_number = order.number + 1
+        plan = await self._machines.plan_again(order, remains)
+        try:
+            make = partial(Reshaping, order, remains, plan, self._shares, may_pause=may_pause)
+            reshaping = await asyncio.to_thread(make)
+        except BaseException:
+            await close_sites(plan.room.sites)
+            raise
+        try:
+            await reshaping.load()
+            running.check_serves()
+        except BaseException:
+            await reshaping.abandon()
+            raise
+        self._reshaping, reshaping.paused_requests = reshaping, len(self.service.engine.requests())
+        running.drain(frozenset(), why)
+        return reshaping
+
     def _keep(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)
         self._in_progress = {live: live.unanswered for live in interrupted if live.unanswered}
@@ -258,10 +299,9 @@ class Replica:
                     if loss is None or not judge(self._in_progress, loss, running.lost_ranks):
                         self._machines.record_failure(loss, self._begun_s)
                     remains = running.remains
-                if remains is None:
-                    return
+                reshaping, self._reshaping = self._reshaping, None
                 current.lost_nodes.clear()
-                patched = await self._patch(order, epoch, remains, early)
+                patched = await self._change(order, epoch, remains, early, reshaping)
                 if patched is None:
                     return
                 epoch, self._begun_s = patched, time.time()
@@ -338,6 +378,25 @@ class Replica:
 
         await stop_workers(epoch, wait)
 
+    async def _change(
+        self,
+        order: Order,
+        epoch: Epoch,
+        remains: Remains | None,
+        early: EarlyPlan,
+        reshaping: Reshaping | None,
+    ) -> Epoch | None:
+        """Return the epoch that follows a lost one, of its plan or the next one; None if all workers have ended."""
+        if reshaping is None:
+            return None if remains is None else await self._patch(order, epoch, remains, early)
+        patched = None if remains is None else await self._patch(order, epoch, reshaping.left(remains), early)
+        if patched is None:
+            await reshaping.abandon()
+            return None
+        await reshaping.close()
+        # The stages that workers keep have other layers now.
+        return replace(patched, kept={}, reshaping=reshaping)
+
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
         """Replace the lost ranks of an instance. If that is impossible, stop the others and return None.
 
@@ -366,7 +425,7 @@ class Replica:
         if remains.leaves_others:
             superseded = superseded.with_epoch(epoch.workers)
         else:
-            await leave_workers(epoch, patched)
+            await epoch.workers.leave({site.node for site in patched.placement.nodes})
         staying = (patched.prepared or {}).keys()
         log.warning(
             "Patching %s: %d of %d workers stay", self._served.names[0], len(staying), len(remains.places)

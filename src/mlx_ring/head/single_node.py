@@ -15,12 +15,13 @@ from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.cluster.relinking import wait_for_answers
-from mlx_ring.core.errors import Conflict, NotReady, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, patch_ranks, wait_until_whole
 from mlx_ring.head.placing import Order, place_single_node
+from mlx_ring.head.reshaping import NextPlan
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import StepDown
 from mlx_ring.host.energy import EnergyMeter
@@ -99,6 +100,11 @@ class SingleNode:
     async def check_whole(self, order: Order, remains: Remains) -> None:
         """Check nothing: this machine is never drained."""
         del order, remains
+
+    async def plan_again(self, order: Order, remains: Remains) -> NextPlan:
+        """Refuse, because the layers are split over no machines."""
+        del order, remains
+        raise PlanError(USES_ONE_MACHINE)
 
     async def patch(self, order: Order, remains: Remains, early: PatchPlan | None) -> Epoch:
         del early

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.place import LoadedStages, place, plan_loaded
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.stage_costs import StageTables
 
 LEAST_GAIN = 0.15
 """Predicted gain from which another plan is proposed: predictions are off by about as much."""
@@ -42,6 +44,22 @@ class Situation:
     """Reason why no second instance may be loaded, whatever the machines' memory."""
     has_less_memory: bool = False
     """True if one of its machines has less memory than when it was loaded."""
+    only_whole: str = ""
+    """Reason why no worker may load a part of its next stage; empty if they may."""
+
+
+MoveWay = Literal["beside", "ranges", "after"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageChange:
+    """Change of one machine's stage, whose worker loads only the layers that it lacks."""
+
+    node: str
+    gained_bytes: int
+    """Bytes of the weights that it loads."""
+    fits_beside: bool
+    """True if it has room for them while it still has its present stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +69,13 @@ class Comparison:
     loaded: Plan | None
     """Prediction for the loaded stages as the machines are now; None if they no longer have the memory."""
     planned: Plan
-    way: Literal["beside", "after"]
-    """`beside`: another instance can be loaded while the present one serves. `after`: answers pause meanwhile."""
+    way: MoveWay
+    """`beside`: another instance can be loaded while the present one serves. `ranges`: workers stay, and load only the
+    layers that they gain. `after`: answers pause while the whole model is loaded again."""
     why: str
     """Reason why they would pause."""
+    changes: tuple[StageChange, ...] = ()
+    """With `ranges`, the change of each machine of the best plan."""
 
     @property
     def gain(self) -> float:
@@ -73,16 +94,87 @@ def compare(now: Situation) -> Comparison | None:
         return None
     loaded = _predict_loaded(now)
     if now.refusal:
-        return Comparison(loaded, best, "after", now.refusal)
+        return _with_pause(now, loaded, best, now.refusal)
     try:
         second = place(now.model, now.beside, now.request)
     except PlanError as error:
-        return Comparison(loaded, best, "after", str(error))
+        return _with_pause(now, loaded, best, str(error))
     if stages_of(second) != now.loaded and _gain(loaded, second) >= min(LEAST_GAIN, _gain(loaded, best)):
         return Comparison(loaded, second, "beside", "")
-    return Comparison(
-        loaded, best, "after", "Beside the present instance, the machines have no room for a faster one."
+    return _with_pause(
+        now, loaded, best, "Beside the present instance, the machines have no room for a faster one."
     )
+
+
+def _with_pause(now: Situation, loaded: Plan | None, best: Plan, why: str) -> Comparison:
+    """Return the way to a plan that cannot be loaded beside the present one."""
+    if now.only_whole:
+        return Comparison(loaded, best, "after", f"{why} {now.only_whole}")
+    try:
+        changes = stage_changes(now.model, now.cluster, now.request, now.loaded, stages_of(best))
+    except PlanError as error:
+        return Comparison(loaded, best, "after", f"{why} {error}")
+    return Comparison(loaded, best, "ranges", why, changes)
+
+
+def stage_changes(
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    request: PlanRequest,
+    loaded: LoadedStages,
+    planned: LoadedStages,
+) -> tuple[StageChange, ...]:
+    """Return the change of each machine of a plan, in its order, if workers load only the layers that they gain.
+
+    Args:
+        model: the model.
+        cluster: the machines of the plan, with the memory that the present instance would leave.
+        request: the request for plans.
+        loaded: the present stages.
+        planned: the plan's stages.
+
+    Raises:
+        PlanError: workers that stay cannot change to this plan.
+    """
+    before, after = _by_node(loaded), _by_node(planned)
+    if not any(_common(before.get(node), layers) for node, layers in after.items()):
+        raise PlanError("No machine would keep one of its layers, so the whole model is loaded again.")
+    if [layers for layers, _ in loaded] == [layers for layers, _ in planned] and any(
+        before.get(node, layers) != layers for node, layers in after.items()
+    ):
+        raise PlanError("Machines would exchange their stages, so the whole model is loaded again.")
+    tables, nodes = StageTables(model, request.demand), {node.name: node for node in cluster.nodes}
+    return tuple(_change(tables, nodes[node], before.get(node), layers) for node, layers in after.items())
+
+
+def _by_node(stages: LoadedStages) -> dict[str, LayerRange]:
+    """Return the layers of each machine. Raises `PlanError` if machines share a stage, or one has several."""
+    if any(len(ranks) > 1 for _, ranks in stages):
+        raise PlanError("Machines share the layers of a stage, so the whole model is loaded again.")
+    found = {node: layers for layers, ((node, _),) in stages}
+    if len(found) < len(stages):
+        raise PlanError("One machine has several stages, so the whole model is loaded again.")
+    return found
+
+
+def _common(present: LayerRange | None, layers: LayerRange) -> LayerRange | None:
+    """Return the layers that are in both ranges; None if there are none."""
+    if present is None:
+        return None
+    first, end = max(present.start, layers.start), min(present.end, layers.end)
+    return LayerRange(first, end) if first < end else None
+
+
+def _change(
+    tables: StageTables, node: NodeProfile, present: LayerRange | None, layers: LayerRange
+) -> StageChange:
+    kept, memory = _common(present, layers), tables.memory(node)
+    gained = tables.weight_bytes(node, layers.start, layers.end)
+    if kept is not None:
+        gained -= tables.weight_bytes(node, kept.start, kept.end)
+    held = 0.0 if present is None else memory[present.start, present.end]
+    fits = present is None or held + gained <= node.usable_bytes
+    return StageChange(node.name, max(0, gained), bool(fits))
 
 
 def _predict_loaded(now: Situation) -> Plan | None:

@@ -151,7 +151,7 @@ class PlacementSettings(CheckedSettings):
     learn_speeds: Switch = setting("on", "Correct predictions by measured steps.", _PLACEMENT, metavar="MODE")
     replan: Literal["auto", "ask", "off"] = setting(
         "ask",
-        "Propose another split of the layers when machines or their speeds change, or `auto` to move to it where no answer pauses.",
+        "Propose another split of the layers when machines or their speeds change, or `auto` to move to it where answers pause for 5 s at most.",
         _PLACEMENT,
         metavar="MODE",
     )

@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from mlx_ring.worker.group import GroupPort, group_capabilities
     from mlx_ring.worker.neighbours import PeerAccess
-    from mlx_ring.worker.server import WorkerIdentity, WorkerServer  # MLX must load after the BLAS
+    from mlx_ring.worker.reshaping import WorkerIdentity
+    from mlx_ring.worker.server import WorkerServer  # MLX must load after the BLAS
     from mlx_ring.worker.stage import DiskSettings
 
     access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))

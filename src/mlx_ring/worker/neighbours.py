@@ -1,7 +1,9 @@
-"""Link from the stage before, as a server: who may send, and to which inbox.
+"""Links with other stages. From the stage before, as a server: who may send, and to which inbox.
 
 An inbox has one sender at a time. When another worker takes the place of a lost one, its call replaces the older call,
 whose frames and end no longer count.
+
+Links to the next stage, and back to stage 0, are opened anew for each assignment.
 """
 
 from __future__ import annotations
@@ -11,19 +13,33 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, assert_never
 
 import grpc
 
 from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError
+from mlx_ring.rpc.backends import DirectLink, direct_link
 from mlx_ring.rpc.failures import error_to_failure
-from mlx_ring.rpc.frames import Frame
+from mlx_ring.rpc.frames import Frame, Packer
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import Inbox, InboxSender, LinkLoss, deliver_frames, link_lost
+from mlx_ring.rpc.links import (
+    FanOut,
+    GrpcLink,
+    Inbox,
+    InboxSender,
+    LinkLoss,
+    LinkSender,
+    Opening,
+    deliver_frames,
+    link_lost,
+)
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.group import GroupPort
+from mlx_ring.worker.replies import StageLinks
+from mlx_ring.worker.shard import StageModel
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +52,8 @@ _MOST_EARLY_CALLERS_OF_ALL = 8
 """Number of callers of all nodes that may wait. Each holds a thread, and the worker has 16."""
 
 Received = TypeVar("Received")
+Sends = Callable[[], worker_pb2.LinkUse | None]
+"""Function that reports the use of a stage's link to the next one; any thread may call it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +102,13 @@ class Neighbours:
         self._lock = threading.Lock()
         self._call: grpc.ServicerContext | None = None
         """Call of the present sender."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """Inbox of the stage's input. Raises `NotReady` without a stage."""
+        if self._inbox is None:
+            raise NotReady("This worker has no stage yet.")
+        return self._inbox
 
     def assign(self, assignment: worker_pb2.StageAssignment) -> Inbox:
         """Set this worker's stage, and return the inbox of its input."""
@@ -236,3 +261,126 @@ def _greeting(frame: Frame) -> hello_pb2.Hello:
     if not frame.header.HasField("hello"):
         raise ProtocolError(frame.problem or "A link begins with a greeting, but another frame arrived.")
     return frame.header.hello
+
+
+# ---- links to the neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLinks:
+    """Links to the neighbours."""
+
+    links: StageLinks
+    sends: Sends
+
+
+def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
+    """Return a packer, or None if frames to the next stage are never compressed."""
+    if assignment.link_compression == "off" or not assignment.next_node or assignment.next_bytes_per_s <= 0:
+        return None
+    return Packer(assignment.next_bytes_per_s)
+
+
+def _sends(assignment: worker_pb2.StageAssignment, packer: Packer | None) -> worker_pb2.LinkUse | None:
+    if packer is not None:
+        return packer.use()
+    if not assignment.next_address:
+        return None
+    if not assignment.next_node:
+        return worker_pb2.LinkUse(why="both stages are on one machine")
+    is_off = assignment.link_compression == "off"
+    return worker_pb2.LinkUse(why="--link-compression is off" if is_off else "the link was not measured")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpener:
+    """Links to the neighbours of a stage, which are opened anew for each assignment."""
+
+    model: StageModel
+    inbox: Inbox
+    trust: Credentials | None
+    loss_recorder: Callable[[], LinkLoss] | None
+
+    def open_links(
+        self,
+        assignment: worker_pb2.StageAssignment,
+        hello: hello_pb2.Hello,
+        opening: Opening | None = None,
+    ) -> OpenedLinks:
+        """Open the links to the neighbours of an assignment. Only rank 0 sends, to every rank of the other stage.
+
+        Args:
+            assignment: the stage's assignment.
+            hello: this worker's greeting.
+            opening: the attempt, which is given up if a link cannot be opened.
+        """
+        packer = _packer(assignment)
+        try:
+            links = self._open(assignment, hello, packer, opening)
+        except RingError:
+            if opening is not None:
+                opening.give_up()
+            raise
+        return OpenedLinks(links, partial(_sends, assignment, packer))
+
+    def _open(
+        self,
+        ours: worker_pb2.StageAssignment,
+        hello: hello_pb2.Hello,
+        packer: Packer | None,
+        opening: Opening | None,
+    ) -> StageLinks:
+        if ours.rank:
+            return StageLinks(self.inbox)
+        opener = partial(self._open_one, direct_link(ours), hello, opening)
+        to_next = back = None
+        if not self.model.is_last:
+            speed = ours.next_bytes_per_s
+            to_next = _to_all(opener, ours.next_address, ours.next_node, ours.next_ranks, packer, speed)
+        elif not self.model.is_first:
+            back = _to_all(opener, ours.first_address, ours.first_node, ours.first_ranks)
+        return StageLinks(self.inbox, to_next, back)
+
+    def _open_one(
+        self,
+        kind: DirectLink,
+        hello: hello_pb2.Hello,
+        opening: Opening | None,
+        address: str,
+        node: str,
+        packer: Packer | None,
+        bytes_per_s: float,
+    ) -> LinkSender:
+        match kind:
+            case "grpc":
+                return GrpcLink(
+                    address,
+                    hello,
+                    trust=self.trust,
+                    node=node,
+                    packer=packer,
+                    bytes_per_s=bytes_per_s,
+                    on_lost=None if self.loss_recorder is None else self.loss_recorder(),
+                    opening=opening,
+                )
+            case _:
+                assert_never(kind)
+
+
+def _to_all(
+    open_link: Callable[[str, str, Packer | None, float], LinkSender],
+    address: str,
+    node: str,
+    others: Iterable[worker_pb2.RankEnd],
+    packer: Packer | None = None,
+    bytes_per_s: float = 0.0,
+) -> LinkSender:
+    """Open a link to each rank of a stage: rank 0 at this address, and the others."""
+    # A packer belongs to one thread, so each link has its own; status shows the first one's.
+    ends = [(address, node, packer)]
+    ends += [
+        (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
+        for other in others
+    ]
+    opened = [open_link(address, node, packer, bytes_per_s) for address, node, packer in ends]
+    return opened[0] if len(opened) == 1 else FanOut(opened)

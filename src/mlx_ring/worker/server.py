@@ -10,33 +10,29 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import grpc
 import mlx.core as mx
 
-from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StaleMessage
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.host.process import own_memory
 from mlx_ring.rpc.backends import has_collective_link
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.frames import Frame
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.links import OPENING_LIMIT_S, Inbox, Opening
+from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.methods import LINK, LOAD, READ_KV, RELINK, STATUS, STEPS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
-from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import group_use
-from mlx_ring.worker.kv.transfer import KvTransfers
-from mlx_ring.worker.neighbours import Neighbours, PeerAccess, caller_node, first_message
+from mlx_ring.worker.neighbours import caller_node, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.replies import StepStream
-from mlx_ring.worker.runner import StageRunner
-from mlx_ring.worker.stage import BuiltStage, OpenedLinks, WorkerIdentity, build_stage
-from mlx_ring.worker.step import Halt, monotonic_us
+from mlx_ring.worker.reshaping import StageHolder
+from mlx_ring.worker.stage import build_stage
+from mlx_ring.worker.step import monotonic_us
 
 log = logging.getLogger(__name__)
 _SAVE_AT_END_S = 2.0
@@ -44,35 +40,8 @@ _SAVE_AT_END_S = 2.0
 _ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
 
 
-class WorkerServer:
+class WorkerServer(StageHolder):
     """gRPC methods of a worker, and the loop in which it computes."""
-
-    def __init__(self, identity: WorkerIdentity, access: PeerAccess | None = None) -> None:
-        self._identity = identity
-        self._access = access or PeerAccess()
-        self._jobs: JobQueue[Callable[[], None]] = JobQueue()
-        self._runner: StageRunner | None = None
-        self._grammars: GrammarCompiler | None = None
-        self._built: BuiltStage | None = None
-        self._request: worker_pb2.LoadRequest | None = None
-        self._neighbours = Neighbours(self.hello, self._report_loss)
-        self._transfers = KvTransfers(self._between_steps, self._access.trust)
-        self._opening = Opening()
-        """Links that were opened last after the load."""
-        self._stopping = False
-        self._stream: StepStream | None = None
-        self._head = 0
-        """Number of the newest head, which loaded or linked this worker or has its stream; older ones are refused."""
-        self._halt = Halt()
-        self._taken_from: StepStream | None = None
-        """Stream whose steps the runner took in."""
-        self._lock = threading.Lock()
-        self._phase, self._dtype = "empty", ""
-        self._kv = worker_pb2.KvTraits()
-        self._weight_bytes = 0
-        self._kept: Sequence[worker_pb2.KeptSequence] = ()
-        """Sequences of the epoch before whose KV the next head's steps continue."""
-        self._sends: Callable[[], worker_pb2.LinkUse | None] = lambda: None
 
     def handler(self) -> grpc.GenericRpcHandler:
         calls = (LOAD, self.load), (STEPS, self.steps), (LINK, self.link), (RELINK, self.relink)
@@ -92,7 +61,7 @@ class WorkerServer:
             job = self._jobs.get_within(runner.patience_s)
             if job is not None:
                 return job
-            self._answer(runner.finish())
+            self._finish_step()
         return self._jobs.get()
 
     def stop(self) -> None:
@@ -102,28 +71,15 @@ class WorkerServer:
         self._neighbours.break_off(NotReady("This worker is ending."))
         self._jobs.put(lambda: None)
 
-    def hello(self, head: int = 0) -> hello_pb2.Hello:
-        """Describe this worker, the stage that it loaded and its last step."""
-        request, runner = self._request, self._runner
-        assignment = request.assignment if request else worker_pb2.StageAssignment()
-        return make_hello(
-            instance=assignment.instance,
-            epoch=assignment.epoch,
-            model_digest=assignment.model_digest,
-            plan_digest=assignment.plan_digest,
-            node=self._identity.node,
-            stage=self._identity.stage,
-            rank=self._identity.rank,
-            last_step=runner.last_step if runner else 0,
-            fencing_id=head,
-        )
-
     # Load
 
     def load(
         self, request: worker_pb2.LoadRequest, _context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.LoadProgress]:
-        """Load the stage that the plan assigns. The stream ends with `ready` or a failure."""
+        """Load the stage that the plan assigns, or a next plan. The stream ends with `ready` or a failure."""
+        if request.gain:
+            yield from self._gain(request)
+            return
         try:
             check_hello(request.hello, make_hello(node=self._identity.node), "the agent")
             inbox = self._assign(request)
@@ -215,6 +171,7 @@ class WorkerServer:
             self._halt.release(0)
             self._halt = stream.halt
             self._enter_epoch(hello.epoch)
+            self._next.announce(None)
             kept, self._kept = self._kept, ()
             if self._grammars is not None:
                 self._grammars.reset()
@@ -273,16 +230,6 @@ class WorkerServer:
         else:
             self._built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
 
-    def _between_steps(self, work: Callable[[], None]) -> None:
-        """Let the compute thread do work once no step is under way."""
-
-        def finish_first() -> None:
-            if self._runner is not None:
-                self._answer(self._runner.finish())
-            work()
-
-        self._jobs.put(finish_first)
-
     def read_kv(self, request: worker_pb2.ReadKvRequest, context: grpc.ServicerContext) -> Iterator[Frame]:
         """Send KV to a worker of another instance that the head has named."""
         return self._transfers.read(request, caller_node(context), context.is_active)
@@ -306,16 +253,6 @@ class WorkerServer:
             self._taken_from = stream
             self._answer(self._runner.take(step, arrived_us, stream.halt.begin))
 
-    def _answer(self, answers: Iterator[step_pb2.StepDone]) -> None:
-        for done in answers:
-            if done.HasField("failure"):
-                log.error("Step %d failed: %s", done.step, done.failure.message)
-            if self._runner is not None and self._runner.spoiled:
-                end_process(self._runner.spoiled)
-            # A head that has taken over since did not ask for these answers.
-            if self._taken_from is self._stream and self._stream is not None:
-                self._stream.answers.put(worker_pb2.StepsReply(done=done))
-
     # Link
 
     def link(
@@ -323,96 +260,6 @@ class WorkerServer:
     ) -> Iterator[worker_pb2.FrameAccepted]:
         """Receive what another stage sends, until it closes the stream."""
         return self._neighbours.link(frames, context)
-
-    def _report_loss(self, error: RingError) -> None:
-        """Report the loss of a link to the head, which ends the instance."""
-        if (stream := self._stream) is not None and not self._stopping:
-            stream.answers.put(worker_pb2.StepsReply(failure=error_to_failure(error)))
-
-    def relink(
-        self, request: worker_pb2.RelinkRequest, _context: grpc.ServicerContext
-    ) -> worker_pb2.RelinkReply:
-        """Prepare for other neighbours, or join them. Answers from the compute thread, which shows that it runs."""
-        done: Future[None] = Future()
-        try:
-            self._check_relink(request)
-            if request.halt:
-                return worker_pb2.RelinkReply(begun_step=self._halt.halt())
-            if request.commit:
-                self._jobs.put(partial(complete, done, self._joining(request)))
-            else:
-                self._opening.give_up()
-                self._leave()
-                halt, until = self._halt, request.until_step
-                self._jobs.put(partial(complete, done, partial(self._settle, halt, until)))
-                halt.release(until)
-                self._neighbours.prepare(request.assignment)
-            done.result()
-        except RingError as error:
-            return worker_pb2.RelinkReply(failure=error_to_failure(error))
-        return worker_pb2.RelinkReply()
-
-    def _check_relink(self, request: worker_pb2.RelinkRequest) -> None:
-        """Refuse an older head than the newest one, another place, and an epoch that has passed."""
-        wanted = request.assignment
-        ours = self._request.assignment if self._request is not None else worker_pb2.StageAssignment()
-        with self._lock:
-            check_hello(
-                request.hello, make_hello(node=self._identity.node, fencing_id=self._head), "the head"
-            )
-            self._head = max(self._head, request.hello.fencing_id)
-        if self._built is None or has_collective_link(ours):
-            raise NotReady("This worker cannot be linked with others: start another one.")
-        of_ours, of_theirs = (
-            (each.instance, each.plan_digest, each.stage, each.rank) for each in (ours, wanted)
-        )
-        if of_ours != of_theirs or wanted.epoch <= ours.epoch:
-            raise StaleMessage(
-                f"This worker has stage {ours.stage}, rank {ours.rank} of {ours.instance}, epoch {ours.epoch}; it cannot "
-                f"become stage {wanted.stage}, rank {wanted.rank} of {wanted.instance}, epoch {wanted.epoch}."
-            )
-
-    def _leave(self) -> None:
-        """End the head's stream, and drop its steps."""
-        with self._lock:
-            stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.answers.put(None)
-
-    def _settle(self, halt: Halt, until_step: int) -> None:
-        """Execute the steps that other ranks of the group have begun, and finish. Runs on the compute thread."""
-        if self._runner is not None:
-            for step, arrived_us in halt.take_held(until_step):
-                self._answer(self._runner.take(step, arrived_us, halt.begin))
-            self._answer(self._runner.finish())
-        halt.settle(until_step)
-
-    def _joining(self, request: worker_pb2.RelinkRequest) -> Callable[[], None]:
-        """Link with the new neighbours; return the work that enters their epoch, for the compute thread.
-
-        This thread waits for neighbours, which may have died. Another first phase on the compute thread ends the wait.
-        """
-        if self._built is None:
-            raise NotReady("This worker has not loaded a stage yet.")
-        opening = self._opening = Opening()
-        hello = self.hello()
-        hello.epoch = request.assignment.epoch
-        with opening.within(OPENING_LIMIT_S):
-            opened = self._built.open_links(request.assignment, hello, opening)
-        return partial(self._join, request, opened, opening)
-
-    def _join(self, request: worker_pb2.RelinkRequest, opened: OpenedLinks, opening: Opening) -> None:
-        """Enter the epoch of the new neighbours. Runs on the compute thread."""
-        if not opening.done() or self._runner is None or self._request is None:
-            raise StaleMessage(f"Other links than those of epoch {request.assignment.epoch} were requested.")
-        assignment, kept = request.assignment, request.kept
-        self._kept = kept.sequences if assignment.stage >= kept.first_stage else ()
-        self._request.assignment.CopyFrom(assignment)
-        self._runner.relink(opened.links)
-        self._sends = opened.sends
-        self._neighbours.advance(assignment.epoch)
-        set_log_epoch(assignment.epoch)
-        log.info("Linked with the neighbours of epoch %d", assignment.epoch)
 
     # Status
 
@@ -427,7 +274,7 @@ class WorkerServer:
             hello=self.hello(self._head),
             phase=self._phase,
             rss_bytes=own_memory(),
-            weight_bytes=self._weight_bytes,
+            weight_bytes=self._held_weight_bytes,
             kv_bytes=runner.kv_bytes if runner else 0,
             device_memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),

@@ -1,40 +1,43 @@
-"""Construction of the stage that a plan assigns to this worker: weights, KV, links, a first pass."""
+"""Construction of the stage that a plan assigns to this worker: weights, KV, links, a first pass.
+
+A worker that has a stage can load the next plan's (`NextStage`). It reads only the layers that it gains, one array after
+the other, so that steps can be computed in between. The other weights are those in memory, as the same arrays.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_cpu_kernels.operations import are_installed
-from mlx_ring.core.errors import ProtocolError, RingError
+from mlx_ring.core.errors import NotReady, ProtocolError
 from mlx_ring.core.types import DTYPES, DType, LayerRange, MemberRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes, tensors_of_stage
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
-from mlx_ring.rpc.backends import DirectLink, direct_link, joined_ranks
-from mlx_ring.rpc.frames import Packer
+from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.hello import check_hello
-from mlx_ring.rpc.links import FanOut, GrpcLink, Inbox, LinkLoss, LinkSender, Opening
+from mlx_ring.rpc.links import Inbox, LinkLoss, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
 from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
 from mlx_ring.worker.kv import STEP_BYTES, KVStore
+from mlx_ring.worker.neighbours import LinkOpener, OpenedLinks, Sends
 from mlx_ring.worker.platform.device import compiles_kernels, free_memory
-from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, split
-from mlx_ring.worker.weights import load_stage
+from mlx_ring.worker.weights import StageLoading, load_stage, needed_weights
 
 if TYPE_CHECKING:
     from mlx_ring.worker.kv.disk import KvDisk
@@ -42,20 +45,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Report = Callable[[worker_pb2.LoadProgress], None]
-Sends = Callable[[], worker_pb2.LinkUse | None]
-"""Function that reports the use of a stage's link to the next one; any thread may call it."""
+Parts = Iterator[None]
 _WARM_UP_SEQUENCE = (1 << 64) - 1
 _WARM_UP_ROWS = (2, 1)
 _KERNEL_ROWS = (64, 32, 16)
 """Rows of passes for which CUDA compiles a kernel each; more rows use that of 64, and fewer than 8 a compiled one."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedLinks:
-    """Links to the neighbours."""
-
-    links: StageLinks
-    sends: Sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +65,7 @@ class BuiltStage:
     sends: Sends
     grammars: GrammarCompiler
     """Compiler that any thread may ask for grammars; the runner uses them by id."""
+    model: StageModel
     open_links: Callable[[worker_pb2.StageAssignment, hello_pb2.Hello, Opening], OpenedLinks]
     """Function that opens links to other neighbours, in any thread, for an assignment with this worker's greeting."""
     store: KVStore
@@ -158,7 +153,7 @@ def build_stage(
         RingError: the stage cannot be built as requested.
     """
     assignment = request.assignment
-    folder = _read_folder(request, hello)
+    folder = read_folder(request, hello)
     dtype = resolve_dtype(assignment.dtype, folder)
     layers = LayerRange(assignment.first_layer, assignment.end_layer)
     started = time.monotonic()
@@ -177,15 +172,9 @@ def build_stage(
     cpu_weights = choose_weights(assignment, folder, layers, dtype)
     model = load_stage(folder, layers, dtype, progress, divide, dequantized=cpu_weights == "float32")
     log.info("Loaded layers %s of %s in %s in %.2f s", layers, folder.path, dtype, time.monotonic() - started)
-    architecture = require_cuttable(folder, assignment.stages)
-    kv = KVStore(
-        model.make_layer_caches(),
-        model.dtype,
-        kv_bits=assignment.kv_bits or None,
-        ragged=architecture.batches,
-        step_bytes=part_of_kv(shares, assignment.rank, STEP_BYTES) if shares else STEP_BYTES,
-    )
-    neighbours = _Neighbours(model, inbox, trust, loss_recorder)
+    step_bytes = part_of_kv(shares, assignment.rank, STEP_BYTES) if shares else STEP_BYTES
+    kv = make_kv(folder, assignment, model, step_bytes)
+    neighbours = LinkOpener(model, inbox, trust, loss_recorder)
     opened = neighbours.open_links(assignment, hello)
     links = opened.links
     if stages is not None:
@@ -194,15 +183,36 @@ def build_stage(
     heads = (shares[assignment.rank].kv_heads, shares[-1].kv_heads.end) if shares else None
     disk = open_disk(disk_settings, request, kv, model.cache_numbers, dtype, heads)
     runner = StageRunner(assignment, model, kv, links, group, grammars, disk)
+    warm_up(model, kv, report)
+    return BuiltStage(
+        *(runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, model, neighbours.open_links),
+        *(kv, disk),
+    )
+
+
+def make_kv(
+    folder: ModelFolder,
+    assignment: worker_pb2.StageAssignment,
+    model: StageModel,
+    step_bytes: int = STEP_BYTES,
+) -> KVStore:
+    """Return an empty KV store for a stage, which grows by `step_bytes`."""
+    return KVStore(
+        model.make_layer_caches(),
+        model.dtype,
+        kv_bits=assignment.kv_bits or None,
+        ragged=require_cuttable(folder, assignment.stages).batches,
+        step_bytes=step_bytes,
+    )
+
+
+def warm_up(model: StageModel, kv: KVStore, report: Report) -> None:
+    """Run first passes of a stage, so that no request pays for first-time work."""
     if compiles_kernels():
         report(worker_pb2.LoadProgress(phase="kernels"))
         compile_kernels(model, kv)
     report(worker_pb2.LoadProgress(phase="warm-up"))
     _run_passes(model, kv, _WARM_UP_ROWS)
-
-    return BuiltStage(
-        runner, dtype, cpu_weights, kv.traits(), opened.sends, grammars, neighbours.open_links, kv, disk
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +221,6 @@ class DiskSettings:
 
     folder: Path
     limit_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Identity of this worker, for greetings and status, and where it saves KV."""
-
-    node: str
-    stage: int
-    rank: int
-    blas: str
-    kernels: str = ""
-    disk: DiskSettings | None = None
 
 
 def open_disk(
@@ -262,7 +260,7 @@ def open_disk(
     return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share)
 
 
-def _read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
+def read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
     """Read the model, and check that it is the one that the head serves."""
     folder = read_model_folder(Path(request.model_path))
     check_hello(
@@ -277,118 +275,6 @@ def _read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> Mod
         f"the model folder {folder.path}",
     )
     return folder
-
-
-def _packer(assignment: worker_pb2.StageAssignment) -> Packer | None:
-    """Return a packer, or None if frames to the next stage are never compressed."""
-    if assignment.link_compression == "off" or not assignment.next_node or assignment.next_bytes_per_s <= 0:
-        return None
-    return Packer(assignment.next_bytes_per_s)
-
-
-def _sends(assignment: worker_pb2.StageAssignment, packer: Packer | None) -> worker_pb2.LinkUse | None:
-    if packer is not None:
-        return packer.use()
-    if not assignment.next_address:
-        return None
-    if not assignment.next_node:
-        return worker_pb2.LinkUse(why="both stages are on one machine")
-    is_off = assignment.link_compression == "off"
-    return worker_pb2.LinkUse(why="--link-compression is off" if is_off else "the link was not measured")
-
-
-@dataclass(frozen=True, slots=True)
-class _Neighbours:
-    """Links to the neighbours of a stage, which are opened anew for each assignment."""
-
-    model: StageModel
-    inbox: Inbox
-    trust: Credentials | None
-    loss_recorder: Callable[[], LinkLoss] | None
-
-    def open_links(
-        self,
-        assignment: worker_pb2.StageAssignment,
-        hello: hello_pb2.Hello,
-        opening: Opening | None = None,
-    ) -> OpenedLinks:
-        """Open the links to the neighbours of an assignment. Only rank 0 sends, to every rank of the other stage.
-
-        Args:
-            assignment: the stage's assignment.
-            hello: this worker's greeting.
-            opening: the attempt, which is given up if a link cannot be opened.
-        """
-        packer = _packer(assignment)
-        try:
-            links = self._open(assignment, hello, packer, opening)
-        except RingError:
-            if opening is not None:
-                opening.give_up()
-            raise
-        return OpenedLinks(links, partial(_sends, assignment, packer))
-
-    def _open(
-        self,
-        ours: worker_pb2.StageAssignment,
-        hello: hello_pb2.Hello,
-        packer: Packer | None,
-        opening: Opening | None,
-    ) -> StageLinks:
-        if ours.rank:
-            return StageLinks(self.inbox)
-        opener = partial(self._open_one, direct_link(ours), hello, opening)
-        to_next = back = None
-        if not self.model.is_last:
-            speed = ours.next_bytes_per_s
-            to_next = _to_all(opener, ours.next_address, ours.next_node, ours.next_ranks, packer, speed)
-        elif not self.model.is_first:
-            back = _to_all(opener, ours.first_address, ours.first_node, ours.first_ranks)
-        return StageLinks(self.inbox, to_next, back)
-
-    def _open_one(
-        self,
-        kind: DirectLink,
-        hello: hello_pb2.Hello,
-        opening: Opening | None,
-        address: str,
-        node: str,
-        packer: Packer | None,
-        bytes_per_s: float,
-    ) -> LinkSender:
-        match kind:
-            case "grpc":
-                return GrpcLink(
-                    address,
-                    hello,
-                    trust=self.trust,
-                    node=node,
-                    packer=packer,
-                    bytes_per_s=bytes_per_s,
-                    on_lost=None if self.loss_recorder is None else self.loss_recorder(),
-                    opening=opening,
-                )
-            case _:
-                assert_never(kind)
-
-
-def _to_all(
-    open_link: Callable[[str, str, Packer | None, float], LinkSender],
-    address: str,
-    node: str,
-    others: Iterable[worker_pb2.RankEnd],
-    packer: Packer | None = None,
-    bytes_per_s: float = 0.0,
-) -> LinkSender:
-    """Open a link to each rank of a stage: rank 0 at this address, and the others."""
-    # A packer belongs to one thread, so each link has its own; status shows the first one's.
-    ends = [(address, node, packer)]
-    ends += [
-        (other.address, other.node, Packer(packer.bytes_per_s) if packer and other.node else None)
-        for other in others
-    ]
-    opened = [open_link(address, node, packer, bytes_per_s) for address, node, packer in ends]
-    return opened[0] if len(opened) == 1 else FanOut(opened)
 
 
 def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:
@@ -421,3 +307,149 @@ def _run_passes(model: StageModel, kv: KVStore, rows: Sequence[int]) -> None:
             kv.commit(batch)
     finally:
         kv.free(_WARM_UP_SEQUENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Connections of a worker, which stay when its stage changes."""
+
+    inbox: Inbox
+    trust: Credentials | None = None
+    loss_recorder: Callable[[], LinkLoss] | None = None
+    disk_settings: DiskSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Stage whose weights are in memory, before its links are opened."""
+
+    model: StageModel
+    kv: KVStore
+    opener: LinkOpener
+    dtype: DType
+    cpu_weights: str
+    grammars: GrammarCompiler
+
+
+class NextStage:
+    """Stage that takes the place of a worker's present one."""
+
+    def __init__(
+        self,
+        request: worker_pb2.LoadRequest,
+        hello: hello_pb2.Hello,
+        present: BuiltStage | None,
+        surroundings: Surroundings,
+    ) -> None:
+        """Announce a stage; nothing is loaded yet.
+
+        Args:
+            request: the next plan's part for this rank.
+            hello: this worker's greeting.
+            present: the present stage; None in a worker that has none.
+            surroundings: this worker's connections.
+        """
+        self.request = request
+        self._hello, self._present, self._surroundings = hello, present, surroundings
+        self._loaded: _Loaded | None = None
+        self.kept_bytes = self.gained_bytes = 0
+        """Bytes of weights that it takes over, and of those that were read for it so far."""
+
+    @property
+    def assignment(self) -> worker_pb2.StageAssignment:
+        return self.request.assignment
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(self.assignment.first_layer, self.assignment.end_layer)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._loaded is not None
+
+    def parts(self, report: Report, drop_present: Callable[[], None] | None = None) -> Parts:
+        """Load in parts, on the compute thread. Yield after each of them.
+
+        Args:
+            report: receives progress, in bytes of the weights that are read.
+            drop_present: drops the present stage; None to let it serve.
+
+        Raises:
+            RingError: it cannot be loaded.
+        """
+        if self.is_loaded:
+            return
+        started, present = time.monotonic(), self._present
+        folder = read_folder(self.request, self._hello)
+        assignment, layers = self.assignment, self.layers
+        dtype = resolve_dtype(assignment.dtype, folder) if present is None else present.dtype
+        weights = (
+            choose_weights(assignment, folder, layers, dtype) if present is None else present.cpu_weights
+        )
+
+        def progress(done: int, total: int) -> None:
+            self.gained_bytes = done
+            report(worker_pb2.LoadProgress(phase="weights", bytes_loaded=done, bytes_total=total))
+
+        loading = StageLoading(
+            folder,
+            layers,
+            dtype,
+            progress,
+            dequantized=weights == "float32",
+            held={} if present is None else needed_weights(present.model),
+        )
+        self.kept_bytes = loading.kept_bytes
+        grammars = GrammarCompiler(folder) if present is None else present.grammars
+        if drop_present is not None:
+            self._present = present = None
+            drop_present()
+        yield
+        yield from loading.parts()
+        size = f"{loading.read_bytes / 1e6:.1f} MB"
+        log.info("Read %s for layers %s in %.2f s", size, layers, time.monotonic() - started)
+        kv = make_kv(folder, assignment, loading.stage)
+        warm_up(loading.stage, kv, report)
+        around = self._surroundings
+        opener = LinkOpener(loading.stage, around.inbox, around.trust, around.loss_recorder)
+        self._loaded = _Loaded(loading.stage, kv, opener, dtype, weights, grammars)
+        self._present = None
+
+    def open_links(
+        self, assignment: worker_pb2.StageAssignment, hello: hello_pb2.Hello, opening: Opening
+    ) -> OpenedLinks:
+        """Open the links of the next epoch, in any thread.
+
+        Raises:
+            NotReady: the stage is not loaded.
+        """
+        return self._require().opener.open_links(assignment, hello, opening)
+
+    def enter(self, links: OpenedLinks) -> BuiltStage:
+        """Return the stage with its links, for the assignment of its request. Runs on the compute thread."""
+        loaded, request, around = self._require(), self.request, self._surroundings
+        disk = open_disk(
+            around.disk_settings, request, loaded.kv, loaded.model.cache_numbers, loaded.dtype, None
+        )
+        runner = StageRunner(
+            *(request.assignment, loaded.model, loaded.kv, links.links),
+            grammars=loaded.grammars,
+            disk=disk,
+        )
+        return BuiltStage(
+            runner,
+            loaded.dtype,
+            loaded.cpu_weights,
+            loaded.kv.traits(),
+            links.sends,
+            loaded.grammars,
+            loaded.model,
+            loaded.opener.open_links,
+            loaded.kv,
+            disk,
+        )
+
+    def _require(self) -> _Loaded:
+        if self._loaded is None:
+            raise NotReady(f"The layers {self.layers} of the next plan are not loaded.")
+        return self._loaded

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -121,48 +121,117 @@ def load_stage(
         ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
         ModelCorrupt: the weights do not match the configuration, or are of other layers only.
     """
-    require_layers(folder.path, layers)
-    load = partial(_load, folder, layers, dtype, progress, divide, dequantized=dequantized)
-    if not folder.is_gguf:
-        return load(None)
-    from mlx_ring.worker.gguf_weights import (
-        GgufWeights,
-        ScalesOverflow,
-    )  # with NumPy, which is slow to import
-
-    # The traceback holds the arrays that were read, so it ends before the next load.
-    with suppress(ScalesOverflow):
-        return load(GgufWeights(folder))
-    gc.collect()
-    mx.clear_cache()
-    return load(GgufWeights(folder, widened=True))
+    loading = StageLoading(folder, layers, dtype, progress, divide, dequantized=dequantized)
+    for _ in loading.parts():
+        pass
+    return loading.stage
 
 
-def _load(
-    folder: ModelFolder,
-    layers: LayerRange,
-    dtype: DType,
-    progress: ByteProgress,
-    divide: Callable[[StageModel], None] | None,
-    gguf: GgufWeights | None,
-    *,
-    dequantized: bool,
-) -> StageModel:
-    model = _build(folder, gguf)
-    if dequantized:
-        dequantize(model, folder, layers)
-    stage = StageModel(model, layers, _DTYPES[dtype], folder.vocab_size, folder.hidden_size)
-    if stage.num_layers != folder.num_layers:
-        raise ModelCorrupt(
-            f"{folder.path / 'config.json'} declares {folder.num_layers} layers, but its model has {stage.num_layers}."
-        )
-    if divide is not None:
-        divide(stage)
-    parameters = _cast_parameters(stage)
-    model.load_weights(list(parameters.items()), strict=False)
-    model.eval()
-    _read({path: array for path, array in parameters.items() if stage.needs(path)}, progress, gguf)
-    return stage
+class StageLoading:
+    """Load of a stage in parts, between which other work may be done. Weights that are held already are not read again."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        layers: LayerRange,
+        dtype: DType,
+        progress: ByteProgress,
+        divide: Callable[[StageModel], None] | None = None,
+        *,
+        dequantized: bool = False,
+        held: Mapping[str, mx.array] | None = None,
+    ) -> None:
+        """Build the model lazily; nothing is read yet.
+
+        Args:
+            folder: folder of the model.
+            layers: the layers.
+            dtype: type in which the stage computes.
+            progress: receives the bytes that were read, and those to read.
+            divide: keeps one rank's part of the stage's weights, before any of them is read.
+            dequantized: load quantized weights as float32, except embeddings that are no head.
+            held: weights that another stage of the same model in memory computes with, by path.
+
+        Raises:
+            ModelUnsupported: mlx-lm does not know the architecture, or it cannot be cut.
+            ModelCorrupt: the weights do not match the configuration, or are of other layers only.
+        """
+        require_layers(folder.path, layers)
+        self._folder, self._layers = folder, layers
+        self._dtype: DType = dtype
+        self._progress, self._divide, self._dequantized = progress, divide, dequantized
+        self._held: Mapping[str, mx.array] = held or {}
+        self._gguf: GgufWeights | None = None
+        self._build_lazily(widened=False)
+
+    def _build_lazily(self, *, widened: bool) -> None:
+        folder, layers = self._folder, self._layers
+        if folder.is_gguf:
+            from mlx_ring.worker.gguf_weights import GgufWeights  # with NumPy, which is slow to import
+
+            self._gguf = GgufWeights(folder, widened=widened)
+        model = _build(folder, self._gguf)
+        if self._dequantized:
+            dequantize(model, folder, layers)
+        stage = StageModel(model, layers, _DTYPES[self._dtype], folder.vocab_size, folder.hidden_size)
+        if stage.num_layers != folder.num_layers:
+            raise ModelCorrupt(
+                f"{folder.path / 'config.json'} declares {folder.num_layers} layers, but its model has {stage.num_layers}."
+            )
+        if self._divide is not None:
+            self._divide(stage)
+        parameters = _cast_parameters(stage)
+        # It must not hold weights that the stage does not need.
+        self._held = {
+            path: array for path, array in self._held.items() if _can_keep(stage, parameters, path, array)
+        }
+        parameters |= self._held
+        model.load_weights(list(parameters.items()), strict=False)
+        model.eval()
+        self.stage = stage
+        """Stage, whose weights are in memory once all parts are done."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the weights that were held already."""
+        return sum(array.nbytes for array in self._held.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights to read."""
+        return sum(array.nbytes for array in self._unread().values())
+
+    def _unread(self) -> dict[str, mx.array]:
+        return {path: array for path, array in needed_weights(self.stage).items() if path not in self._held}
+
+    def parts(self) -> Iterator[None]:
+        """Read the weights that are not held; yield after each array."""
+        if self._gguf is None:
+            yield from _read(self._unread(), self._progress, None)
+            return
+        from mlx_ring.worker.gguf_weights import ScalesOverflow
+
+        # The traceback holds the arrays that were read, so it ends before the next load.
+        with suppress(ScalesOverflow):
+            yield from _read(self._unread(), self._progress, self._gguf)
+            return
+        del self.stage, self._gguf
+        gc.collect()
+        mx.clear_cache()
+        self._build_lazily(widened=True)
+        yield from _read(self._unread(), self._progress, self._gguf)
+
+
+def needed_weights(stage: StageModel) -> dict[str, mx.array]:
+    """Return the weights that a stage computes with, by path."""
+    flat = cast("dict[str, Any]", tree_flatten(stage.model.parameters(), destination={}))
+    return {path: array for path, array in flat.items() if isinstance(array, mx.array) and stage.needs(path)}
+
+
+def _can_keep(stage: StageModel, parameters: _Weights, path: str, array: mx.array) -> bool:
+    """Report whether a stage can take a weight of another one: it needs it, in the same form."""
+    own = parameters.get(path)
+    return own is not None and stage.needs(path) and (own.shape, own.dtype) == (array.shape, array.dtype)
 
 
 def _build(folder: ModelFolder, gguf: GgufWeights | None) -> nn.Module:
@@ -294,27 +363,23 @@ def _anything(_path: str) -> bool:
     return True
 
 
-def _read(arrays: Mapping[str, mx.array], progress: ByteProgress, gguf: GgufWeights | None) -> None:
-    """Evaluate the stage's own arrays."""
+def _read(arrays: Mapping[str, mx.array], progress: ByteProgress, gguf: GgufWeights | None) -> Iterator[None]:
+    """Evaluate the stage's own arrays; yield after each."""
     total = sum(array.nbytes for array in arrays.values())
     held = since_clear = 0
     progress(held, total)
-
-    def evaluate(array: mx.array) -> None:
-        nonlocal held, since_clear
-        mx.eval(array)
-        held += array.nbytes
-        since_clear += array.nbytes
-        if since_clear > _CLEAR_EVERY_BYTES:
-            mx.clear_cache()
-            since_clear = 0
-        progress(held, total)
-
     modules: defaultdict[str, list[mx.array]] = defaultdict(list)
     for path in sorted(arrays, key=lambda path: -arrays[path].nbytes):
         modules[path.rpartition(".")[0]].append(arrays[path])
     for module, own in modules.items():
         with nullcontext() if gguf is None else gguf.readable(module):
             for array in own:
-                evaluate(array)
+                mx.eval(array)
+                held += array.nbytes
+                since_clear += array.nbytes
+                if since_clear > _CLEAR_EVERY_BYTES:
+                    mx.clear_cache()
+                    since_clear = 0
+                progress(held, total)
+                yield
     mx.clear_cache()

@@ -100,7 +100,7 @@ def test_machine_whose_layers_fit_nowhere_else_keeps_them() -> None:
     assert api.post("/cluster/drain", {"node": "studio", "force": True}).status_code == 200
 
 
-def proposal(way: Literal["beside", "after"]) -> ProposalStatus:
+def proposal(way: Literal["beside", "ranges", "after"]) -> ProposalStatus:
     """Return a better split that two machines share."""
     stages = [PlannedStage(nodes=["mini"], layers=(0, 5)), PlannedStage(nodes=["studio"], layers=(5, 8))]
     return ProposalStatus(
@@ -109,6 +109,9 @@ def proposal(way: Literal["beside", "after"]) -> ProposalStatus:
         why=None if way == "beside" else "There is no room for both.",
         gain=0.25,
         load_s=3.0,
+        pause_s={"beside": 0.0, "ranges": 1.0, "after": 3.0}[way],
+        needs_pause=way == "after",
+        gained_bytes=12_000_000 if way == "ranges" else None,
         loaded=PlannedSplit(stages=stages[:1], tokens_per_s=8.0, first_token_s=0.5, request_s=12.5),
         planned=PlannedSplit(stages=stages, tokens_per_s=10.0, first_token_s=0.4, request_s=10.0),
         is_due=True,

@@ -13,7 +13,10 @@ const planned = {
   request_s: 7,
 };
 /** @param {object} [more] @returns {any} */
-const proposal = (more = {}) => ({ gain: 0.25, loaded, planned, way: "beside", why: null, load_s: 3, ...more });
+const proposal = (more = {}) => ({
+  ...{ gain: 0.25, loaded, planned, way: "beside", why: null, pause_s: 0, gained_bytes: null },
+  ...more,
+});
 
 test("a proposal says what it gains, where the layers go, and how fast both are", () => {
   assert.deepEqual(explain(proposal()), {
@@ -30,9 +33,13 @@ test("a gain of more than double is a multiple", () => {
 });
 
 test("a pause is announced with its reason and length", () => {
-  const more = { way: "after", why: "There is no room." };
+  const more = { way: "after", why: "There is no room.", pause_s: 3 };
   assert.equal(explain(proposal(more)).pause, "Answers pause for about 3 s. There is no room.");
-  assert.equal(explain(proposal({ ...more, load_s: null })).pause, "Answers pause meanwhile. There is no room.");
+  assert.equal(explain(proposal({ ...more, pause_s: null })).pause, "Answers pause meanwhile. There is no room.");
+  assert.equal(
+    explain(proposal({ ...more, way: "ranges", pause_s: 1, gained_bytes: 2_000_000 })).pause,
+    "Workers stay, and load 2 MB of layers that they gain. Answers pause for about 1 s. There is no room.",
+  );
 });
 
 test("memory that no longer suffices has no gain", () => {

@@ -10,6 +10,8 @@ A worker kills itself before the first step that satisfies the condition in the 
 is one. If the condition has a `schema`, it kills itself before it compiles a schema with that text. If there is a FIFO
 `load` in the folder, a worker that has loaded its weights waits until a client has opened and
 closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one.
+
+A worker with a file `change-PID` there kills itself when it is about to enter another stage.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
-_FATAL, _LOAD, _INPUT = "fatal.json", "load", "input-"
+_FATAL, _LOAD, _INPUT, _CHANGE = "fatal.json", "load", "input-", "change-"
 
 
 class _Steps:
@@ -43,6 +45,7 @@ class _Steps:
         """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
         self._epoch = 0
         self._load, self._input = folder / _LOAD, folder / f"{_INPUT}{os.getpid()}"
+        self._change = folder / f"{_CHANGE}{os.getpid()}"
         self._client: tuple[Any, dict[str, int]] | None = None
         """Connection, as a file, and its condition."""
 
@@ -73,6 +76,10 @@ class _Steps:
         """Wait for the client that keeps input, if there is one."""
         if self._input.exists():
             self._input.read_bytes()
+
+    def before_change(self) -> None:
+        if self._change.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def before(self, step: Any) -> None:
         """Note the sequences of a step, and stop if it satisfies the condition."""
@@ -173,8 +180,19 @@ def _hold_input(steps: _Steps, links_module: Any) -> None:
     links_module.Inbox.put = wait_and_put
 
 
+def _die_at_changes(steps: _Steps, reshaping_module: Any) -> None:
+    enter = reshaping_module.StageHolder._enter
+
+    def die_or_enter(holder: Any, *arguments: Any) -> None:
+        steps.before_change()
+        enter(holder, *arguments)
+
+    reshaping_module.StageHolder._enter = die_or_enter
+
+
 _CHANGES = {
     "mlx_ring.rpc.links": _hold_input,
+    "mlx_ring.worker.reshaping": _die_at_changes,
     "mlx_ring.worker.runner": _hold_loads,
     "mlx_ring.worker.server": _stop_at_steps,
     "mlx_ring.worker.grammars.compiler": _look_at_schemas,

@@ -66,14 +66,19 @@ class MovedModel(JsonObject):
     """Move of an instance of a model."""
 
     model: str
-    way: Literal["beside", "after"]
-    """`beside`: another instance was loaded beside it, and no answer paused. `after`: answers paused meanwhile."""
+    way: Literal["beside", "ranges", "after"]
+    """`beside`: another instance was loaded beside it, and no answer paused. `ranges`: workers stayed, and loaded only
+    the layers that they gained. `after`: answers paused while it was loaded again."""
     requests: int
     """Requests that moved with it."""
     seconds: float
     """Time of the move."""
     why: str | None
     """Reason why answers paused."""
+    pause_s: float
+    """Seconds for which answers paused, until the next split served."""
+    loaded_bytes: int | None
+    """With `ranges`, bytes of weights that workers loaded."""
 
 
 class DrainedNode(JsonObject):
@@ -203,6 +208,8 @@ def _moved(moved: Moved) -> MovedModel:
         "requests": moved.requests,
         "seconds": round(moved.seconds, 3),
         "why": moved.why or None,
+        "pause_s": round(moved.pause_s, 3),
+        "loaded_bytes": moved.loaded_bytes,
     }
 
 

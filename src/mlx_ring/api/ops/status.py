@@ -358,14 +358,21 @@ class ProposalStatus(_Status):
     """Better split of a model's layers."""
 
     model: str
-    way: Literal["beside", "after"]
-    """`beside`: it can be loaded while the present one serves. `after`: answers pause while it is loaded."""
+    way: Literal["beside", "ranges", "after"]
+    """`beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and
+    answers pause while they change over. `after`: answers pause while the whole model is loaded."""
     why: str | None
     """Reason why answers would pause."""
     gain: float | None
     """Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now."""
     load_s: float | None
     """Longest time that a load took."""
+    pause_s: float | None
+    """Predicted pause of answers, until the other split serves. Null if it is unknown."""
+    needs_pause: bool
+    """True if the move needs `pause`, because answers would pause for long."""
+    gained_bytes: int | None
+    """With `ranges`, bytes of weights that workers load."""
     loaded: PlannedSplit | None
     """Present split. Null if the machines no longer have the memory that it counts on."""
     planned: PlannedSplit

@@ -27,7 +27,7 @@ from mlx_ring.rpc.protos import step_pb2 as mlx__ring_dot_rpc_dot_protos_dot_ste
 from mlx_ring.rpc.protos import worker_pb2 as mlx__ring_dot_rpc_dot_protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/agent.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\x1a mlx_ring/rpc/protos/worker.proto\"^\n\x0cStartRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12.\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\"Z\n\nStartReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.mlx_ring.StartedWorker\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\"\xb9\x01\n\rStartedWorker\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x12\n\ngroup_port\x18\x06 \x01(\r\x12\x12\n\ngroup_host\x18\x07 \x01(\t\x12\x12\n\nbegun_step\x18\x08 \x01(\x04\x12#\n\x05means\x18( \x01(\x0b\x32\x14.mlx_ring.GroupMeans\"\xc2\x01\n\x11LoadStagesRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12.\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12$\n\x05peers\x18\x05 \x03(\x0b\x32\x15.mlx_ring.WeightsPeer\x12\x12\n\nonly_fetch\x18\x06 \x01(\x08\",\n\x0bWeightsPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\"V\n\rStageProgress\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x16.mlx_ring.LoadProgress\"C\n\x0cWatchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\xab\x01\n\nAgentEvent\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.mlx_ring.WorkerState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12$\n\x08yielding\x18\x05 \x01(\x0b\x32\x12.mlx_ring.Yielding\"W\n\x08Yielding\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x13\n\x0bspeed_share\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_share\x18\x03 \x01(\x01\x12\x10\n\x08priority\x18\x04 \x01(\t\"\xe7\x01\n\x0bWorkerState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x13\n\x0b\x65xit_reason\x18\x07 \x01(\t\x12&\n\x06status\x18\x08 \x01(\x0b\x32\x16.mlx_ring.WorkerStatus\x12\x10\n\x08silent_s\x18\t \x01(\x01\x12-\n\nassignment\x18\n \x01(\x0b\x32\x19.mlx_ring.StageAssignment\"\xde\x01\n\x14RelinkWorkersRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12.\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\x12\x1e\n\x04kept\x18\x04 \x01(\x0b\x32\x10.mlx_ring.KeptKv\x12\x0c\n\x04pids\x18\x05 \x03(\x04\x12\x15\n\rleaves_others\x18\x06 \x01(\x08\x12\x0c\n\x04halt\x18\x07 \x01(\x08\x12\x13\n\x0buntil_steps\x18\x08 \x03(\x04\"b\n\x12RelinkWorkersReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.mlx_ring.StartedWorker\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\"Z\n\x0bStopRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x08\x12\x0c\n\x04pids\x18\x04 \x03(\x04\"\x1c\n\tStopReply\x12\x0f\n\x07stopped\x18\x01 \x01(\r\"f\n\x12MeasureLinkRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tmax_age_s\x18\x04 \x01(\x01\"p\n\x10MeasureLinkReply\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x14\n\x0cround_trip_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmlx_ring/rpc/protos/agent.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\x1a mlx_ring/rpc/protos/worker.proto\"^\n\x0cStartRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12.\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\"Z\n\nStartReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.mlx_ring.StartedWorker\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\"\xb9\x01\n\rStartedWorker\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\r\x12\x12\n\ngroup_port\x18\x06 \x01(\r\x12\x12\n\ngroup_host\x18\x07 \x01(\t\x12\x12\n\nbegun_step\x18\x08 \x01(\x04\x12#\n\x05means\x18( \x01(\x0b\x32\x14.mlx_ring.GroupMeans\"\xfa\x01\n\x11LoadStagesRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12.\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\x12\x0f\n\x07weights\x18\x04 \x01(\t\x12$\n\x05peers\x18\x05 \x03(\x0b\x32\x15.mlx_ring.WeightsPeer\x12\x12\n\nonly_fetch\x18\x06 \x01(\x08\x12(\n\x04gain\x18P \x01(\x0e\x32\x1a.mlx_ring.LoadRequest.Gain\x12\x0c\n\x04pids\x18Q \x03(\x04\",\n\x0bWeightsPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\"V\n\rStageProgress\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12(\n\x08progress\x18\x03 \x01(\x0b\x32\x16.mlx_ring.LoadProgress\"C\n\x0cWatchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\xab\x01\n\nAgentEvent\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.mlx_ring.WorkerState\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12$\n\x08yielding\x18\x05 \x01(\x0b\x32\x12.mlx_ring.Yielding\"W\n\x08Yielding\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x13\n\x0bspeed_share\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_share\x18\x03 \x01(\x01\x12\x10\n\x08priority\x18\x04 \x01(\t\"\xe7\x01\n\x0bWorkerState\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\r\n\x05\x61live\x18\x06 \x01(\x08\x12\x13\n\x0b\x65xit_reason\x18\x07 \x01(\t\x12&\n\x06status\x18\x08 \x01(\x0b\x32\x16.mlx_ring.WorkerStatus\x12\x10\n\x08silent_s\x18\t \x01(\x01\x12-\n\nassignment\x18\n \x01(\x0b\x32\x19.mlx_ring.StageAssignment\"\xde\x01\n\x14RelinkWorkersRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12.\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32\x19.mlx_ring.StageAssignment\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\x12\x1e\n\x04kept\x18\x04 \x01(\x0b\x32\x10.mlx_ring.KeptKv\x12\x0c\n\x04pids\x18\x05 \x03(\x04\x12\x15\n\rleaves_others\x18\x06 \x01(\x08\x12\x0c\n\x04halt\x18\x07 \x01(\x08\x12\x13\n\x0buntil_steps\x18\x08 \x03(\x04\"b\n\x12RelinkWorkersReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.mlx_ring.StartedWorker\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\"Z\n\x0bStopRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x08\x12\x0c\n\x04pids\x18\x04 \x03(\x04\"\x1c\n\tStopReply\x12\x0f\n\x07stopped\x18\x01 \x01(\r\"f\n\x12MeasureLinkRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tmax_age_s\x18\x04 \x01(\x01\"p\n\x10MeasureLinkReply\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x14\n\x0cround_trip_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,29 +41,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTEDWORKER']._serialized_start=333
   _globals['_STARTEDWORKER']._serialized_end=518
   _globals['_LOADSTAGESREQUEST']._serialized_start=521
-  _globals['_LOADSTAGESREQUEST']._serialized_end=715
-  _globals['_WEIGHTSPEER']._serialized_start=717
-  _globals['_WEIGHTSPEER']._serialized_end=761
-  _globals['_STAGEPROGRESS']._serialized_start=763
-  _globals['_STAGEPROGRESS']._serialized_end=849
-  _globals['_WATCHREQUEST']._serialized_start=851
-  _globals['_WATCHREQUEST']._serialized_end=918
-  _globals['_AGENTEVENT']._serialized_start=921
-  _globals['_AGENTEVENT']._serialized_end=1092
-  _globals['_YIELDING']._serialized_start=1094
-  _globals['_YIELDING']._serialized_end=1181
-  _globals['_WORKERSTATE']._serialized_start=1184
-  _globals['_WORKERSTATE']._serialized_end=1415
-  _globals['_RELINKWORKERSREQUEST']._serialized_start=1418
-  _globals['_RELINKWORKERSREQUEST']._serialized_end=1640
-  _globals['_RELINKWORKERSREPLY']._serialized_start=1642
-  _globals['_RELINKWORKERSREPLY']._serialized_end=1740
-  _globals['_STOPREQUEST']._serialized_start=1742
-  _globals['_STOPREQUEST']._serialized_end=1832
-  _globals['_STOPREPLY']._serialized_start=1834
-  _globals['_STOPREPLY']._serialized_end=1862
-  _globals['_MEASURELINKREQUEST']._serialized_start=1864
-  _globals['_MEASURELINKREQUEST']._serialized_end=1966
-  _globals['_MEASURELINKREPLY']._serialized_start=1968
-  _globals['_MEASURELINKREPLY']._serialized_end=2080
+  _globals['_LOADSTAGESREQUEST']._serialized_end=771
+  _globals['_WEIGHTSPEER']._serialized_start=773
+  _globals['_WEIGHTSPEER']._serialized_end=817
+  _globals['_STAGEPROGRESS']._serialized_start=819
+  _globals['_STAGEPROGRESS']._serialized_end=905
+  _globals['_WATCHREQUEST']._serialized_start=907
+  _globals['_WATCHREQUEST']._serialized_end=974
+  _globals['_AGENTEVENT']._serialized_start=977
+  _globals['_AGENTEVENT']._serialized_end=1148
+  _globals['_YIELDING']._serialized_start=1150
+  _globals['_YIELDING']._serialized_end=1237
+  _globals['_WORKERSTATE']._serialized_start=1240
+  _globals['_WORKERSTATE']._serialized_end=1471
+  _globals['_RELINKWORKERSREQUEST']._serialized_start=1474
+  _globals['_RELINKWORKERSREQUEST']._serialized_end=1696
+  _globals['_RELINKWORKERSREPLY']._serialized_start=1698
+  _globals['_RELINKWORKERSREPLY']._serialized_end=1796
+  _globals['_STOPREQUEST']._serialized_start=1798
+  _globals['_STOPREQUEST']._serialized_end=1888
+  _globals['_STOPREPLY']._serialized_start=1890
+  _globals['_STOPREPLY']._serialized_end=1918
+  _globals['_MEASURELINKREQUEST']._serialized_start=1920
+  _globals['_MEASURELINKREQUEST']._serialized_end=2022
+  _globals['_MEASURELINKREPLY']._serialized_start=2024
+  _globals['_MEASURELINKREPLY']._serialized_end=2136
 # @@protoc_insertion_point(module_scope)

@@ -48,20 +48,24 @@ class StartedWorker(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., begun_step: _Optional[int] = ..., means: _Optional[_Union[_worker_pb2.GroupMeans, _Mapping]] = ...) -> None: ...
 
 class LoadStagesRequest(_message.Message):
-    __slots__ = ("hello", "model_path", "assignments", "weights", "peers", "only_fetch")
+    __slots__ = ("hello", "model_path", "assignments", "weights", "peers", "only_fetch", "gain", "pids")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     ONLY_FETCH_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     model_path: str
     assignments: _containers.RepeatedCompositeFieldContainer[_worker_pb2.StageAssignment]
     weights: str
     peers: _containers.RepeatedCompositeFieldContainer[WeightsPeer]
     only_fetch: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., weights: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[WeightsPeer, _Mapping]]] = ..., only_fetch: _Optional[bool] = ...) -> None: ...
+    gain: _worker_pb2.LoadRequest.Gain
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignments: _Optional[_Iterable[_Union[_worker_pb2.StageAssignment, _Mapping]]] = ..., weights: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[WeightsPeer, _Mapping]]] = ..., only_fetch: _Optional[bool] = ..., gain: _Optional[_Union[_worker_pb2.LoadRequest.Gain, str]] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WeightsPeer(_message.Message):
     __slots__ = ("address", "node")

@@ -548,14 +548,20 @@ export interface PromptDetails {
 /** Better split of a model's layers. */
 export interface ProposalStatus {
   model: string;
-  /** `beside`: it can be loaded while the present one serves. `after`: answers pause while it is loaded. */
-  way: "beside" | "after";
+  /** `beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and answers pause while they change over. `after`: answers pause while the whole model is loaded. */
+  way: "beside" | "ranges" | "after";
   /** Reason why answers would pause. */
   why: string | null;
   /** Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now. */
   gain: number | null;
   /** Longest time that a load took. */
   load_s: number | null;
+  /** Predicted pause of answers, until the other split serves. Null if it is unknown. */
+  pause_s: number | null;
+  /** True if the move needs `pause`, because answers would pause for long. */
+  needs_pause: boolean;
+  /** With `ranges`, bytes of weights that workers load. */
+  gained_bytes: number | null;
   /** Present split. Null if the machines no longer have the memory that it counts on. */
   loaded: PlannedSplit | null;
   planned: PlannedSplit;

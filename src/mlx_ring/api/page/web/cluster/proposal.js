@@ -4,7 +4,7 @@
 
 import { ApiError, request } from "../api.js";
 import { Notice, onSingleClick } from "../components.js";
-import { duration, figures, percent } from "../format.js";
+import { bytes, duration, figures, percent } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
 
 /**
@@ -15,12 +15,12 @@ export function Proposal({ proposal }) {
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
   const { model } = proposal;
-  const pauses = proposal.way === "after";
+  const pauses = proposal.way !== "beside";
   const move = async () => {
     setBusy(true);
     setProblem("");
     try {
-      await request("cluster/replan", { body: { model, pause: pauses } });
+      await request("cluster/replan", { body: { model, pause: proposal.needs_pause } });
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       setProblem(error.message);
@@ -45,8 +45,9 @@ export function Proposal({ proposal }) {
  * Return the texts of a proposal.
  * @param {ProposalStatus} proposal
  */
-export function explain({ way, why, gain, load_s: loadTime, loaded, planned }) {
-  const length = loadTime === null ? "meanwhile" : `for about ${duration(loadTime)}`;
+export function explain({ why, gain, way, pause_s: pauseTime, gained_bytes: gained, loaded, planned }) {
+  const length = pauseTime === null ? "meanwhile" : `for about ${duration(pauseTime)}`;
+  const loads = gained === null ? "" : `Workers stay, and load ${bytes(gained)} of layers that they gain. `;
   const before = loaded ? `, instead of ${speeds(loaded)} now` : "";
   return {
     title:
@@ -54,7 +55,7 @@ export function explain({ way, why, gain, load_s: loadTime, loaded, planned }) {
         ? "The machines have less memory than this split counts on."
         : `Another split is ${gain < 1 ? `${percent(gain)} faster` : `${figures(1 + gain, 2)} times as fast`}.`,
     details: `${describe(planned)} Predicted: ${speeds(planned)}${before}.`,
-    pause: way === "after" ? `Answers pause ${length}. ${why ?? ""}` : "",
+    pause: way === "beside" ? "" : `${loads}Answers pause ${length}. ${why ?? ""}`,
   };
 }
 
