@@ -24,8 +24,8 @@ help: ## list the targets
 # One stamp file each, so that a second `make` starts at once.
 NATIVE := $(wildcard $(addprefix packages/mlx-cpu-kernels/src/mlx_cpu_kernels/native/,*.cpp *.h *.mk))
 
-.venv/.ready-run: pyproject.toml uv.lock scripts/setup $(NATIVE)
-	@scripts/setup
+.venv/.ready-run: pyproject.toml uv.lock scripts/setup
+	@scripts/setup --later
 	@touch $@
 
 .venv/.ready-dev: pyproject.toml uv.lock scripts/setup $(NATIVE)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.eventually import run_tasks_until
+from tests.host.iokit import HAS_POWERED_ON, REGISTERED, UNREGISTERED, WILL_SLEEP, mac
 from tests.host.logind import logind
 from tests.machines import free_pair_of_ports
 from tests.profiles import made_up_profile
@@ -18,17 +19,19 @@ from mlx_ring.agent.leaving import Leave, PowerWatch
 from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.system_warnings import LogindWarnings
 from mlx_ring.rpc.protos.cluster_pb2 import AttendReply
 from mlx_ring.rpc.tls.identity import open_identity
 
-MAY_LEAVE, MUST_STAY = AttendReply(may_leave=True), AttendReply(stay_reason="The others have no room.")
+MAY_LEAVE = AttendReply(may_leave=True)
 
 
 class Member:
     """Membership without a head: the test gives the head's answers."""
 
     def __init__(self, *, has_workers: bool = True) -> None:
-        self.leave = Leave(has_workers=lambda: has_workers)
+        self.absences: list[str] = []
+        self.leave = Leave(has_workers=lambda: has_workers, on_absence=self.absences.append)
         self.joined = 0
         self.left: list[str] = []
 
@@ -37,6 +40,11 @@ class Member:
         self.leave.received(AttendReply())
         await self.leave.left.wait()
         self.leave.silent()
+
+    def refuse(self, request: int | None = None) -> None:
+        """Let the head refuse a request, by default the last one."""
+        number = self.leave.request if request is None else request
+        self.leave.received(AttendReply(stay_reason="The others have no room.", leave_request=number))
 
     def go_away(self, why: str = "sleep", within_s: float | None = None) -> None:
         self.leave.go_away(why, within_s=within_s, on_left=lambda: self.left.append(why))
@@ -65,6 +73,7 @@ def test_a_machine_without_layers_leaves_at_once_and_comes_back() -> None:
             member.leave.come_back("battery")
             await run_tasks_until(lambda: member.joined == 2)
             assert not member.leave.left.is_set()
+            assert member.absences == ["sleep", ""]
 
     asyncio.run(run())
 
@@ -93,7 +102,7 @@ def test_a_machine_that_is_about_to_sleep_leaves_in_time_or_where_the_others_hav
         async with running(member):
             member.go_away(within_s=within_s)
             if within_s:
-                member.leave.received(MUST_STAY)
+                member.refuse()
             await run_tasks_until(lambda: member.left)
 
     asyncio.run(run())
@@ -107,13 +116,44 @@ def test_a_machine_whose_layers_fit_nowhere_else_stays_with_a_low_battery(
         async with running(member):
             member.go_away("battery")
             for _ in range(2):
-                member.leave.received(MUST_STAY)
+                member.refuse()
             assert caplog.text.count("cannot move: The others have no room. It stays in its cluster.") == 1
             assert (member.leave.left.is_set(), member.leave.is_wanted) == (False, True)
             member.leave.come_back("battery")
-            member.leave.received(MUST_STAY)
+            member.refuse()
             assert not member.leave.is_wanted
             assert (member.joined, member.left) == (1, [])
+
+    asyncio.run(run())
+
+
+def test_a_refusal_of_before_does_not_end_the_wait_of_a_machine_that_is_about_to_sleep() -> None:
+    async def run() -> None:
+        member = Member()
+        async with running(member):
+            member.go_away("battery")
+            member.refuse()
+            refused = member.leave.request
+            member.go_away("sleep", within_s=3600)
+            member.refuse(refused)
+            assert not member.leave.left.is_set()
+            member.refuse()
+            await run_tasks_until(lambda: member.left)
+            assert member.left == ["battery", "sleep"]
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_sleeps_again_before_it_is_back_delays_nothing() -> None:
+    async def run() -> None:
+        member = Member()
+        async with running(member):
+            member.go_away(within_s=3600)
+            member.go_away(within_s=3600)
+            member.leave.received(MAY_LEAVE)
+            await run_tasks_until(lambda: member.left)
+            member.go_away(within_s=3600)
+            assert member.left == ["sleep", "sleep"]
 
     asyncio.run(run())
 
@@ -138,11 +178,11 @@ def test_a_low_battery_takes_no_layers_away_while_the_head_does_not_answer() -> 
         member = Member()
         async with running(member):
             member.go_away("battery")
-            member.leave.received(MUST_STAY)
+            member.refuse()
             member.leave.silent()
             assert not member.leave.left.is_set()
             member.leave.come_back("battery")
-            member.leave.received(MUST_STAY)
+            member.refuse()
             assert not member.leave.is_wanted
             member.leave.silent()
             member.go_away("battery")
@@ -201,7 +241,7 @@ def test_an_agent_that_stays_after_a_signal_delays_no_sleep_for_long() -> None:
         member = Member()
         async with running(member) as task:
             member.leave.want(is_patient=True)
-            member.leave.received(MUST_STAY)
+            member.refuse()
             member.go_away(within_s=0.0)
             await task
             assert (member.left, member.leave.ended.is_set()) == (["sleep"], True)
@@ -232,37 +272,77 @@ def test_the_battery_decides_with_a_margin() -> None:
     asyncio.run(run())
 
 
-def test_a_member_leaves_its_head_before_the_system_sleeps_and_joins_when_it_is_awake(tmp_path: Path) -> None:
-    async def run(control: Control, head: HeadAddress) -> None:
-        credentials = await asyncio.to_thread(
-            join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
-        )
-        node = open_identity(tmp_path / "a").node
-        who = Registration(node, 4000, made_up_profile(), 0.9)
-        leave = Leave(has_workers=lambda: False)
-        attending = asyncio.create_task(
+@asynccontextmanager
+async def attending(folder: Path, leave: Leave) -> AsyncGenerator[tuple[Control, str]]:
+    """Let a node attend a head, and be away and back as `leave` says; yield the head's side and the node's ID."""
+    head = HeadAddress("127.0.0.1", free_pair_of_ports())
+    async with open_control(folder / "head", head) as control:
+        token = control.make_token(life_s=60.0)
+        credentials = await asyncio.to_thread(join, str(head), token, folder / "a")
+        who = Registration(open_identity(folder / "a").node, 4000, made_up_profile(), 0.9)
+        task = asyncio.create_task(
             leave.attend(lambda: stay_registered(head, lambda: credentials, who, lambda _: None, leave))
         )
-        with logind(tmp_path) as system:
-            watching = asyncio.create_task(PowerWatch(leave, 0.0, bus=system.address).run())
-            await asyncio.to_thread(system.is_locked.acquire)
-            await control.wait_for(1)
-            system.warn("PrepareForSleep", begins=True)
-            await run_tasks_until(lambda: node not in control.membership.members)
-            assert control.has_left(node)
-            await asyncio.to_thread(system.wait_for_release, 0)
-            system.warn("PrepareForSleep", begins=False)
-            await control.wait_for(1)
-            assert await asyncio.to_thread(system.is_held, 1)
-            watching.cancel()
-            await asyncio.wait((watching,))
-            await asyncio.to_thread(system.wait_for_release, 1)
+        yield control, who.node
         leave.end()
-        await attending
+        await task
 
-    async def with_head() -> None:
-        head = HeadAddress("127.0.0.1", free_pair_of_ports())
-        async with open_control(tmp_path / "head", head) as control:
-            await run(control, head)
 
-    asyncio.run(with_head())
+@asynccontextmanager
+async def watching(power: PowerWatch) -> AsyncGenerator[None]:
+    task = asyncio.create_task(power.run())
+    yield
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+def test_a_member_leaves_its_head_before_the_system_sleeps_and_joins_when_it_is_awake(tmp_path: Path) -> None:
+    async def run() -> None:
+        leave = Leave(has_workers=lambda: False)
+        with logind(tmp_path) as system:
+            power = PowerWatch(leave, 0.0, make_warnings=lambda put: LogindWarnings(put, system.address))
+            async with attending(tmp_path, leave) as (control, node):
+                async with watching(power):
+                    await asyncio.to_thread(system.is_locked.acquire)
+                    await control.wait_for(1)
+                    system.warn("PrepareForSleep", begins=True)
+                    await run_tasks_until(lambda: node not in control.membership.members)
+                    assert control.has_left(node)
+                    await asyncio.to_thread(system.wait_for_release, 0)
+                    system.warn("PrepareForSleep", begins=False)
+                    await control.wait_for(1)
+                    assert await asyncio.to_thread(system.is_held, 1)
+                await asyncio.to_thread(system.wait_for_release, 1)
+
+    asyncio.run(run())
+
+
+def test_a_mac_sleeps_once_its_layers_have_moved_and_joins_when_it_is_awake(tmp_path: Path) -> None:
+    async def run() -> None:
+        leave, moving, moved = Leave(has_workers=lambda: True), asyncio.Event(), asyncio.Event()
+
+        async def let_go(_node: str) -> None:
+            moving.set()
+            await moved.wait()
+
+        with mac(tmp_path) as system:
+            async with attending(tmp_path, leave) as (control, node):
+                control.let_go = let_go
+                async with watching(PowerWatch(leave, 0.0, make_warnings=system.warnings)):
+                    assert await asyncio.to_thread(system.calls, 2) == REGISTERED
+                    await control.wait_for(1)
+                    await run_tasks_until(lambda: leave.is_connected)
+                    system.send(WILL_SLEEP, 7)
+                    await moving.wait()
+                    assert not leave.left.is_set()
+                    moved.set()
+                    await run_tasks_until(lambda: node not in control.membership.members)
+                    assert await asyncio.to_thread(system.calls, 1) == ("allow 7",)
+                    system.send(WILL_SLEEP, 8)
+                    assert await asyncio.to_thread(system.calls, 1) == ("allow 8",)
+                    assert control.has_left(node)
+                    system.send(HAS_POWERED_ON, 0)
+                    await control.wait_for(1)
+                assert await asyncio.to_thread(system.calls, 4) == UNREGISTERED
+
+    asyncio.run(run())

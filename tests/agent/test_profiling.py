@@ -312,6 +312,17 @@ def test_kernels_that_cannot_be_compiled_are_tried_and_reported_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.processes
+def test_kernels_that_nothing_waits_for_are_compiled_at_the_lowest_priority(
+    builds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(sys.executable).write_text(f"#!/bin/sh\nnice > {builds}\n")
+    monkeypatch.setattr(profile_store, "check_tools", dict[object, None]().get)
+    asyncio.run(profile_store.build_kernels("auto", is_urgent=False))
+    assert builds.read_text() == "19\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
 def test_without_a_compiler_one_line_says_what_that_costs_and_what_to_install(
     builds: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

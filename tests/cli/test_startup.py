@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from rich.console import Console
+from tests.cli.qr_reader import read_qr
 
-from mlx_ring.cli.startup import network_lines, products_of, sample_commands
+from mlx_ring.cli.startup import network_lines, products_of, qr_lines, sample_commands
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
 
@@ -55,3 +59,54 @@ def test_a_server_for_the_network_names_its_addresses_and_warns_without_a_key() 
     assert open_to_all[1:3] == ["  http://mini.local:8100", "  http://192.168.1.7:8100"]
     assert "No API key is set" in open_to_all[3]
     assert network_lines(urls, asks_for_key=True) == open_to_all[:3]
+
+
+COLOURS = "\x1b[38;5;16;48;5;231m", "\x1b[0m"
+MODULES = {" ": (0, 0), "\u2580": (1, 0), "\u2584": (0, 1), "\u2588": (1, 1)}
+"""Upper and lower module of each character; 1 is dark."""
+
+
+def terminal(
+    width: int, colours: Literal["standard", "256", "truecolor"] = "256", **options: bool
+) -> Console:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    return Console(file=file, force_terminal=True, width=width, color_system=colours, **options)  # pyright: ignore[reportArgumentType]
+
+
+def modules_of(lines: list[str]) -> list[list[int]]:
+    before, after = COLOURS
+    shown = [line.removeprefix(before).removesuffix(after) for line in lines]
+    assert lines == [f"{before}{line}{after}" for line in shown]
+    return [[MODULES[char][half] for char in line] for line in shown for half in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("urls", "chosen"),
+    [
+        (("http://mini.local:8100", "http://192.168.1.7:8100", "http://10.0.0.2:8100"), 1),
+        (("https://mini.local:8100", "https://[fd00:1234:5678:9abc:def0:1234:5678:9abc]:8100"), 1),
+        (("http://a:1",), 0),
+        ((f"http://{'a-long-name-of-a-machine.' * 3}example:65535",), 0),
+    ],
+)
+def test_a_phone_reads_the_address_of_the_code_on_the_terminal(urls: tuple[str, ...], chosen: int) -> None:
+    heading, *lines = qr_lines(urls, terminal(80))
+    assert heading == f"Scan it with a phone, for {urls[chosen]}:"
+    shown = modules_of(lines)
+    size = len(shown[0])
+    # The last character may show one row more.
+    code = [row[4 : size - 4] for row in shown[4 : size - 4]]
+    around = [*shown[:4], *shown[size - 4 :], *[[*row[:4], *row[size - 4 :]] for row in shown]]
+    assert {module for row in around for module in row} == {0}
+    assert read_qr(code) == urls[chosen]
+
+
+def test_no_code_is_shown_where_it_cannot_be_read() -> None:
+    urls = ("http://192.168.1.7:8100",)
+    width = len(modules_of(qr_lines(urls, terminal(80))[1:])[0])
+    assert qr_lines(urls, terminal(width))
+    assert qr_lines(urls, terminal(width - 1)) == []
+    assert qr_lines((), terminal(80)) == []
+    assert qr_lines(urls, terminal(80, "standard")) == []
+    assert qr_lines(urls, terminal(80, no_color=True)) == []
+    assert qr_lines(urls, Console(file=io.TextIOWrapper(io.BytesIO(), "latin-1"), color_system="256")) == []

@@ -21,11 +21,11 @@ from mlx_ring.agent.enrolment import join
 from mlx_ring.agent.leaving import Leave
 from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
-from mlx_ring.cluster.agent_link import yielding_of
-from mlx_ring.cluster.control import Control, energy_of, open_control
+from mlx_ring.cluster.agent_link import energy_of, yielding_of
+from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.records import Members
-from mlx_ring.core.errors import PeerRefused
+from mlx_ring.core.errors import Conflict, PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
@@ -280,6 +280,51 @@ def test_a_node_with_invalid_values_is_refused(tmp_path: Path, field: str, value
                 assert isinstance(reply, cluster_pb2.AttendReply)
                 assert reply.failure.kind == "ProtocolError"
             assert not control.membership.members
+
+    asyncio.run(run())
+
+
+def test_a_new_request_to_leave_asks_again_after_a_refusal(tmp_path: Path) -> None:
+    async def run() -> None:
+        head, asked, may_end = HeadAddress("127.0.0.1", free_pair_of_ports()), list[str](), asyncio.Event()
+
+        async def let_go(node: str) -> None:
+            asked.append(node)
+            await may_end.wait()
+            raise Conflict(f"refusal {len(asked)}")
+
+        async with open_control(tmp_path / "head", head) as control:
+            control.let_go = let_go
+            credentials = await asyncio.to_thread(
+                join, str(head), control.make_token(life_s=60.0), tmp_path / "a"
+            )
+            async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
+                call = ATTEND.aio_stream_stream(channel)()
+                await call.write(first_message())
+                await call.read()
+
+                async def ask(request: int) -> tuple[int, str]:
+                    message = cluster_pb2.AttendRequest(wants_to_leave=True, leave_request=request)
+                    await call.write(message)
+                    reply = await call.read()
+                    assert isinstance(reply, cluster_pb2.AttendReply)
+                    return reply.leave_request, reply.stay_reason
+
+                async def ask_until_refused(request: int) -> tuple[int, str]:
+                    while not (answer := await ask(request))[1]:
+                        pass
+                    return answer
+
+                # A move that is still in progress answers the later request, too.
+                assert [await ask(request) for request in (1, 2)] == [(0, ""), (0, "")]
+                may_end.set()
+                assert await ask_until_refused(2) == (2, "refusal 1")
+                assert await ask(2) == (2, "refusal 1")
+                may_end.clear()
+                assert await ask(3) == (0, "")
+                may_end.set()
+                assert await ask_until_refused(3) == (3, "refusal 2")
+                call.cancel()
 
     asyncio.run(run())
 

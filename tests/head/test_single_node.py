@@ -90,3 +90,39 @@ def test_another_agent_starts_while_the_present_one_is_suspect_and_replaces_it_i
     asyncio.run(run())
     assert [agent.with_spare for agent in started] == [False, True, True, True]
     assert all(agent.is_stopped for agent in started)
+
+
+def test_only_a_built_in_model_is_loaded_while_native_kernels_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urgencies: list[bool] = []
+    ends: list[str] = []
+
+    async def run() -> None:
+        compiled = asyncio.Event()
+
+        async def build_kernels(_blas: str, *, is_urgent: bool) -> None:
+            urgencies.append(is_urgent)
+            try:
+                await compiled.wait()
+            except asyncio.CancelledError:
+                ends.append("cancelled")
+                raise
+            ends.append("compiled")
+
+        monkeypatch.setattr(subject, "build_kernels", build_kernels)
+        machines: Any = SingleNode(Settings(), tmp_path, 1)
+        await machines._prepare_kernels(SimpleNamespace(kind="built-in"))
+        waiting = asyncio.create_task(machines._prepare_kernels(SimpleNamespace(kind="folder")))
+        await run_tasks_until(lambda: urgencies)
+        assert (urgencies, waiting.done()) == ([False], False)
+        compiled.set()
+        await waiting
+        compiled.clear()
+        other: Any = SingleNode(Settings(), tmp_path, 1)
+        await other._prepare_kernels(SimpleNamespace(kind="built-in"))
+        await run_tasks_until(lambda: len(urgencies) == 2)
+        await other.stop()
+
+    asyncio.run(run())
+    assert ends == ["compiled", "cancelled"]

@@ -18,12 +18,14 @@ import pytest
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import running_folder
+from mlx_ring.host import running
 from mlx_ring.host.machine import make_run_folder
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.running import (
     Running,
     arguments_digest,
     end_running,
+    note_absence,
     recorded,
     remove_abandoned,
     running_here,
@@ -55,6 +57,16 @@ def started(state: Path, kind: str) -> Generator[subprocess.Popen[str]]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def test_a_record_says_why_the_machine_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_OURS", ("python", "pytest"))
+    with recorded(tmp_path, "agent", ending_s=3.0):
+        for why in ("its battery is low", ""):
+            note_absence(tmp_path, why)
+            assert [(found.away, found.ending_s) for found in running_here(tmp_path)] == [(why, 3.0)]
+    note_absence(tmp_path, "it has ended")
+    assert running_here(tmp_path) == []
 
 
 OWN = """

@@ -9,7 +9,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from mlx_ring.host.power import SystemWarnings, Warned, battery_left
+from mlx_ring.host.power import battery_left
+from mlx_ring.host.system_warnings import OnWarning, SystemWarnings, Warned, system_warnings
 from mlx_ring.rpc.protos import cluster_pb2
 
 log = logging.getLogger(__name__)
@@ -24,21 +25,28 @@ class Leave:
     """Request to leave, which the head prepares by moving the machine's layers, and the end of the agent."""
 
     def __init__(
-        self, ended: asyncio.Event | None = None, *, has_workers: Callable[[], bool] = lambda: True
+        self,
+        ended: asyncio.Event | None = None,
+        *,
+        has_workers: Callable[[], bool] = lambda: True,
+        on_absence: Callable[[str], None] = lambda _why: None,
     ) -> None:
         """Start without a request.
 
         Args:
             ended: set once the agent ends.
             has_workers: reports whether the machine has layers.
+            on_absence: called with the reason once the machine is away, and with an empty one before it joins again.
         """
         self.ended = ended or asyncio.Event()
         self.left = asyncio.Event()
         """Set once the machine leaves, which the head then knows at once."""
         self.is_wanted = False
+        self.request = 0
+        """Number of the last request to the head, which repeats it in its answer."""
         self.is_connected = False
         """True while the head answers."""
-        self._has_workers = has_workers
+        self._has_workers, self._on_absence = has_workers, on_absence
         self._reason = ""
         self._is_final = self._is_patient = True
         self._absences: set[str] = set()
@@ -78,13 +86,15 @@ class Leave:
             within_s: time after which it leaves in any case; None to stay if no other machine has room.
             on_left: called once it has left.
         """
-        if why in self._absences:
-            return
+        is_new = why not in self._absences
         self._on_left[why] = on_left
         self._absences.add(why)
         self._returned.clear()
         if self.left.is_set():
+            # A machine that was awake only for a moment may say again that it is about to sleep.
             self._call_on_left()
+            return
+        if not is_new:
             return
         self._is_final = self._is_final and self.is_wanted
         if not self._has_workers() or (within_s is not None and not self.is_connected):
@@ -115,13 +125,14 @@ class Leave:
             await stay_registered()
             self._call_on_left()
             while self._absences and not self.ended.is_set():
-                log.warning(
-                    "This machine is not in its cluster, because %s", " and ".join(sorted(self._absences))
-                )
+                why = " and ".join(sorted(self._absences))
+                log.warning("This machine is not in its cluster, because %s", why)
+                self._on_absence(why)
                 await self._returned.wait()
             if self.ended.is_set():
                 return
             log.warning("This machine joins its cluster again")
+            self._on_absence("")
             self._withdraw()
             self.left.clear()
 
@@ -140,6 +151,7 @@ class Leave:
             self._cancel_limit()
             self._limit = loop.call_later(within_s, self._leave)
         self.is_wanted, self._is_patient = True, is_patient and self._limit is None
+        self.request, self._reason = self.request + 1, ""
 
     def _withdraw(self) -> None:
         self._cancel_limit()
@@ -165,7 +177,7 @@ class Leave:
         if reply.may_leave:
             # If it is to be back already, it leaves nevertheless: its head gives it no layers before it joins again.
             self._leave()
-        if not reply.stay_reason:
+        if not reply.stay_reason or reply.leave_request != self.request:
             return
         if reply.stay_reason != self._reason:
             self._reason = reply.stay_reason
@@ -193,7 +205,8 @@ class Leave:
 _LOOK_S = 30.0
 _CHARGED = 0.05
 """Share above the bound from which a machine that still runs on its battery is back."""
-_SLEEP, _SHUTDOWN, _BATTERY = "it is about to sleep", "it is about to shut down", "its battery is low"
+_SLEEP, _SHUTDOWN = "it is about to sleep", "it is about to shut down"
+_BATTERY = "its battery is below --min-battery"
 
 
 class PowerWatch:
@@ -204,7 +217,7 @@ class PowerWatch:
         leave: Leave,
         min_battery: float,
         *,
-        bus: str = "SYSTEM",
+        make_warnings: Callable[[OnWarning], SystemWarnings] = system_warnings,
         battery: Callable[[], float | None] = battery_left,
     ) -> None:
         """Prepare.
@@ -212,10 +225,11 @@ class PowerWatch:
         Args:
             leave: the machine's absence.
             min_battery: share of the battery below which it is away; 0: never.
-            bus: D-Bus of the system's warnings.
+            make_warnings: makes the system's warnings, which call a function in a thread.
             battery: returns the share that is left, or None with power.
         """
-        self._leave, self._min_battery, self._bus, self._battery = leave, min_battery, bus, battery
+        self._leave, self._min_battery = leave, min_battery
+        self._make_warnings, self._battery = make_warnings, battery
 
     async def run(self) -> None:
         """Watch until it is cancelled."""
@@ -224,7 +238,7 @@ class PowerWatch:
         def warned(what: Warned) -> None:
             loop.call_soon_threadsafe(self.on_warning, what, warnings)
 
-        warnings = SystemWarnings(warned, self._bus)
+        warnings = self._make_warnings(warned)
         warnings.open()
         try:
             while True:

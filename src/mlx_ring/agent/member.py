@@ -39,7 +39,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
-from mlx_ring.host.running import recorded
+from mlx_ring.host.running import note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
@@ -187,6 +187,7 @@ async def _messages(
                 await leave.left.wait()
         message = _now(who)
         message.leaves, message.wants_to_leave = leave.left.is_set(), leave.is_wanted
+        message.leave_request = leave.request
         yield message
 
 
@@ -340,7 +341,11 @@ async def serve_as_member(options: MemberOptions) -> None:
         trust,
         yields=options.make_yields(supervisor.pids) if settings.yielding == "on" else None,
     )
-    leave = Leave(service.stop_requested, has_workers=lambda: bool(supervisor.workers))
+    leave = Leave(
+        service.stop_requested,
+        has_workers=lambda: bool(supervisor.workers),
+        on_absence=lambda why: note_absence(options.state, why),
+    )
     attending = asyncio.create_task(
         leave.attend(lambda: stay_registered(options.head, credentials, who, revoke, leave)),
         name="attendance",

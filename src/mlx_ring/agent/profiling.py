@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 PROFILE_MODULE = "mlx_ring.worker.profile"
 _COMPILE_S, _CLEAN_UP_S = 300, 10
+_LAST = ("nice", "-n", "19")
+"""Command that runs another one at the lowest priority (POSIX)."""
 _tried: set[str] = set()
 """Identities of the kernels that this process has tried to compile."""
 
@@ -54,11 +56,15 @@ class ProfileOptions:
         return self.timeout_s + (self.compile_s if has_cuda_build() else 0.0)
 
 
-async def build_kernels(blas: str) -> None:
+async def build_kernels(blas: str, *, is_urgent: bool = True) -> None:
     """Compile the native kernels that workers compute with, unless they are there or cannot be made here.
 
     Takes up to a minute, once for each version of MLX. A process tries it once: a recovery does not wait for it again.
     Workers without them say why, and are slow with quantized weights.
+
+    Args:
+        blas: the setting of workers; only with "auto" they use the kernels.
+        is_urgent: False to leave the processors to everything else.
     """
     if blas != "auto" or sys.platform != "linux":
         return
@@ -75,8 +81,10 @@ async def build_kernels(blas: str) -> None:
     except Unavailable as reason:
         _warn(f"{reason}.")
         return
-    log.info("Compiling native kernels for quantized weights, once; this takes up to a minute")
+    meanwhile = "this takes up to a minute" if is_urgent else "the model is served meanwhile"
+    log.info("Compiling native kernels for quantized weights, once; %s", meanwhile)
     child = await asyncio.create_subprocess_exec(
+        *(() if is_urgent else _LAST),
         *(sys.executable, "-m", "mlx_cpu_kernels.build"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -27,6 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_QUIET_ZONE = 4
+"""Light modules around a QR code (ISO/IEC 18004)."""
+_HALVES = {
+    (0, 0): " ",
+    (1, 0): "\N{UPPER HALF BLOCK}",
+    (0, 1): "\N{LOWER HALF BLOCK}",
+    (1, 1): "\N{FULL BLOCK}",
+}
+_BLACK_ON_WHITE, _USUAL_COLOURS = "\x1b[38;5;16;48;5;231m", "\x1b[0m"
+"""Colours that no theme changes, so that dark modules are dark on every background."""
 SAMPLE_QUESTION = "What is the capital of France?"
 
 
@@ -122,6 +135,7 @@ def ready_text(running: StartReport) -> str:
     if not running.is_first:
         return "\n".join([*lines, ""])
     lines += network_lines(running.lan_urls, asks_for_key=running.asks_for_key)
+    lines += qr_lines(running.lan_urls, Console()) if sys.stdout.isatty() else []
     lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
     if running.served.local.kind == "built-in":
         lines += [
@@ -137,6 +151,44 @@ def network_lines(urls: Sequence[str], *, asks_for_key: bool) -> list[str]:
     warning = "  No API key is set: everyone on these networks can use it. --api-key-file FILE asks for one."
     lines = ["From other machines and phones:", *(f"  {url}" for url in urls)]
     return lines if asks_for_key else [*lines, warning]
+
+
+def qr_lines(urls: Sequence[str], terminal: Console) -> list[str]:
+    """Return the QR code of an address that phones can reach; nothing without one, or if the terminal cannot show it.
+
+    Args:
+        urls: the server's addresses for other machines. An IP address is preferred: not every phone finds mDNS names.
+        terminal: must be wide enough, with block characters and 256 colours.
+    """
+    has_blocks = terminal.encoding.startswith("utf") and not terminal.no_color
+    if not urls or not has_blocks or terminal.color_system not in ("256", "truecolor"):
+        return []
+    import segno
+
+    url = next((each for each in urls if _has_ip_address(each)), urls[0])
+    modules = segno.make_qr(url, error="m", boost_error=False).matrix
+    margin = [0] * _QUIET_ZONE
+    rows = [[*margin, *row, *margin] for row in modules]
+    blank = [0] * len(rows[0])
+    rows = [*[blank] * _QUIET_ZONE, *rows, *[blank] * _QUIET_ZONE]
+    if len(blank) > terminal.width:
+        return []
+    # A character shows two modules, one above the other.
+    pairs = zip_longest(rows[::2], rows[1::2], fillvalue=blank)
+    lines = ("".join(_HALVES[upper, lower] for upper, lower in zip(*pair, strict=True)) for pair in pairs)
+    return [
+        f"Scan it with a phone, for {url}:",
+        *(f"{_BLACK_ON_WHITE}{line}{_USUAL_COLOURS}" for line in lines),
+    ]
+
+
+def _has_ip_address(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def products_of(worker: WorkerInfo) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import GroupStuck, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.energy import PARTS, PartEnergy
 from mlx_ring.host.yielding import Yielding
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -250,6 +252,19 @@ def yielding_of(said: agent_pb2.AgentEvent | cluster_pb2.AttendRequest) -> Yield
         share if 0.0 < share <= 1.0 else 1.0 for share in (state.speed_share, state.memory_share)
     )
     return Yielding(state.reason[:_LONGEST_REASON], speed, memory, state.priority[:_LONGEST_REASON])
+
+
+def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
+    """Return the energy of the parts that are known here, without values that are no energy."""
+    parts = {used.part: used for used in said.energy}
+    known = (
+        PartEnergy(part, parts[part].joules, parts[part].watts if parts[part].HasField("watts") else None)
+        for part in PARTS
+        if part in parts
+    )
+    return tuple(
+        used for used in known if 0.0 <= used.joules < math.inf and 0.0 <= (used.watts or 0.0) < math.inf
+    )
 
 
 AGENT_MODULE = "mlx_ring.agent"

@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Coroutine, Generator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.agent_link import yielding_of
+from mlx_ring.cluster.agent_link import energy_of, yielding_of
 from mlx_ring.cluster.membership import (
     SILENCE_S,
     Drained,
@@ -33,7 +33,6 @@ from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.energy import PARTS, PartEnergy
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
@@ -63,6 +62,18 @@ _MESSAGE_BYTES = 2 << 20
 Context = grpc.aio.ServicerContext[object, object]
 
 
+@dataclass(slots=True)
+class _LettingGo:
+    """A node's request to leave, and the move of its layers."""
+
+    request: int
+    moving: asyncio.Task[None]
+
+    @property
+    def refusal(self) -> BaseException | None:
+        return self.moving.exception() if self.moving.done() and not self.moving.cancelled() else None
+
+
 class Control:
     """The nodes that attend, that is, are connected to this head; created by `open_control`."""
 
@@ -82,7 +93,7 @@ class Control:
         """Silence of each node whose connection broke a moment ago."""
         self.let_go: Callable[[str], Coroutine[None, None, None]] = _let_go_at_once
         """Moves all layers away from a node that wants to leave."""
-        self._letting_go: dict[str, asyncio.Task[None]] = {}
+        self._letting_go: dict[str, _LettingGo] = {}
 
     @property
     def credentials(self) -> Credentials:
@@ -261,17 +272,20 @@ class Control:
         if not said.wants_to_leave:
             if self._letting_go.pop(member.node, None) is not None:
                 await self.drain(member.node, is_drained=False)
-        elif member.node not in self._letting_go:
-            leaving = asyncio.create_task(self.let_go(member.node), name="let go")
-            leaving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
-            self._letting_go[member.node] = leaving
+        else:
+            leaving = self._letting_go.get(member.node)
+            if leaving is None or (leaving.refusal is not None and leaving.request != said.leave_request):
+                moving = asyncio.create_task(self.let_go(member.node), name="let go")
+                moving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
+                leaving = self._letting_go[member.node] = _LettingGo(0, moving)
+            leaving.request = said.leave_request
         await self._happens(_report(member.node, member.session, said))
 
     def _ask_again_later(self, node: str, done: asyncio.Task[None]) -> None:
         """Forget a refusal after a while, because a machine with room may join. Its error is retrieved in any case."""
 
         def forget() -> None:
-            if self._letting_go.get(node) is done:
+            if (leaving := self._letting_go.get(node)) is not None and leaving.moving is done:
                 del self._letting_go[node]
 
         if not done.cancelled() and done.exception() is not None:
@@ -280,8 +294,8 @@ class Control:
     def _reply(self, node: str) -> cluster_pb2.AttendReply:
         reply = cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
         leaving = self._letting_go.get(node)
-        if leaving is not None and leaving.done() and not leaving.cancelled():
-            error = leaving.exception()
+        if leaving is not None and leaving.moving.done() and not leaving.moving.cancelled():
+            reply.leave_request, error = leaving.request, leaving.refusal
             reply.may_leave, reply.stay_reason = error is None, "" if error is None else str(error)
         return reply
 
@@ -341,19 +355,6 @@ def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
     except ValueError as error:
         raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
     return trusted
-
-
-def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
-    """Return the energy of the parts that are known here, without values that are no energy."""
-    parts = {used.part: used for used in said.energy}
-    known = (
-        PartEnergy(part, parts[part].joules, parts[part].watts if parts[part].HasField("watts") else None)
-        for part in PARTS
-        if part in parts
-    )
-    return tuple(
-        used for used in known if 0.0 <= used.joules < math.inf and 0.0 <= (used.watts or 0.0) < math.inf
-    )
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:

@@ -28,6 +28,7 @@ from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
+from mlx_ring.models.model_source import LocalModel
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
@@ -53,6 +54,8 @@ class SingleNode:
         self._replacement: asyncio.Task[LocalAgent] | None = None
         """Start of another agent, while the present one is so silent that it may be lost."""
         self._dropping: set[asyncio.Task[None]] = set()
+        self._kernels: asyncio.Task[None] | None = None
+        """Compilation of the native kernels."""
         self._profile: MachineProfile | None = None
         self._since_s = time.time()
         self._serial = count()
@@ -72,6 +75,7 @@ class SingleNode:
         return [None] * (declared.settings.replicas or 1)
 
     async def next_epoch(self, order: Order) -> Epoch:
+        await self._prepare_kernels(order.served.local)
         agent = await self._alive()
         source = Source(str(order.served.folder.path))
         reserve_share = 1.0 - self._settings.memory_utilization
@@ -131,6 +135,15 @@ class SingleNode:
         options = ProfileOptions(blas=settings.blas, blas_threads=threads)
         return recall(ProfileStore(state_folder(settings.state_dir)), options)
 
+    async def _prepare_kernels(self, model: LocalModel) -> None:
+        """Compile the native kernels if they are missing. The built-in models are small, so they do not wait for them."""
+        is_urgent = model.kind != "built-in"
+        if self._kernels is None:
+            building = build_kernels(self._settings.blas, is_urgent=is_urgent)
+            self._kernels = asyncio.create_task(building, name="native kernels")
+        if is_urgent:
+            await asyncio.shield(self._kernels)
+
     async def _alive(self) -> LocalAgent:
         async with self._starting:
             if self._agent is None or self._agent.exit_reason or await self._hangs(self._agent):
@@ -138,7 +151,6 @@ class SingleNode:
                 await self._stop_agent()
                 self._agent = None if replacement is None else await replacement
                 if self._agent is None or self._agent.exit_reason:
-                    await build_kernels(self._settings.blas)
                     self._agent = await self._start()
             else:
                 self._drop_replacement()
@@ -178,8 +190,11 @@ class SingleNode:
         return not await agent.answers()
 
     async def stop(self) -> None:
-        """End the agent, with every worker."""
+        """End the agent, with every worker, and compilers."""
         self._drop_replacement()
+        if self._kernels is not None:
+            self._kernels.cancel()
+            await asyncio.wait((self._kernels,))
         await asyncio.gather(self._stop_agent(), *self._dropping)
 
     async def _stop_agent(self) -> None:

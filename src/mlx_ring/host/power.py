@@ -1,30 +1,23 @@
-"""Power of this machine: it stays awake while it has work, and warns before it sleeps, shuts down or its battery is empty.
+"""Power of this machine: it stays awake while it has work, and says how much of its battery is left.
 
 While it stays awake, the display may sleep, and a closed lid may end the work. On battery the machine may sleep unless
 the user says `always`.
 
 macOS: `caffeinate -i` prevents idle sleep, and with `-w` it ends with the process that it watches (caffeinate(8)).
 Linux: `systemd-inhibit` holds a lock on `sleep` for as long as its command runs. The command reads a pipe from this
-process, so it ends with it, even after SIGKILL (systemd-inhibit(1)). Warnings come from logind over D-Bus, which waits
-for holders of a delay lock, but not longer than `InhibitDelayMaxSec` (org.freedesktop.login1(5), logind.conf(5)).
+process, so it ends with it, even after SIGKILL (systemd-inhibit(1)).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
-
-if TYPE_CHECKING:
-    from jeepney import DBusAddress, Message
-    from jeepney.io.blocking import DBusConnection
+from typing import Literal
 
 log = logging.getLogger(__name__)
 
@@ -149,130 +142,3 @@ class KeepAwake:
         self._is_refused = True
         log.info("The system refused to stay awake (exit code %d): it may sleep during an answer", code)
         self.release()
-
-
-# ---- warnings
-
-Warned = Literal["sleep", "shutdown", "awake"]
-"""Content of a warning: the machine is about to sleep or to shut down, or it is awake again."""
-_LOGIND = "org.freedesktop.login1"
-_SIGNALS = {"PrepareForSleep": "sleep", "PrepareForShutdown": "shutdown"}
-_RECEIVE_S = 1.0
-"""Time after which the thread looks whether it is to end."""
-
-
-class SystemWarnings:
-    """Warnings of logind before the machine sleeps or shuts down, which waits for `let_go`."""
-
-    def __init__(self, on_warning: Callable[[Warned], None], bus: str = "SYSTEM") -> None:
-        """Prepare.
-
-        Args:
-            on_warning: called by a thread.
-            bus: address of the D-Bus, or its name.
-        """
-        self.delay_s = 0.0
-        """Time for which the system waits; 0 without warnings."""
-        self._on_warning, self._bus = on_warning, bus
-        self._lock: int | None = None
-        """Descriptor whose end ends the wait of the system."""
-        self._changes = threading.Lock()
-        self._has_ended = threading.Event()
-        self._is_awake = True
-
-    def open(self) -> None:
-        """Ask for warnings, in a thread: a bus may hang. Without logind there are none."""
-        if sys.platform == "linux":
-            threading.Thread(target=self._run, name="power warnings", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            connection, logind = self._connect()
-        except Exception as error:  # noqa: BLE001 - containers and many servers have no system bus, or no logind
-            log.debug("This machine gives no warnings of sleep: %s", error)
-            return
-        with contextlib.closing(connection):
-            try:
-                while not self._has_ended.is_set():
-                    self._take_lock(connection, logind)
-                    try:
-                        message = connection.receive(timeout=_RECEIVE_S)
-                    except TimeoutError:
-                        continue
-                    self._receive(message)
-            except Exception as error:  # noqa: BLE001 - the machine must neither wait for this lock nor stay away
-                log.warning("There are no more warnings before this machine sleeps: %s", error)
-            finally:
-                self.let_go()
-        if not self._has_ended.is_set():
-            self._on_warning("awake")
-
-    def _connect(self) -> tuple[DBusConnection, DBusAddress]:
-        from jeepney import DBusAddress, MatchRule, Properties, message_bus
-        from jeepney.io.blocking import open_dbus_connection
-
-        connection = open_dbus_connection(self._bus, enable_fds=True)
-        try:
-            logind = DBusAddress(f"/{_LOGIND.replace('.', '/')}", _LOGIND, f"{_LOGIND}.Manager")
-            ((_, delay_us),) = _ask(connection, Properties(logind).get("InhibitDelayMaxUSec"))
-            self.delay_s = delay_us / 1e6
-            for name in _SIGNALS:
-                rule = MatchRule(type="signal", interface=logind.interface, member=name)
-                _ask(connection, message_bus.AddMatch(rule))
-        except BaseException:
-            connection.close()
-            raise
-        return connection, logind
-
-    def _take_lock(self, connection: DBusConnection, logind: DBusAddress) -> None:
-        """Take a lock if there is none, unless the machine is about to sleep. A failure is tried again later."""
-        from jeepney import new_method_call  # pyright: ignore[reportUnknownVariableType] - it has no types
-
-        if not self._is_awake or self._lock is not None:
-            return
-        what = ("sleep:shutdown", "mlx-ring", "Its layers move to other machines.", "delay")
-        try:
-            (lock,) = _ask(connection, new_method_call(logind, "Inhibit", "ssss", what))
-        except (TimeoutError, RuntimeError) as error:
-            log.debug("There is no lock of logind yet: %s", error)
-            return
-        with self._changes:
-            self._lock = lock.to_raw_fd()
-
-    def _receive(self, message: Message) -> None:
-        from jeepney import HeaderFields
-
-        fields = cast("dict[HeaderFields, object]", message.header.fields)
-        warned = _SIGNALS.get(str(fields.get(HeaderFields.member)))
-        if warned is None:
-            return
-        (begins,) = cast("tuple[bool]", message.body)
-        self._is_awake = not begins
-        if begins:
-            self._on_warning("sleep" if warned == "sleep" else "shutdown")
-        else:
-            # A machine that was quickly awake again may still hold the lock of before.
-            self.let_go()
-            self._on_warning("awake")
-
-    def let_go(self) -> None:
-        """Let the system sleep or shut down now. Once it is awake again, there is a new lock."""
-        with self._changes:
-            lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
-
-    def close(self) -> None:
-        """End the warnings, and let the system sleep or shut down. The thread ends a moment later."""
-        self._has_ended.set()
-        self.let_go()
-
-
-def _ask(connection: DBusConnection, message: Message) -> tuple[Any, ...]:
-    """Return the content of an answer. Raises RuntimeError for an error."""
-    from jeepney import MessageType
-
-    reply = connection.send_and_get_reply(message, timeout=_END_S)
-    if reply.header.message_type == MessageType.error:
-        raise RuntimeError(str(cast("object", reply.body)))
-    return cast("tuple[Any, ...]", reply.body)

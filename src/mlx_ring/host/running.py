@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +50,8 @@ class Running:
     """Seconds for which it may finish running requests before it ends."""
     start_mark: str = ""
     """Mark that distinguishes it from later processes of the same number whatever the clock; empty if the system has none."""
+    away: str = ""
+    """Reason for which an agent is not in its cluster just now; empty while it is."""
 
 
 RUN_FOLDER = "mlx-ring-"
@@ -80,6 +82,14 @@ def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def note_absence(state: Path, why: str) -> None:
+    """Add to this process's record why the machine is not in its cluster; an empty reason: it is."""
+    for record in running_here(state):
+        if record.pid == os.getpid():
+            with contextlib.suppress(OSError, ConfigError):
+                write_private(_path(state, record), json.dumps(asdict(replace(record, away=why))).encode())
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from mlx_ring.core.errors import ModelNotFound
 
 _SECTIONS = ("popular", "further")
-_NOT_FORMS = ("context", "can")
+_NOT_FORMS = ("context", "can", "size")
 _FORM = re.compile(r"-(\d+-?bits?(?:-gs\d+)?|mxfp\d+(?:-q8)?|bf16|fp16|f16|q\d+)$")
 _KNOWN_FORM = re.compile(r"[234568]-bit(-gs(32|64|128))?|MXFP[48]|MXFP4-Q8|bf16|fp16|f16")
 _FAMILY_AND_VERSION = re.compile(r"([a-z]{3,})-?(?=\d)")
@@ -36,6 +36,8 @@ class PublishedModel:
     """Id on the hub by format of the weights, the usual one first."""
     abilities: tuple[str, ...]
     """Abilities of its chat template: "tools", "reasoning"."""
+    size: str = ""
+    """Size that a name may have beside the parts of this one: `14b`."""
 
     @property
     def short_name(self) -> str:
@@ -68,7 +70,7 @@ def known_models() -> Mapping[str, Any]:
 def published_models() -> tuple[PublishedModel, ...]:
     """Return all models that have short names, popular ones first."""
     return tuple(
-        PublishedModel(name, conversions_of(entry), tuple(entry["can"]))
+        PublishedModel(name, conversions_of(entry), tuple(entry["can"]), entry.get("size", ""))
         for section in _SECTIONS
         for name, entry in known_models()[section].items()
     )
@@ -118,10 +120,21 @@ def find_name(text: str) -> str | None:
     """
     parts = frozenset(parts_of(split_format(text)[0]))
     published = {model.name: model for model in published_models()}
-    whole = [name for name in {**known_models()["configs"], **published} if parts in _whole_names(name)]
+    said = {
+        name: parts - {published[name].size} if name in published else parts
+        for name in {**known_models()["configs"], **published}
+    }
+    whole = [name for name in said if said[name] in _whole_names(name)]
     if len(whole) == 1:
         return whole[0]
-    alike = [name for name in published if parts <= frozenset(parts_of(name)) and parts_of(name)[0] in parts]
+    for name, usual in known_models()["usual"].items():
+        if parts == frozenset(parts_of(name)):
+            return usual
+    alike = [
+        name
+        for name in published
+        if said[name] <= frozenset(parts_of(name)) and parts_of(name)[0] in said[name]
+    ]
     if len(alike) > 1:
         raise ModelNotFound(
             f"{text} may be any of {', '.join(published[name].short_name for name in alike)}: name one of them."

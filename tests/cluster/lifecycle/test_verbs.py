@@ -29,6 +29,8 @@ class Machines:
         self.commands: list[tuple[str, str]] = []
         self._failing = {key: list(errors) for key, errors in failing.items()}
         self.running: tuple[Running, ...] = (Running("agent", 2, 1.0, "other"),)
+        self.answer = "{}"
+        """Answer of the head."""
         monkeypatch.setattr(verbs, "_AGAIN_S", 0.0)
         for name in ("find_machines", "make_ready", "find_program", "any_program", "run_on"):
             monkeypatch.setattr(verbs, name, getattr(self, name))
@@ -61,7 +63,18 @@ class Machines:
         failures = self._failing.get((machine.name, verb), [])
         if failures and (failure := failures.pop(0)) is not None:
             raise failure
-        return {"run": "7\n", "wait-until-ready": "http://a\n", "ask": "{}", "model": "demo\n"}.get(verb, "")
+        said = {"run": "7\n", "wait-until-ready": "http://a\n", "ask": self.answer, "model": "demo\n"}
+        return said.get(verb, "")
+
+
+def test_a_restarted_machine_that_stays_away_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {})
+    why = "its battery is below --min-battery"
+    machines.running = (Running("head", 2, 1.0, "other"), Running("agent", 3, 1.0, "other", away=why))
+    monkeypatch.setattr(machines, "answer", '{"nodes": []}')
+    with pytest.raises(HostFailed, match=f"^b: it has restarted, and stays away, because {why}"):
+        verbs.restart_machine(FILE, "b", report=lambda _: None, timeout_s=60.0, force=False)
+    assert ("b", "run") in machines.commands
 
 
 def start() -> verbs.StartedCluster:

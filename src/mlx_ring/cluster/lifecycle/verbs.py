@@ -123,7 +123,7 @@ def restart_machine(file: DevicesFile, name: str, *, report: Report, timeout_s: 
 
     Raises:
         ConfigError: the file has no such machine, or it has the head.
-        HostFailed: a machine out of reach, no head that runs, or layers for which the others have no room.
+        HostFailed: a machine out of reach or that stays away, no head that runs, or layers for which the others have no room.
     """
     device = next((each for each in file.devices if each.name == name), None)
     if device is None:
@@ -149,7 +149,7 @@ def restart_machine(file: DevicesFile, name: str, *, report: Report, timeout_s: 
             _ask(head, file, "POST", "/cluster/readmit", {"node": node})
         raise
     end = time.monotonic() + timeout_s
-    _wait(lambda: node in _connected(head, file), end, f"{name}: it is not back after {timeout_s:g} s")
+    _wait(lambda: _is_back(head, file, other), end, f"{name}: it is not back after {timeout_s:g} s")
     _ask(head, file, "POST", "/cluster/readmit", {"node": node})
     report(f"{name}: it is back")
     for model in models:
@@ -205,6 +205,17 @@ def _wait(holds: Callable[[], bool], end: float, problem: str) -> None:
         if time.monotonic() > end:
             raise HostFailed(f"{problem}: see `mlx-ring cluster logs`, or give a longer --timeout.")
         time.sleep(_LOOK_S)
+
+
+def _is_back(head: ReadyMachine, file: DevicesFile, other: ReadyMachine) -> bool:
+    if other.installation.node in _connected(head, file):
+        return True
+    for running in _standing(other.machine).running:
+        if running.away:
+            raise HostFailed(
+                f"{other.machine.name}: it has restarted, and stays away, because {running.away}. It joins by itself later."
+            )
+    return False
 
 
 def _serves(head: ReadyMachine, file: DevicesFile, model: str) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "yielding", "wants_to_leave")
+    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "yielding", "wants_to_leave", "leave_request")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class AttendRequest(_message.Message):
     ENERGY_FIELD_NUMBER: _ClassVar[int]
     YIELDING_FIELD_NUMBER: _ClassVar[int]
     WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     machine: str
     port: int
@@ -41,7 +42,8 @@ class AttendRequest(_message.Message):
     energy: _containers.RepeatedCompositeFieldContainer[PartEnergy]
     yielding: _agent_pb2.Yielding
     wants_to_leave: bool
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., yielding: _Optional[_Union[_agent_pb2.Yielding, _Mapping]] = ..., wants_to_leave: _Optional[bool] = ...) -> None: ...
+    leave_request: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., yielding: _Optional[_Union[_agent_pb2.Yielding, _Mapping]] = ..., wants_to_leave: _Optional[bool] = ..., leave_request: _Optional[int] = ...) -> None: ...
 
 class PartEnergy(_message.Message):
     __slots__ = ("part", "joules", "watts")
@@ -64,15 +66,17 @@ class TrustedInterface(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., network: _Optional[str] = ...) -> None: ...
 
 class AttendReply(_message.Message):
-    __slots__ = ("hello", "failure", "revoked", "may_leave", "stay_reason")
+    __slots__ = ("hello", "failure", "revoked", "may_leave", "stay_reason", "leave_request")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     MAY_LEAVE_FIELD_NUMBER: _ClassVar[int]
     STAY_REASON_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     failure: _step_pb2.Failure
     revoked: _containers.RepeatedScalarFieldContainer[str]
     may_leave: bool
     stay_reason: str
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., revoked: _Optional[_Iterable[str]] = ..., may_leave: _Optional[bool] = ..., stay_reason: _Optional[str] = ...) -> None: ...
+    leave_request: int
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., revoked: _Optional[_Iterable[str]] = ..., may_leave: _Optional[bool] = ..., stay_reason: _Optional[str] = ..., leave_request: _Optional[int] = ...) -> None: ...
