@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_ring.agent.mpi.places import give_places
+from mlx_ring.agent.mpi.pmix import give_places
 from mlx_ring.rpc.protos import worker_pb2
 
 _UNPACKED = Path(__file__).parent.parent / ".debian" / "root"

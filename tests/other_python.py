@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_ring.cluster.lifecycle.systems import PYTHON_INFO, PYTHONS, Python, read_python
+from mlx_ring.cluster.lifecycle.installation import PYTHON_INFO, PYTHONS, Python, read_python
 
 FOLDERS = ("/usr/local/bin", "/usr/bin", f"{sys.base_prefix}/bin")
 OWN = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -19,7 +19,7 @@ from mlx_ring.agent.leaving import Leave, PowerWatch
 from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.system_warnings import LogindWarnings
+from mlx_ring.host.power import LogindWarnings
 from mlx_ring.rpc.protos.cluster_pb2 import AttendReply
 from mlx_ring.rpc.tls.identity import open_identity
 

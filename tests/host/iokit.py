@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_ring.host.system_warnings import MacWarnings, OnWarning
+from mlx_ring.host.power import MacWarnings, OnWarning
 
 CAN_SLEEP, WILL_SLEEP, WILL_NOT_SLEEP, HAS_POWERED_ON, WILL_POWER_ON = (
     0xE0000000 | code for code in (0x270, 0x280, 0x290, 0x300, 0x320)

@@ -22,9 +22,8 @@ from tests.host.iokit import (
 )
 from tests.host.logind import Logind, logind
 
-from mlx_ring.host import power, system_warnings
-from mlx_ring.host.power import battery_left
-from mlx_ring.host.system_warnings import LogindWarnings, MacWarnings, OnWarning, SystemWarnings, Warned
+from mlx_ring.host import power
+from mlx_ring.host.power import LogindWarnings, MacWarnings, OnWarning, SystemWarnings, Warned, battery_left
 
 LIMIT_S = 30
 
@@ -107,7 +106,7 @@ def test_a_bus_that_breaks_ends_the_warnings_and_the_absence(
 
 
 def test_without_a_bus_there_are_no_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", system_warnings.__name__)
+    caplog.set_level("DEBUG", power.__name__)
     listener = Listener(on_bus(f"unix:path={tmp_path}/none"))
     eventually(lambda: "This machine gives no warnings of sleep" in caplog.text)
     assert listener.warnings.delay_s == 0.0
@@ -182,7 +181,7 @@ def test_a_mac_that_sleeps_after_the_end_of_the_event_loop_need_not_wait(tmp_pat
 def test_without_iokit_there_are_no_warnings(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("DEBUG", system_warnings.__name__)
+    caplog.set_level("DEBUG", power.__name__)
     monkeypatch.setenv("STAND_IN_REFUSES", "1")
     with mac(tmp_path) as system:
         paths = {

@@ -9,8 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from mlx_ring.host.power import battery_left
-from mlx_ring.host.system_warnings import OnWarning, SystemWarnings, Warned, system_warnings
+from mlx_ring.host.power import OnWarning, SystemWarnings, Warned, battery_left, system_warnings
 from mlx_ring.rpc.protos import cluster_pb2
 
 log = logging.getLogger(__name__)

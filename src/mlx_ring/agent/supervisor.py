@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
-from mlx_ring.agent.mpi.places import give_places
+from mlx_ring.agent.mpi.pmix import give_places
 from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, own_gpu
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck

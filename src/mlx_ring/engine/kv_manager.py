@@ -19,6 +19,7 @@ from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
 
+Operations = list[step_pb2.CacheOperation]
 _FIRST_SNAPSHOT = 1 << 48
 """First id of snapshots, far from those of requests."""
 _LEAST_SNAPSHOT = 64
@@ -33,13 +34,10 @@ class KvManager:
     def __init__(
         self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool, disk: DiskKv | None = None
     ) -> None:
-        self.budget = KvBudget(ranks)
-        self._cache = PrefixCache(ranks)
-        self.disk = disk
-        self._enabled, self.moved_tokens = prefix_cache, 0
-        self._operations: list[step_pb2.CacheOperation] = []
-        self._next_step = 1
-        self._snapshots = count(_FIRST_SNAPSHOT)
+        self.budget, self._cache = KvBudget(ranks), PrefixCache(ranks)
+        self.disk, self._enabled, self.moved_tokens = disk, prefix_cache, 0
+        self._operations: Operations = []
+        self._next_step, self._snapshots = 1, count(_FIRST_SNAPSHOT)
         self._kept: dict[int, KeptKv] = {}
         """KV kept since a loss, by the waiting sequence that will take it ..."""
         self._taken: dict[int, KeptKv] = {}
@@ -62,12 +60,9 @@ class KvManager:
         """Add operations that change no sequence of this manager."""
         self._operations += operations
 
-    def take_operations(
-        self, step: int, busy_s: float | None = None, *, is_prefill: bool = False
-    ) -> list[step_pb2.CacheOperation]:
+    def take_operations(self, step: int, busy_s: float | None = None, *, is_prefill: bool) -> Operations:
         """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
-        operations, self._operations = self._operations, []
-        self._next_step = step + 1
+        operations, self._operations, self._next_step = self._operations, [], step + 1
         if self.disk is not None:
             operations += self.disk.take_operations(busy_s, is_prefill=is_prefill)
         return operations
@@ -207,8 +202,7 @@ class KvManager:
 
     def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
-        match = self.match(tokens, running)
-        return 0 if match is None else match.length
+        return 0 if (match := self.match(tokens, running)) is None else match.length
 
     def match(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> Match | None:
         return self._cache.find(tokens, Extents(running)).match if self._enabled else None
@@ -384,8 +378,7 @@ class KvManager:
     def free(self, sequence: int) -> None:
         """Free a sequence's memory, or only its reservation if it was never opened."""
         self._forget(sequence)
-        taken = self._taken.pop(sequence, None)
-        if taken is not None:
+        if (taken := self._taken.pop(sequence, None)) is not None:
             self._free_on_ranks(taken)
             self.budget.release(sequence, self._next_step)
         elif sequence in self.held:

@@ -49,8 +49,7 @@ class Scheduler:
         self._meter = meter = Meter() if meter is None else meter
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
-        self._instance = instance
-        self._epoch = epoch
+        self._instance, self._epoch = instance, epoch
         self._policy = self.policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running = self.running = dict[int, Sequence]()
@@ -314,14 +313,12 @@ class Scheduler:
         batch: MicroBatch[Sequence] | None,
         now: float,
     ) -> step_pb2.Step:
-        number = self.in_flight.sent + 1
+        number, is_prefill = self.in_flight.sent + 1, bool(rows) and batch is None
         step = step_pb2.Step(
             instance=self._instance,
             epoch=self._epoch,
             step=number,
-            operations=self._kv.take_operations(
-                number, now if rows else None, is_prefill=bool(rows) and batch is None
-            ),
+            operations=self._kv.take_operations(number, now if rows else None, is_prefill=is_prefill),
             rows=rows,
             feed_back_tokens=self._stages > 1 and any(map(samples_token, rows)),
             end_stage=end_stage(sequences[0], rows[0]) if rows else 0,

@@ -176,9 +176,7 @@ def build_stage(
     kv = make_kv(folder, assignment, model, step_bytes)
     neighbours = LinkOpener(model, inbox, trust, loss_recorder)
     opened = neighbours.open_links(assignment, hello)
-    links = opened.links
-    if stages is not None:
-        links = over_collectives(links, assignment, model, stages)
+    links = opened.links if stages is None else over_collectives(opened.links, assignment, model, stages)
     grammars = GrammarCompiler(folder)
     heads = (shares[assignment.rank].kv_heads, shares[-1].kv_heads.end) if shares else None
     disk = open_disk(disk_settings, request, kv, model.cache_numbers, dtype, heads)
@@ -246,11 +244,8 @@ def open_disk(
     if kv.unsaved_layers:
         log.warning("The KV of this model is not saved on the disk, because it has %s", kv.unsaved_layers)
         return None
-    from mlx_ring.worker.kv.block_files import (  # with NumPy, which takes 0.1 s
-        HeadShare,
-        fingerprint,
-        kinds_of,
-    )
+    # With NumPy, which takes 0.1 s.
+    from mlx_ring.worker.kv.block_files import HeadShare, fingerprint, kinds_of
     from mlx_ring.worker.kv.disk import KvDisk
 
     hello = request.hello

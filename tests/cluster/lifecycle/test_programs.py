@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle.arguments import Machine
-from mlx_ring.cluster.lifecycle.installation import FoundPrograms
+from mlx_ring.cluster.lifecycle.installation import FoundPrograms, Python
 from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
-from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.settings.devices_file import Device

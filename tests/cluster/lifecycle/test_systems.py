@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_ring.cluster.lifecycle.systems import (
+from mlx_ring.cluster.lifecycle.installation import (
     PYTHON_INFO,
     Python,
     best_python,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle import wheels
+from mlx_ring.cluster.lifecycle.installation import Python
 from mlx_ring.cluster.lifecycle.programs import archived_files, wanted_here
-from mlx_ring.cluster.lifecycle.systems import Python
 from mlx_ring.cluster.lifecycle.wheels import (
     Wanted,
     WheelStore,

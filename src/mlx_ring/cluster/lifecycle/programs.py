@@ -24,23 +24,21 @@ from mlx_ring.cluster.lifecycle.arguments import Machine
 from mlx_ring.cluster.lifecycle.installation import (
     OWN_PROGRAM,
     PACKAGES,
-    FoundPrograms,
-    Installation,
-    different,
-    own_versions,
-    read_found,
-)
-from mlx_ring.cluster.lifecycle.shell import run_on, send_to
-from mlx_ring.cluster.lifecycle.systems import (
     PYTHON_INFO,
     PYTHONS,
+    FoundPrograms,
+    Installation,
     Python,
     Release,
     best_python,
+    different,
     lowest_release,
+    own_versions,
+    read_found,
     read_python,
     read_pythons,
 )
+from mlx_ring.cluster.lifecycle.shell import run_on, send_to
 from mlx_ring.cluster.lifecycle.wheels import Wanted, WheelStore, packages_for
 from mlx_ring.core.errors import ConfigError, HostFailed
 

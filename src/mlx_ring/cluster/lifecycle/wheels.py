@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from mlx_ring.cluster.lifecycle.systems import Python, wheel_platform, wheel_variables
+from mlx_ring.cluster.lifecycle.installation import Python, wheel_platform, wheel_variables
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.host.private_files import locked, make_private_folder

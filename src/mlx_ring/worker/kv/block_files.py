@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange, MemberRange
-from mlx_ring.worker.kv.kv_store import KVStore, as_device_array
+from mlx_ring.worker.kv.content import as_device_array
+from mlx_ring.worker.kv.kv_store import KVStore
 
 Content = tuple[NDArray[Any], ...]
 """Arrays of one layer and kind: of keys and values `(heads, tokens, width)` each, of states `(1, ...)`.

@@ -12,8 +12,11 @@ from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Row
 from mlx_ring.worker.kv.content import (
+    Banks,
     Range,
+    as_stored,
     check_written,
+    object_parts,
     parts_with,
     read_row,
     row_parts,
@@ -22,16 +25,12 @@ from mlx_ring.worker.kv.content import (
 )
 from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
 from mlx_ring.worker.kv.layers import (
-    CachePart,
     JoinedStates,
     Layout,
-    ObjectPart,
-    Plane,
     RowStates,
     read_layout,
 )
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
-from mlx_ring.worker.kv.row_placement import Banks
 from mlx_ring.worker.tensors import dtype_name
 
 log = logging.getLogger(__name__)
@@ -284,7 +283,7 @@ class KVStore:
 
     @property
     def layers_with_states(self) -> list[int]:
-        return [n for n, layer in enumerate(self._layout.layers) if _object_parts(layer.parts)]
+        return [n for n, layer in enumerate(self._layout.layers) if object_parts(layer.parts)]
 
     def holds(self, sequence: int, window: int | None, tokens: Range) -> bool:
         """Report whether the layers of a window hold these tokens of a sequence."""
@@ -302,7 +301,7 @@ class KVStore:
     ) -> None:
         """Write tokens of all heads of a layer, as host arrays of what `content` returns."""
         parts = parts_with(self._layout.layers[layer], window)
-        given = [_as_stored(array, plane) for array, plane in zip(arrays, row_planes(parts), strict=True)]
+        given = [as_stored(array, plane) for array, plane in zip(arrays, row_planes(parts), strict=True)]
         self._ledger.settle()
         write_row(self._sound(sequence), self._banks, self._layout, parts, None, tokens, given)
 
@@ -314,7 +313,7 @@ class KVStore:
             raise StepFailed(f"Sequence {sequence} has no states yet.")
         owned = row.states.owned(self._layout.object_parts).joined.states
         return [
-            tuple(array for part in _object_parts(layer.parts) for array in owned[part.index].cache)
+            tuple(array for part in object_parts(layer.parts) for array in owned[part.index].cache)
             for layer in self._layout.layers
         ]
 
@@ -323,7 +322,7 @@ class KVStore:
         made = [part.fresh() for part in self._layout.object_parts]
         for layer in self.layers_with_states:
             rest = list(layers[layer])
-            for part in _object_parts(self._layout.layers[layer].parts):
+            for part in object_parts(self._layout.layers[layer].parts):
                 count = len(made[part.index].cache)
                 made[part.index].cache, rest = rest[:count], rest[count:]
                 if len(made[part.index].cache) != count:
@@ -440,18 +439,3 @@ class KVStore:
             self._state_bytes = max(self._state_bytes, row.states.nbytes)
         self._banks.leave(row)
         row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""
-
-
-def _object_parts(parts: Iterable[CachePart]) -> list[ObjectPart]:
-    return [part for part in parts if isinstance(part, ObjectPart)]
-
-
-def _as_stored(array: Any, plane: Plane) -> mx.array:
-    """Return a host array in the type of a plane: it may hold the bits of a type that the host lacks."""
-    given = as_device_array(array)
-    return given if given.dtype == plane.dtype else given.view(plane.dtype)
-
-
-def as_device_array(array: Any) -> mx.array:
-    """Return a host array as MLX's: one of bfloat16 is here an array of two bytes without a type."""
-    return mx.array(array.view("u2")).view(mx.bfloat16) if array.dtype.kind == "V" else mx.array(array)

@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.content import Banks
 from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import JoinedStates, Layer, Layout, RowPart, RowStates, join_states
-from mlx_ring.worker.kv.row_placement import Banks
 from mlx_ring.worker.kv.row_views import BatchRows, row_cache
 
 
