@@ -4,7 +4,7 @@
 
 import { ApiError, request } from "../api.js";
 import { Notice, onSingleClick, withCommands } from "../components.js";
-import { bytes, duration, figures } from "../format.js";
+import { bytes, counted, duration, figures } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
 
 /**
@@ -129,9 +129,10 @@ export function rank(outcomes) {
 }
 
 /** @param {Outcome} outcome */
-function describeSpeeds({ memory_bytes, tokens_per_s_range: speeds, first_token_s }) {
+function describeSpeeds({ memory_bytes, tokens_per_s_range: speeds, first_token_s, prompt_tokens: prompt }) {
   const [low = 0, high = 0] = speeds ?? [];
-  const first = first_token_s ? `, first token after ${duration(first_token_s)}` : "";
+  const asked = `with a prompt of ${counted(prompt, "token")}`;
+  const first = first_token_s ? `, first token after ${duration(first_token_s)} ${asked}` : "";
   return `${bytes(memory_bytes)} of memory, ${figures(low, 2)} to ${figures(high, 2)} tokens/s${first}`;
 }
 
