@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from mlx_ring.api.openai.dialect import OpenAiError
 from mlx_ring.api.openai.schemas import ChatCompletionChunk, ModelList
 from mlx_ring.api.ops.events import ClusterState, PatchOperation
-from mlx_ring.api.ops.machines import JoinCommands
+from mlx_ring.api.ops.machines import JoinCommands, ReplannedModel
 from mlx_ring.api.ops.models import DiskModels
 from mlx_ring.api.ops.what_if import WhatIfChoices
 from mlx_ring.core.logs import LogLine
@@ -22,7 +22,7 @@ from mlx_ring.planner.what_if import Answer
 PATH = Path(__file__).resolve().parent.parent / "src/mlx_ring/api/page/web/types.d.ts"
 READ: tuple[type, ...] = (
     *(ClusterState, PatchOperation, LogLine, ModelList, ChatCompletionChunk, OpenAiError),
-    *(WhatIfChoices, Answer, JoinCommands, DiskModels),
+    *(WhatIfChoices, Answer, JoinCommands, ReplannedModel, DiskModels),
 )
 """Answers and events that the page reads."""
 _HEADER = """\

@@ -45,6 +45,8 @@ class TwoMachines:
     server: Server
     before_join: str
     """Answer of `/health/ready` before the second machine joined."""
+    missing_before_join: int
+    """Number of machines that the status awaited then."""
     flags: Sequence[str] = ()
     """Flags of the last head, besides `TWO_MACHINES`."""
 
@@ -75,7 +77,7 @@ def single_machine_text(tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[TwoMachines]:
     """Run the cluster that tests share."""
-    folder, port, answers = tmp_path_factory.mktemp("cluster"), free_pair_of_ports(), list[str]()
+    folder, port, answers = tmp_path_factory.mktemp("cluster"), free_pair_of_ports(), list[Any]()
     flags = (*TWO_MACHINES, "--port", str(api := free_pair_of_ports()))
 
     def read_readiness() -> None:
@@ -83,7 +85,7 @@ def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
             readiness = eventually(
                 lambda: client.get("/health/ready").text, lambda text: "being loaded" not in text
             )
-        answers.append(readiness)
+            answers.extend((readiness, client.get("/cluster/status").json()["missing_machines"]))
 
     with ExitStack() as stack:
         server = stack.enter_context(
@@ -128,6 +130,7 @@ def ready_after(server: Server, status: dict[str, Any]) -> dict[str, Any]:
 
 def test_readiness_says_how_many_machines_have_to_join(shared_cluster: TwoMachines) -> None:
     assert "once 1 more machine has joined: run `mlx-ring join` there" in shared_cluster.before_join
+    assert shared_cluster.missing_before_join == 1
 
 
 def test_a_machine_that_joins_fetches_the_model_and_both_answer_like_one(
@@ -137,6 +140,7 @@ def test_a_machine_that_joins_fetches_the_model_and_both_answer_like_one(
     status = cluster.server.status()
     assert [device["stage"] for device in status["devices"]] == [0, 1]
     assert len({device["node"] for device in status["devices"]}) == 2
+    assert (status["missing_machines"], status["absent_nodes"]) == (0, [])
     (stored,) = [folder / "state" / "weights" for folder in cluster.folder.glob("node-*")]
     assert any(stored.rglob("model.safetensors")), "the model was fetched"
 

@@ -166,7 +166,7 @@ def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, s
             expect(card.get_by_role("img", name=re.compile("Memory of .* KV cache limit"))).to_be_visible()
             expect(card.get_by_role("img", name=re.compile("In the last second: computing"))).to_be_visible()
         machines = page.get_by_role("region", name="Machines")
-        expect(machines).to_contain_text("2 devices active on 1 machine")
+        expect(machines).to_contain_text("2 workers active on 1 machine")
         expect(machines).to_contain_text("Head: serves the API and computes layers 0 to 7 of demo")
         expect(machines.locator("dl")).not_to_be_visible()
         expect(page.get_by_role("img", name=re.compile("free of"))).to_be_visible()

@@ -61,6 +61,17 @@ def test_answer_is_shown_as_it_streams_until_it_is_stopped(browser: Browser, lon
         page.get_by_role("link", name="Chat").click()
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")
+        page.get_by_role("button", name="Continue").click()
+        expect(answer).not_to_contain_text("Stopped.")
+        expect(answer).to_contain_text(ALPHABET)
+        page.get_by_role("button", name="Stop").click()
+        expect(answer).to_contain_text("Stopped.")
+        continued = next(
+            request for request in events.requests[::-1] if request.method == "POST"
+        ).post_data_json
+        assert continued is not None
+        assert continued["continue_final_message"] is True
+        assert ALPHABET in continued["messages"][-1]["content"]
         page.get_by_role("link", name="Cluster").click()
         expect(page.get_by_role("region", name="Requests")).to_contain_text("0 running")
         assert events.problems == []
@@ -167,7 +178,9 @@ def test_lost_server_is_reported_until_it_returns(browser: Browser) -> None:
         with serving(TwinService()) as url:
             page, _ = cleanup.enter_context(open_page(browser, url, view="cluster"))
             expect(page.get_by_label("Summary")).to_be_visible()
-        expect(page.get_by_role("alert")).to_contain_text("The values shown may be stale.")
+        expect(page.get_by_role("alert")).to_contain_text("Below is the state of")
+        assert page.get_by_label("Summary").evaluate("view => view.closest('[inert]') !== null")
+        expect(page.get_by_role("status").filter(has_text="offline")).to_be_visible()
         cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(page.get_by_role("status").filter(has_text="ready")).to_be_visible()
@@ -335,7 +348,11 @@ def test_chat_is_named_searched_exported_deleted_and_restored(browser: Browser, 
         with page.expect_download() as saved:
             page.get_by_role("button", name="Export as Markdown").click()
         assert saved.value.suggested_filename == "greetings.md"
-        assert f"Second question.\n\n## Answer of org/twin\n\n{ANSWER_TEXT}" in saved.value.path().read_text()
+        exported = saved.value.path().read_text()
+        assert re.search(
+            rf"Second question\.\n\n## Answer of org/twin\n\n\*.* UTC\*\n\n{re.escape(ANSWER_TEXT)}", exported
+        )
+        expect(page.get_by_text("Saved greetings.md")).to_be_visible()
         with page.expect_download() as saved:
             page.get_by_role("button", name="Export as JSON").click()
         assert json.loads(saved.value.path().read_text())["title"] == "Greetings"
@@ -370,9 +387,28 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
             page, _ = cleanup.enter_context(open_page(browser, url))
             ask(page, "Tell me the alphabet.")
             expect(page.get_by_role("article", name="Answer")).to_contain_text(ALPHABET)
-        expect(page.get_by_role("article", name="Answer").get_by_role("button", name="Retry")).to_be_visible()
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.get_by_role("button", name="Retry")).to_be_disabled()
         expect(page.get_by_role("alert")).to_have_count(1)
+        expect(page.get_by_role("button", name="Reconnect")).to_be_visible()
+        expect(page.locator(".start-again code")).to_have_text(
+            f"mlx-ring serve org/twin --port {urlsplit(url).port}"
+        )
+        ask(page, "Is somebody there?")
+        expect(page.get_by_role("button", name="Send")).to_be_disabled()
+        expect(page.get_by_label("Your question")).to_have_value("Is somebody there?")
+        expect(answer).to_contain_text(ALPHABET)
         cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.locator(".notice")).to_have_count(0)
-        page.get_by_role("button", name="Retry", exact=True).click()
-        expect(page.get_by_role("article", name="Answer")).to_contain_text(ANSWER_TEXT)
+        answer.get_by_role("button", name="Retry").click()
+        expect(answer).to_contain_text(ANSWER_TEXT)
+        page.evaluate("localStorage.setItem('mlx-ring.model', '\"org/absent\"')")
+        page.reload()
+        page.get_by_role("button", name="New chat").click()
+        expect(page.get_by_label("Model")).to_have_value("org/absent")
+        ask(page, "Hello.")
+        expect(page.get_by_text("org/absent is not loaded.")).to_be_visible()
+        expect(answer).to_have_count(0)
+        page.get_by_role("button", name="Use org/twin").click()
+        ask(page, "Hello.")
+        expect(answer).to_contain_text("org/twin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -87,6 +88,11 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         )
         other.get_by_role("button", name="Load other").click()
         expect(other).to_contain_text("ready")
+        other.get_by_role("button", name="Chat with other").click()
+        expect(page.get_by_role("heading", name="Ask other")).to_be_visible()
+        expect(page.get_by_label("Model")).to_have_value("other")
+        page.get_by_label("Model").select_option("More models…")
+        expect(other).to_be_visible()
         assert events.problems == []
         add = page.get_by_role("region", name="Add a model")
         name = add.get_by_label("Name")
@@ -97,9 +103,17 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         page.get_by_role("link", name="Models").click()
         add.get_by_role("button", name="Dismiss").click()
         expect(add.get_by_role("alert")).to_have_count(0)
+        name.fill("missing")
+        page.keyboard.press("Enter")
+        expect(add.get_by_role("alert")).to_have_count(1)
         name.fill("org/new")
         add.get_by_role("button", name="Download").click()
         expect(add).to_contain_text("org/new is downloaded.")
+        expect(add.get_by_role("alert")).to_have_count(0)
+        add.get_by_role("button", name="Which models run well here?").click()
+        expect(add.get_by_role("listitem").filter(has_text="Qwen3-0.6B 4-bit")).to_contain_text(
+            "runs well here"
+        )
 
 
 def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(browser: Browser) -> None:
@@ -133,7 +147,8 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
         assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
         card.get_by_role("button", name="Make a join command").click()
         expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
-        assert (card.get_by_text("--token").first.bounding_box() or {})["width"] > 150
+        assert (card.locator("code").first.bounding_box() or {})["width"] > 150
+        expect(card).to_contain_text("It works once, within")
         picture = card.get_by_role("img", name="QR code of the command")
         first = picture.locator("path").get_attribute("d")
         card.get_by_role("radio", name="Show the code of command 2").check()
@@ -165,5 +180,6 @@ def test_server_of_one_machine_says_so_instead_of_inviting_others(browser: Brows
     with open_page(browser, twin_url, view="cluster") as (page, _):
         card = page.get_by_role("region", name="Add a machine")
         expect(card).to_contain_text("one machine alone")
-        expect(card.locator("code")).to_have_text("mlx-ring serve MODEL --nodes 2")
-        expect(card.get_by_role("button")).to_have_count(0)
+        port = urlsplit(twin_url).port
+        expect(card.locator("code")).to_have_text(f"mlx-ring serve org/twin --nodes 2 --port {port}")
+        expect(card.get_by_role("button")).to_have_text("Copy")

@@ -233,6 +233,11 @@ def test_lost_and_quarantined_nodes_have_a_reason_and_a_returned_node_appears_on
     assert [(node.id, node.state) for node in nodes] == [("a", "attending"), ("b", "attending")]
 
 
+def test_enrolled_machines_that_are_not_connected_are_absent() -> None:
+    cluster_view = ClusterView("a", membership_of("b", "c"), enrolled=("c", "a", "e", "b", "d"))
+    assert cluster_view.absent == ["d", "e"]
+
+
 def test_a_single_machine_without_a_profile_is_a_node() -> None:
     (node,) = node_statuses(ClusterView("a"), [view(nodes=(("a",), ("a",)))], VERSIONS, {})
     assert (node.id, node.is_head, node.memory, node.profile) == ("a", True, None, None)

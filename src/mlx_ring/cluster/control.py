@@ -81,7 +81,7 @@ class Control:
         self.node = node
         """Node ID of the head's own machine."""
         self.membership = Membership()
-        self._authority, self._tokens, self._members = authority, tokens, members
+        self._authority, self._tokens, self.members = authority, tokens, members
         self._serial = count(1)
         self._changed = asyncio.Condition()
         self._watchers: list[Callable[[Event], None]] = []
@@ -238,7 +238,7 @@ class Control:
         await self._happens(Joined(member))
         self._revocations.add(revocations)
         try:
-            yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self._members.revoked_serials())
+            yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self.members.revoked_serials())
             async with contextlib.aclosing(_said(requests, revocations)) as saying:
                 async for said in saying:
                     if said is not None:
@@ -255,7 +255,7 @@ class Control:
         finally:
             self._revocations.discard(revocations)
             del self._silences[member.session]
-            if self._members.refusal(peer):
+            if self.members.refusal(peer):
                 reason, is_final = "it was removed from the cluster", True
             if may_return and not is_final and self.membership.has_session(member.node, member.session):
                 self._returning.setdefault(member.node, silence)
@@ -292,7 +292,7 @@ class Control:
             asyncio.get_running_loop().call_later(_REFUSED_S, forget)
 
     def _reply(self, node: str) -> cluster_pb2.AttendReply:
-        reply = cluster_pb2.AttendReply(revoked=self._members.revoked_serials())
+        reply = cluster_pb2.AttendReply(revoked=self.members.revoked_serials())
         leaving = self._letting_go.get(node)
         if leaving is not None and leaving.moving.done() and not leaving.moving.cancelled():
             reply.leave_request, error = leaving.request, leaving.refusal

@@ -173,6 +173,8 @@ class Catalog:
         tokens = sum(meter.generated_tokens for hosted in self._hosted for meter in hosted.meters)
         return ClusterParts(
             nodes=nodes,
+            missing_machines=cluster_view.missing,
+            absent_nodes=cluster_view.absent,
             instances=[instance_status(view, ratios) for view in views],
             hung_backends=hung_backend_statuses(cluster_view.hung),
             proposals=self.replanning.proposals(),

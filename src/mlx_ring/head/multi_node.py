@@ -377,8 +377,8 @@ class Cluster:
             )
 
     def cluster_view(self) -> ClusterView:
-        held, hung = self._quarantine.held(), self._step_down.states()
-        return ClusterView(self._control.node, self._control.membership, held, hung=hung)
+        held, hung, known = self._quarantine.held(), self._step_down.states(), self._control.members.list()
+        return ClusterView(self._control.node, self._control.membership, held, hung, self.missing, known)
 
     async def stop(self) -> None:
         """End this machine's agent; agents of other machines stay, without workers."""

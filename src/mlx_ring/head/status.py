@@ -5,7 +5,7 @@ Nodes come from the membership; instances come from plans, workers and measured 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from mlx_ring.api.ops.status import (
@@ -55,10 +55,19 @@ class ClusterView:
     membership: Membership = field(default_factory=Membership)
     held: Mapping[str, Quarantine] = field(default_factory=dict[str, Quarantine])
     hung: Sequence[HungBackend] = ()
+    missing: int = 0
+    """Number of machines that must still join before anything is loaded."""
+    enrolled: Collection[str] = ()
+    """Nodes with a certificate of the cluster, connected or not."""
     own_energy: Sequence[PartEnergy] = ()
     """Energy of a single machine without a profile, which is no member."""
     own_yielding: Yielding | None = None
     """State of such a machine if it yields to its user."""
+
+    @property
+    def absent(self) -> list[str]:
+        """Other enrolled nodes that are not connected: they left, have not rejoined yet, or are just joining."""
+        return sorted({*self.enrolled} - {self.own} - self.membership.members.keys())
 
 
 _FETCH = "fetch"
@@ -368,10 +377,8 @@ def computing_energy(
     counted: dict[str, Sequence[PartEnergy]] = {cluster_view.own: cluster_view.own_energy}
     counted |= {node: member.energy for node, member in cluster_view.membership.members.items()}
     devices = {(worker.node, worker.device) for view in instances for worker in view.workers}
-    missing = {
-        node for node, device in devices if device not in {used.part for used in counted.get(node, ())}
-    }
-    return {node: None if node in missing else counted[node] for node, _ in devices}
+    silent = {node for node, kind in devices if kind not in {each.part for each in counted.get(node, ())}}
+    return {node: None if node in silent else counted[node] for node, _ in devices}
 
 
 def _energy(parts: Sequence[PartEnergy]) -> list[EnergyStatus]:

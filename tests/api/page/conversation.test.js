@@ -4,8 +4,8 @@ import * as conversations from "../../../src/mlx_ring/api/page/web/chat/conversa
 
 /** @import { AnswerMessage, Message } from "../../../src/mlx_ring/api/page/web/chat/conversation.js" */
 
-const { EMPTY_ANSWER, newConversation, openCalls, requestMessages, withAnswer, withEdit, withMessage, withoutAnswer } =
-  conversations;
+const { EMPTY_ANSWER, canContinue, isCutOff, joinAnswers, newConversation, openCalls } = conversations;
+const { requestMessages, withAnswer, withEdit, withMessage } = conversations;
 
 /** @param {string} content @returns {Message} */
 const user = (content) => ({ role: "user", content });
@@ -45,17 +45,58 @@ test("an edited question removes all later messages", () => {
   assert.deepEqual(edited.messages, [user("One"), answer("1"), user("Three")]);
 });
 
-test("a retry keeps the last question or result", () => {
-  assert.deepEqual(withoutAnswer(conversation(user("One"), answer("1"))).messages, [user("One")]);
-  const called = [user("One"), answer("", { calls: CALLS }), result("a"), result("b")];
-  assert.deepEqual(withoutAnswer(conversation(...called, answer("1"))).messages, called);
-  assert.deepEqual(withoutAnswer(conversation(answer("1"))).messages, []);
+describe("an answer that is requested again", () => {
+  const before = answer("Half of", { end: "cut", reasoning: "Hm.", model: "demo", figures: { tokens: 2 } });
+  const none = answer("", { end: null, id: "2" });
+
+  test("keeps the former text until the new one begins", () => {
+    const { content, reasoning, isKept, end, id } = joinAnswers(none, before, false);
+    assert.deepEqual([content, reasoning, isKept, end, id], ["Half of", "Hm.", true, null, "2"]);
+    const begun = answer("W", { end: null });
+    assert.equal(joinAnswers(begun, before, false), begun);
+  });
+
+  for (const end of ["cut", "unreached", "stopped"]) {
+    test(`stays as it was if the new try ends without a text: ${end}`, () => {
+      const { content, end: shown, isKept } = joinAnswers({ ...none, end }, before, false);
+      assert.deepEqual([content, shown, isKept], ["Half of", "cut", false]);
+    });
+  }
+
+  test("shows why the server refused, below the former text", () => {
+    const { content, end, problem } = joinAnswers({ ...none, end: "error", problem: "Too long." }, before, false);
+    assert.deepEqual([content, end, problem], ["Half of", "error", "Too long."]);
+  });
+
+  test("is followed by the new text if the model continues it", () => {
+    const { content, reasoning, end } = joinAnswers(answer(" a word", { end: "stop" }), before, true);
+    assert.deepEqual([content, reasoning, end], ["Half of a word", "Hm.", "stop"]);
+  });
+
+  test("has nothing to keep if it was empty", () => {
+    assert.equal(joinAnswers(none, answer("", { end: "unreached" }), false), none);
+    assert.equal(joinAnswers(none, null, false), none);
+  });
+});
+
+test("answers that a person or the model ended are not cut off, and only text that ended early continues", () => {
+  const ends = ["cut", "unreached", "error", "unknown", "stopped", "length", "stop", null];
+  assert.deepEqual(
+    ends.filter((end) => isCutOff(answer("a", { end }))),
+    ends.slice(0, 4),
+  );
+  assert.deepEqual(
+    ends.filter((end) => canContinue(answer("a", { end }))),
+    ends.slice(0, 6),
+  );
+  assert.equal(canContinue(answer("", { end: "cut", reasoning: "Hm." })), false);
+  assert.equal(canContinue(answer("a", { end: "cut", calls: CALLS })), false);
 });
 
 test("an answer replaces the previous one without changing the old conversation", () => {
-  const before = conversation(user("One"), answer(""));
-  assert.deepEqual(withAnswer(before, answer("1")).messages, [user("One"), answer("1")]);
-  assert.deepEqual(before.messages, [user("One"), answer("")]);
+  const before = conversation(user("One"), answer(""), user("Two"));
+  assert.deepEqual(withAnswer(before, 1, answer("1")).messages, [user("One"), answer("1"), user("Two")]);
+  assert.deepEqual(before.messages, [user("One"), answer(""), user("Two")]);
 });
 
 test("tool calls are open until each has its result", () => {

@@ -7,10 +7,11 @@ import {
   withEdit,
   withTitle,
 } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
-import { fileName, saveFile, toJson, toMarkdown } from "../../../src/mlx_ring/api/page/web/chat/export.js";
+import * as exports from "../../../src/mlx_ring/api/page/web/chat/export.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { setUpBrowser } from "./support.js";
 
+const { allToJson, allToMarkdown, fileName, saveFile, toJson, toMarkdown } = exports;
 const ANSWER = { ...EMPTY_ANSWER, content: "*Paris*.", reasoning: "Hm.\n\nSo.", end: "stop", model: "demo" };
 const CALL = { id: "c1", name: "look", arguments: '{"a": "```"}' };
 /** @type {any} */
@@ -31,6 +32,7 @@ test("the Markdown holds questions, reasoning, answers, calls and results", () =
     toMarkdown(CHAT),
     [
       "# Capitals",
+      "Last change: 2030-01-02 00:00 UTC",
       "## Question",
       "Which?",
       "## Answer of demo",
@@ -42,6 +44,29 @@ test("the Markdown holds questions, reasoning, answers, calls and results", () =
       "## Result of look",
       "```\nsunny\n```\n",
     ].join("\n\n"),
+  );
+});
+
+test("the export says when and with which parameters a question was asked, and that an answer was cut off", () => {
+  const parameters = { temperature: 2, system: "Be brief." };
+  const cut = { ...ANSWER, reasoning: "", end: "cut", askedAt: Date.UTC(2030, 0, 2, 3, 4), parameters };
+  /** @type {any} */
+  const chat = { ...CHAT, messages: [cut] };
+  assert.ok(
+    toMarkdown(chat).includes(
+      '## Answer of demo (cut off)\n\n*2030-01-02 03:04 UTC, temperature 2, system "Be brief."*\n\n*Paris*.',
+    ),
+  );
+  const { finish_reason, asked_at, parameters: exported } = JSON.parse(toJson(chat)).messages[0];
+  assert.deepEqual([finish_reason, asked_at, exported], ["cut", "2030-01-02T03:04:00.000Z", parameters]);
+});
+
+test("all chats are exported into one file of each kind", () => {
+  const other = { ...CHAT, title: "Other" };
+  assert.equal(allToMarkdown([CHAT, other]), `${toMarkdown(CHAT)}\n---\n\n${toMarkdown(other)}`);
+  assert.deepEqual(
+    JSON.parse(allToJson([CHAT, other])),
+    [CHAT, other].map((chat) => JSON.parse(toJson(chat))),
   );
 });
 

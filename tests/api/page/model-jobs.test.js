@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
-import { describeMemory, describeSpeed } from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
+import { describeMemory, describeSpeed, suggestions } from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
 import { ModelJobs, pullModel } from "../../../src/mlx_ring/api/page/web/catalog/model-jobs.js";
-import { describeOutcome } from "../../../src/mlx_ring/api/page/web/catalog/prediction.js";
+import { describeOutcome, loadableName, rank, verdict } from "../../../src/mlx_ring/api/page/web/catalog/prediction.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
 
 setUpBrowser();
@@ -217,6 +217,10 @@ test("a card adds up the memory of all workers, and names the predicted one", ()
     describeMemory([DEVICE, DEVICE], [INSTANCE], null),
     "6 GB: 4 GB of weights, 1 GB of KV cache, predicted 4 GB when full",
   );
+  assert.match(
+    describeMemory([{ ...DEVICE, device: "cpu", rss_bytes: 7e9 }], [], null),
+    /its processes take 7 GB in all$/,
+  );
   assert.equal(describeMemory([], [], 11e6), "11 MB on disk, none in memory");
   assert.equal(describeMemory([], [], null), "");
 });
@@ -233,12 +237,69 @@ test("a prediction says what fits and what does not", () => {
   const outcome = /** @type {any} */ ({
     fits: true,
     memory_bytes: 5e9,
+    tokens_per_s: 25,
     tokens_per_s_range: [20, 30],
     first_token_s: 0.5,
   });
-  assert.equal(describeOutcome(outcome), "Predicted: 5 GB of memory, 20 to 30 tokens/s, first token after 500 ms.");
+  const predicted = "Predicted: 5 GB of memory, 20 to 30 tokens/s, first token after 500 ms.";
+  assert.equal(describeOutcome(outcome), `${predicted} Runs well here.`);
+  assert.equal(describeOutcome({ ...outcome, tokens_per_s: 0.2 }), `${predicted} Too slow here.`);
   assert.equal(
     describeOutcome({ ...outcome, fits: false, why: "7 GB are missing." }),
     "It does not fit: 7 GB are missing.",
   );
+});
+
+test("models that run well come first, the largest first, and those that do not fit are left out", () => {
+  /** @param {string} model @param {number} tokens_per_s @param {number} memory_bytes @returns {any} */
+  const outcome = (model, tokens_per_s, memory_bytes, fits = true) => ({ model, tokens_per_s, memory_bytes, fits });
+  const all = [
+    outcome("s", 0.5, 9),
+    outcome("a", 90, 1),
+    outcome("b", 6, 4),
+    outcome("t", 2, 9),
+    outcome("n", 0, 99, false),
+  ];
+  assert.deepEqual(
+    rank(all).map(({ model }) => model),
+    ["b", "a", "t", "s"],
+  );
+});
+
+test("a verdict says whether a model is of use in a chat", () => {
+  const verdicts = [
+    [false, 0, 0],
+    [true, 0.2, 900],
+    [true, 3, 1],
+    [true, 9, 61],
+    [true, 9, 1],
+  ].map(([fits, tokens_per_s, first_token_s]) => verdict(/** @type {any} */ ({ fits, tokens_per_s, first_token_s })));
+  assert.deepEqual(verdicts, [
+    "does not fit",
+    "too slow here",
+    "slow here",
+    "slow with long prompts",
+    "runs well here",
+  ]);
+  assert.equal(loadableName("Qwen3-0.6B 4-bit"), "qwen3-0.6b-4-bit");
+});
+
+test("a new action forgets problems, but no job that runs; names that a refusal suggests can be used", async () => {
+  answerWith(
+    Response.json(
+      { error: { message: "There is no model 'dem'. Did you mean 'demo' or 'demo-moe'?" } },
+      { status: 404 },
+    ),
+  );
+  const jobs = new ModelJobs();
+  await jobs.load("dem");
+  assert.deepEqual(suggestions(jobs.now.dem?.problem ?? ""), ["demo", "demo-moe"]);
+  assert.deepEqual(suggestions("There is no model 'dem'."), []);
+  const stream = createStream();
+  answerWith(stream.response);
+  const ended = jobs.download("org/m");
+  jobs.dismissProblems();
+  assert.deepEqual(Object.keys(jobs.now), ["org/m"]);
+  stream.write(DONE);
+  await ended;
 });

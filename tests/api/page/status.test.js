@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { describe, test } from "node:test";
-import { describeStatus, nodeNames } from "../../../src/mlx_ring/api/page/web/status.js";
+import { describePlacement, describeStatus, nodeNames } from "../../../src/mlx_ring/api/page/web/status.js";
 
 /** @param {object} [more] @returns {any} */
 const node = (more = {}) => ({ id: "mini-1", name: "mini", state: "attending", reason: null, ...more });
@@ -28,14 +28,15 @@ const instance = (more = {}) => ({
  * @param {{ cluster?: object, draining?: boolean, connection?: any }} options
  */
 function status({ cluster = {}, draining = false, connection = "open" }) {
-  const whole = { nodes: [node()], models: [model()], instances: [instance()], ...cluster };
+  const none = { missing_machines: 0, absent_nodes: [] };
+  const whole = { nodes: [node()], models: [model()], instances: [instance()], ...none, ...cluster };
   return describeStatus({ connection, state: /** @type {any} */ ({ time: 1000, draining, cluster: whole }) });
 }
 
 describe("before the first state", () => {
   for (const [connection, label] of /** @type {const} */ ([
     ["connecting", "connecting"],
-    ["lost", "no connection"],
+    ["lost", "offline"],
     ["locked", "key needed"],
   ])) {
     test(connection, () => assert.equal(describeStatus({ connection, state: null }).label, label));
@@ -51,7 +52,8 @@ describe("the label", () => {
     ["unavailable", "bad", { cluster: { models: [model({ state: "unavailable" })] } }],
     ["unloaded", "busy", { cluster: { models: [model({ state: "unloaded" })] } }],
     ["shutting down", "busy", { draining: true }],
-    ["connection lost", "bad", { connection: "lost" }],
+    ["offline", "bad", { connection: "lost" }],
+    ["waiting for 1 machine", "busy", { cluster: { models: [model({ state: "loading" })], missing_machines: 1 } }],
   ]);
   for (const [label, tone, options] of cases) {
     test(`${label}: ${JSON.stringify(options).slice(0, 60)}`, () => {
@@ -84,6 +86,30 @@ describe("notices", () => {
       { cluster: { instances: [instance(), instance({ name: "demo-2", state: "unavailable", reason: "Lost." })] } },
       ["demo-2 is unavailable. Lost. Other replicas serve its requests."],
     ],
+    [
+      {
+        cluster: {
+          models: [model({ state: "loading", reason: "2 machines." }), model({ model: "other", state: "loading" })],
+          instances: [],
+          missing_machines: 2,
+        },
+      },
+      ["Loading demo and other waits for 2 more machines."],
+    ],
+    [
+      {
+        cluster: {
+          models: [model({ state: "loading" })],
+          instances: [],
+          missing_machines: 1,
+          absent_nodes: ["mini-2"],
+        },
+      },
+      [
+        "Loading demo waits for 1 more machine. " +
+          "mini-2 is not connected yet: it joins by itself while mlx-ring runs there.",
+      ],
+    ],
     [{ cluster: { nodes: [node({ state: "gone" })] } }, ["mini is disconnected."]],
     [
       { cluster: { nodes: [node({ state: "quarantined", quarantined_until: 1300, reason: "it failed 3 times" })] } },
@@ -106,22 +132,36 @@ describe("notices", () => {
 });
 
 describe("the placement", () => {
+  /** @param {object} cluster */
+  const placement = (cluster, name = "demo") =>
+    describePlacement(/** @type {any} */ ({ nodes: [node()], ...cluster }), name);
+
   test("names machines once, and the stages", () => {
     const nodes = [node(), node({ id: "pro-1", name: "pro" })];
     const stages = [stage(), stage({ node: "pro-1" }), stage()];
-    const { placement } = status({ cluster: { nodes, instances: [instance({ stages })] } });
-    assert.equal(placement, "It runs on mini and pro, with 8 layers in 3 stages.");
+    assert.equal(
+      placement({ nodes, instances: [instance({ stages })] }),
+      "It runs on mini and pro, with 8 layers in 3 stages.",
+    );
   });
 
   test("names all machines of a stage that several share", () => {
     const nodes = ["a", "b", "c"].map((id) => node({ id, name: id }));
     const stages = [stage({ ranks: nodes.map(({ id }) => ({ node: id })) })];
-    const { placement } = status({ cluster: { nodes, instances: [instance({ stages })] } });
-    assert.equal(placement, "It runs on a, b and c, with all 8 layers in one stage.");
+    assert.equal(
+      placement({ nodes, instances: [instance({ stages })] }),
+      "It runs on a, b and c, with all 8 layers in one stage.",
+    );
+  });
+
+  test("is that of the chosen model, with all its replicas", () => {
+    const instances = [instance(), instance({ model: "demo-moe", layers: 16 })];
+    assert.equal(placement({ instances }, "demo-moe"), "It runs on mini, with all 16 layers in one stage.");
+    assert.equal(placement({ instances: [instance(), instance()] }), "It runs on mini, in 2 replicas.");
   });
 
   test("is empty without an instance", () => {
-    assert.equal(status({ cluster: { instances: [] } }).placement, "");
+    assert.equal(placement({ instances: [instance({ model: "other" })] }), "");
   });
 });
 

@@ -209,6 +209,8 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
     first = _instance(instances[0]) if instances else None
     return ClusterStatus(
         nodes=parts.nodes,
+        missing_machines=parts.missing_machines,
+        absent_nodes=parts.absent_nodes,
         instances=parts.instances,
         hung_backends=parts.hung_backends,
         proposals=parts.proposals,

@@ -385,6 +385,10 @@ class ClusterParts(_Status):
 
     nodes: list[NodeStatus] = Field(default=[])
     """Machines that are connected, excluded, or were lost since the head started."""
+    missing_machines: int = 0
+    """Number of machines that must still join before anything is loaded."""
+    absent_nodes: list[str] = Field(default=[])
+    """Ids of machines with a certificate of this cluster that are not connected. One that is just joining is among them."""
     instances: list[InstanceStatus] = Field(default=[])
     hung_backends: list[HungBackendStatus] = Field(default=[])
     proposals: list[ProposalStatus] = Field(default=[])

@@ -85,6 +85,38 @@ export function Notice({ tone = "note", children, action }) {
 }
 
 /**
+ * Return a sentence of the server with its commands, which are between backticks, as code.
+ * @param {string} sentence
+ */
+export function withCommands(sentence) {
+  return sentence.split("`").map((part, place) => (place % 2 ? html`<code>${unbroken(part)}</code>` : part));
+}
+
+/**
+ * Return a command whose lines break only between its words, not after the hyphens of an option.
+ * @param {string} command
+ */
+export function unbroken(command) {
+  return command
+    .split(" ")
+    .flatMap((word, place) => [
+      place ? " " : "",
+      word.startsWith("-") ? html`<span class="option">${word}</span>` : word,
+    ]);
+}
+
+/**
+ * Render a command to run, with a button that copies it.
+ * @param {{ command: string, what?: string }} props
+ */
+export function Command({ command, what = "command" }) {
+  return html`<div class="row command">
+    <code class="grow">${unbroken(command)}</code>
+    <${CopyButton} text=${() => command} what=${what} />
+  </div>`;
+}
+
+/**
  * Part of a bar; `style` is a class.
  * @typedef {{ name: string, value: number, style: string, title?: string }} BarPart
  */

@@ -1,15 +1,42 @@
 // The notice of a lost connection, and the form for the API key.
 
 /** @import { LiveCluster, Snapshot } from "./live.js" */
+/** @import { ClusterStatus } from "./types.js" */
 
-import { Notice, onValue, Ring } from "./components.js";
+import { apiKey } from "./api.js";
+import { Command, Notice, onValue, Ring } from "./components.js";
+import { timeOfDay } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 
+const USUAL_PORT = "8100";
+
 /**
- * Render why the connection is lost and when the next attempt follows. Nothing while it is open.
- * @param {{ live: LiveCluster, now: Snapshot }} props
+ * Return the command that starts this server, as far as the page knows it: models, port, and that others reach it.
+ * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal">} cluster
+ * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
  */
-export function ConnectionNotice({ live, now }) {
+export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
+  const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
+  const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
+  return [
+    "mlx-ring serve",
+    ...cluster.models.map(({ model }) => (/^[\w./:@+-]+$/.test(model) ? model : `'${model}'`)),
+    count && `--nodes ${count}`,
+    port && port !== USUAL_PORT && `--port ${port}`,
+    // A server of another version may lack a field, and this notice stands outside the views.
+    cluster.urls?.length > 0 && "--host 0.0.0.0",
+    hasKey && "--api-key KEY",
+  ]
+    .filter(Boolean)
+    .join(" ");
+}
+
+/**
+ * Render why the connection is lost, how to start the server again, and when the next attempt follows. Nothing while it
+ * is open.
+ * @param {{ live: LiveCluster, now: Snapshot, showsState: boolean }} props `showsState`: the view shows the last state
+ */
+export function ConnectionNotice({ live, now, showsState }) {
   const [, setTicks] = useState(0);
   const isLost = now.connection === "lost";
   useEffect(() => {
@@ -19,12 +46,22 @@ export function ConnectionNotice({ live, now }) {
   }, [isLost]);
   if (!isLost) return null;
   const delayS = Math.max(0, Math.ceil(((now.retryAt ?? 0) - Date.now()) / 1000));
-  const retry = html`<button type="button" onClick=${() => live.retry()}>Retry now</button>`;
+  const retry = html`<button type="button" onClick=${() => live.retry()}>Reconnect</button>`;
   const problem = now.state?.draining ? "The server was shut down." : now.problem;
   return html`<${Notice} tone="bad" action=${retry}>
-    ${problem} ${now.state ? "The values shown may be stale." : ""}
-    ${delayS ? ` Retrying in ${delayS} s.` : " Retrying now."}
-  </${Notice}>`;
+      ${problem} ${delayS ? `Next attempt in ${delayS} s.` : "Connecting."}
+      ${now.state && showsState ? ` Below is the state of ${timeOfDay(now.state.time)}.` : ""}
+    </${Notice}>
+    ${now.state && html`<${StartAgain} cluster=${now.state.cluster} />`}`;
+}
+
+/** @param {{ cluster: ClusterStatus }} props */
+function StartAgain({ cluster }) {
+  return html`<details class="start-again" open=${!matchMedia("(max-width: 40rem)").matches}>
+    <summary>Command that starts it again, on its machine</summary>
+    <${Command} command=${startCommand(cluster)} />
+    <p class="muted">Add the other options with which it was started.</p>
+  </details>`;
 }
 
 /**

@@ -7,7 +7,7 @@ import { applyPatch } from "./patch.js";
 
 const SILENCE_MS = 15_000;
 const HIDDEN_MS = 30_000;
-const RETRY_DELAYS_S = [0.5, 1, 2, 4, 8, 15];
+const RETRY_DELAYS_S = [0.5, 1, 2, 4];
 const MAX_POINTS = 300;
 const MAX_LINES = 300;
 

@@ -1,14 +1,18 @@
 // The page: its top bar and the view that is shown.
 
 /** @typedef {import("preact").ComponentChildren} Children */
+/** @import { Snapshot } from "./live.js" */
+/** @import { Status } from "./status.js" */
 
 import { apiKey } from "./api.js";
 import { Catalog } from "./catalog/catalog.js";
 import { ModelJobs } from "./catalog/model-jobs.js";
 import { Chat } from "./chat/chat.js";
+import { storeModel } from "./chat/model-choice.js";
 import { ChatStore } from "./chat/store.js";
 import { Cluster } from "./cluster/cluster.js";
-import { Notice, Ring } from "./components.js";
+import { Invitation, Invite } from "./cluster/invitation.js";
+import { Notice, Ring, withCommands } from "./components.js";
 import { ConnectionNotice, KeyForm } from "./connection.js";
 import { LiveCluster } from "./live.js";
 import { useModels } from "./models.js";
@@ -21,6 +25,10 @@ const VIEWS = { chat: "Chat", models: "Models", cluster: "Cluster" };
 const live = new LiveCluster();
 const jobs = new ModelJobs();
 const chats = new ChatStore((problem) => live.lock(problem));
+const invitation = new Invitation();
+
+/** Kinds of notices that each view shows: a model that is not loaded has its own place on the others. */
+const NOTICES = { chat: ["busy", "bad"], models: ["busy", "bad"], cluster: ["note", "busy", "bad"] };
 
 function Page() {
   const [now, setNow] = useState(live.now);
@@ -33,7 +41,8 @@ function Page() {
     document.title = model ? `${model} · mlx-ring` : "mlx-ring";
   }, [model]);
   const status = describeStatus(now);
-  const requests = now.connection === "open" ? (now.state?.requests ?? []) : [];
+  const notices = html`<${StatusNotices} status=${status} now=${now} tones=${NOTICES[view]} />`;
+  const isLost = now.connection === "lost";
   const isLocked = now.connection === "locked";
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
@@ -57,22 +66,55 @@ function Page() {
       <${ThemeSwitch} choice=${choice} />
     </header>
     <main id="main" tabindex="-1">
-      <${ConnectionNotice} live=${live} now=${now} />
+      <${ConnectionNotice} live=${live} now=${now} showsState=${view !== "chat"} />
       ${isLocked ? html`<${KeyForm} live=${live} problem=${now.problem} />` : null}
       <${ErrorBoundary} key=${view}>
-        ${!isLocked && view === "cluster" ? html`<${Cluster} now=${now} status=${status} theme=${theme} />` : null}
         ${
-          !isLocked && view === "models"
-            ? html`<${Catalog} now=${now} models=${models} status=${status} jobs=${jobs} />`
-            : null
+          !isLocked &&
+          view !== "chat" &&
+          html`<div class=${isLost ? "stale" : ""} inert=${isLost}>
+            ${
+              view === "cluster"
+                ? html`<${Cluster} now=${now} notices=${notices} theme=${theme} invitation=${invitation} />`
+                : html`<${Catalog} now=${now} models=${models} notices=${notices} jobs=${jobs} chat=${chatWith} />`
+            }
+          </div>`
         }
         ${
-          !isLocked && view === "chat"
-            ? html`<${Chat} chats=${chats} models=${models} status=${status} requests=${requests} />`
-            : null
+          !isLocked &&
+          view === "chat" &&
+          html`<${Chat} chats=${chats} live=${now} models=${models} jobs=${jobs} notices=${notices} />`
         }
       </${ErrorBoundary}>
     </main>`;
+}
+
+/**
+ * Render what the status reports. Where a machine is awaited, the command for it can be made at once.
+ * @param {{ status: Status, now: Snapshot, tones: string[] }} props
+ */
+function StatusNotices({ status, now, tones }) {
+  const invite = now.state && html`<${Invite} invitation=${invitation} cluster=${now.state.cluster} />`;
+  return status.notices
+    .filter(({ tone }) => tones.includes(tone))
+    .map(
+      ({ tone, text, awaitsMachine }) => html`<${Notice}
+        key=${text}
+        tone=${tone}
+        action=${awaitsMachine && invite}
+      >${withCommands(text)}</${Notice}>`,
+    );
+}
+
+/**
+ * Open the chat with a model. A conversation with another model stays as it is.
+ * @param {string} model
+ */
+function chatWith(model) {
+  storeModel(model);
+  if (chats.now.open.messages.length) chats.startNew();
+  chats.pick = { conversation: chats.now.open.id, model };
+  location.hash = "#chat";
 }
 
 /** Return the view that the address names. */
@@ -86,9 +128,10 @@ function useView() {
   return view;
 }
 
+/** @returns {keyof typeof VIEWS} */
 function currentView() {
   const name = location.hash.slice(1);
-  return name in VIEWS ? name : "chat";
+  return name === "models" || name === "cluster" ? name : "chat";
 }
 
 /**

@@ -1,6 +1,6 @@
 // The models that accept questions.
 
-/** @import { Model } from "./types.js" */
+/** @import { DiskModels, Model, ServedModelStatus } from "./types.js" */
 /** @import { Snapshot } from "./live.js" */
 
 import { ApiError, isAbort, request } from "./api.js";
@@ -15,6 +15,7 @@ import { useEffect, useState } from "./vendor/preact.js";
  * @property {string[]} capabilities
  * @property {boolean} hasTools
  * @property {number} contextTokens
+ * @property {ServedModelStatus["state"]} state
  * @property {string} note
  */
 
@@ -24,7 +25,7 @@ import { useEffect, useState } from "./vendor/preact.js";
  * @returns {ChatModel[]}
  */
 export function useModels({ state, connection }) {
-  const [models, setModels] = useState(/** @type {Omit<ChatModel, "note">[]} */ ([]));
+  const [models, setModels] = useState(/** @type {Omit<ChatModel, "note" | "state">[]} */ ([]));
   const current = state?.cluster.models ?? [];
   const names = current.map(({ model }) => model).join("\n");
   const isOpen = connection === "open";
@@ -37,8 +38,39 @@ export function useModels({ state, connection }) {
   return models.map((model) => {
     const state = current.find((each) => each.model === model.id)?.state ?? "ready";
     const note = state === "ready" ? "" : state === "unloaded" ? "not loaded" : state;
-    return { ...model, note };
+    return { ...model, state, note };
   });
+}
+
+/**
+ * Return the names of models on the disk. They are read when `key` changes.
+ * @param {boolean} isOpen whether the server answers
+ * @param {string} key
+ */
+export function useDiskNames(isOpen, key) {
+  const [names, setNames] = useState(/** @type {string[]} */ ([]));
+  useEffect(() => {
+    if (!isOpen) return undefined;
+    const abort = new AbortController();
+    readDisk(abort.signal).then((disk) => disk && setNames(disk.models.map(({ name }) => name)));
+    return () => abort.abort();
+  }, [isOpen, key]);
+  return names;
+}
+
+/**
+ * Return the models on the disk and the downloads in progress; null if the server does not answer.
+ * @param {AbortSignal} signal
+ * @returns {Promise<DiskModels | null>}
+ */
+export async function readDisk(signal) {
+  try {
+    return await (await request("cluster/models", { signal })).json();
+  } catch (error) {
+    // The connection's notice says what is wrong.
+    if (!(error instanceof ApiError) && !isAbort(error)) throw error;
+    return null;
+  }
 }
 
 /** @param {AbortSignal} signal */

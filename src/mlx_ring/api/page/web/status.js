@@ -6,11 +6,13 @@
 import { bytes, counted, percent } from "./format.js";
 
 /** @typedef {"good" | "busy" | "bad"} Tone */
-/** @typedef {{ tone: "note" | "busy" | "bad", text: string }} StatusNotice */
+/** `awaitsMachine`: another machine would help. @typedef {{
+ *   tone: "note" | "busy" | "bad", text: string, awaitsMachine?: boolean
+ * }} StatusNotice */
 
 /**
- * Status of the whole cluster: `label` for the top bar, `notices` for the page, `placement` for the welcome.
- * @typedef {{ tone: Tone, label: string, notices: StatusNotice[], placement: string }} Status
+ * Status of the whole cluster: `label` for the top bar, `notices` for the page.
+ * @typedef {{ tone: Tone, label: string, notices: StatusNotice[] }} Status
  */
 
 /**
@@ -19,16 +21,12 @@ import { bytes, counted, percent } from "./format.js";
  * @returns {Status}
  */
 export function describeStatus({ connection, state }) {
-  if (connection === "locked") return { tone: "busy", label: "key needed", notices: [], placement: "" };
+  if (connection === "locked") return { tone: "busy", label: "key needed", notices: [] };
   const isLost = connection === "lost";
-  if (state === null) {
-    const label = isLost ? "no connection" : "connecting";
-    return { tone: isLost ? "bad" : "busy", label, notices: [], placement: "" };
-  }
-  const placement = describePlacement(state.cluster);
   // The notices of a server that does not answer may be untrue by now: the one of the connection says so.
-  if (isLost) return { tone: "bad", label: "connection lost", notices: [], placement };
-  return { ...describeCluster(state), notices: findNotices(state), placement };
+  if (isLost) return { tone: "bad", label: "offline", notices: [] };
+  if (state === null) return { tone: "busy", label: "connecting", notices: [] };
+  return { ...describeCluster(state), notices: findNotices(state) };
 }
 
 /**
@@ -43,6 +41,9 @@ function describeCluster({ cluster, draining }) {
     const isThere = cluster.nodes.every(({ state }) => state === "attending" || state === "drained");
     const isComplete = isThere && !states.includes("unavailable");
     return isComplete ? { tone: "good", label: "ready" } : { tone: "busy", label: "degraded" };
+  }
+  if (states.includes("loading") && cluster.missing_machines > 0) {
+    return { tone: "busy", label: `waiting for ${counted(cluster.missing_machines, "machine")}` };
   }
   if (states.includes("loading")) return { tone: "busy", label: "loading" };
   if (states.includes("unavailable")) return { tone: "bad", label: "unavailable" };
@@ -59,8 +60,41 @@ function findNotices(state) {
     const text = "The server is shutting down. It finishes running requests and accepts no new ones.";
     return [{ tone: "busy", text }];
   }
-  const ofModels = state.cluster.models.flatMap((model) => describeModel(model, state.cluster.instances));
-  return [...ofModels, ...describeNodes(state)];
+  const { cluster } = state;
+  const awaited = describeWait(cluster);
+  // One notice for all models that wait for a machine.
+  const models = cluster.models.filter((each) => !awaited || hasInstance(each, cluster) || each.state !== "loading");
+  const ofModels = models.flatMap((model) => describeModel(model, cluster.instances));
+  return [...(awaited ? [awaited] : []), ...ofModels, ...describeNodes(state)];
+}
+
+/**
+ * @param {ServedModelStatus} model
+ * @param {ClusterStatus} cluster
+ */
+function hasInstance({ model }, { instances }) {
+  return instances.some((instance) => instance.model === model);
+}
+
+/**
+ * Describe the wait for machines, before anything is loaded.
+ * @param {ClusterStatus} cluster
+ * @returns {StatusNotice | null}
+ */
+function describeWait({ missing_machines: missing, absent_nodes: absent, models }) {
+  if (!missing) return null;
+  const waiting = joinNames(models.filter(({ state }) => state === "loading").map(({ model }) => model));
+  const text = `${waiting ? `Loading ${waiting}` : "The server"} waits for ${counted(missing, "more machine")}.`;
+  if (!absent.length) return { tone: "busy", text, awaitsMachine: true };
+  const known = joinNames(absent);
+  return {
+    tone: "busy",
+    text:
+      absent.length > 1
+        ? `${text} ${known} are not connected yet: they join by themselves while mlx-ring runs there.`
+        : `${text} ${known} is not connected yet: it joins by itself while mlx-ring runs there.`,
+    awaitsMachine: true,
+  };
 }
 
 /**
@@ -119,16 +153,23 @@ function describeNodes({ cluster, time }) {
   });
 }
 
-/** @param {ClusterStatus} cluster */
-function describePlacement(cluster) {
-  const instance = cluster.instances.at(0);
+/**
+ * Return where a model runs. Empty if it is not loaded.
+ * @param {ClusterStatus} cluster
+ * @param {string | null} model
+ */
+export function describePlacement(cluster, model) {
+  const instances = cluster.instances.filter((each) => each.model === model);
+  const instance = instances.at(0);
   if (!instance) return "";
   const names = nodeNames(cluster);
-  const nodes = new Set(instance.stages.flatMap(stageNodes));
+  const nodes = new Set(instances.flatMap(({ stages: own }) => own.flatMap(stageNodes)));
+  const machines = joinNames([...nodes].map((id) => names.get(id) ?? id));
+  if (instances.length > 1) return `It runs on ${machines}, in ${instances.length} replicas.`;
   const stages = instance.stages.length;
   const layers = counted(instance.layers, "layer");
   const split = stages > 1 ? `with ${layers} in ${stages} stages` : `with all ${layers} in one stage`;
-  return `It runs on ${joinNames([...nodes].map((id) => names.get(id) ?? id))}, ${split}.`;
+  return `It runs on ${machines}, ${split}.`;
 }
 
 /**

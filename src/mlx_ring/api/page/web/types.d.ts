@@ -100,6 +100,10 @@ export interface ClusterState {
 export interface ClusterStatus {
   /** Machines that are connected, excluded, or were lost since the head started. */
   nodes: NodeStatus[];
+  /** Number of machines that must still join before anything is loaded. */
+  missing_machines: number;
+  /** Ids of machines with a certificate of this cluster that are not connected. One that is just joining is among them. */
+  absent_nodes: string[];
   instances: InstanceStatus[];
   hung_backends: HungBackendStatus[];
   /** Better splits to which a move pays, unless `--replan` is `off`. */
@@ -349,6 +353,23 @@ export interface ModelList {
   has_more: false;
   first_id: string | null;
   last_id: string | null;
+}
+
+/** Move of an instance of a model. */
+export interface MovedModel {
+  model: string;
+  /** `beside`: another instance was loaded beside it, and no answer paused. `ranges`: workers stayed, and loaded only the layers that they gained. `after`: answers paused while it was loaded again. */
+  way: "beside" | "ranges" | "after";
+  /** Requests that moved with it. */
+  requests: number;
+  /** Time of the move. */
+  seconds: number;
+  /** Reason why answers paused. */
+  why: string | null;
+  /** Seconds for which answers paused, until the next split served. */
+  pause_s: number;
+  /** With `ranges`, bytes of weights that workers loaded. */
+  loaded_bytes: number | null;
 }
 
 /** Memory of a node, in bytes. */
@@ -616,6 +637,15 @@ export interface RecoveryStatus {
   elapsed_s: number;
   /** Expected seconds, from the last load and recovery; null if unknown, or if it already takes longer. */
   remaining_s: number | null;
+}
+
+/** The best split of a model's layers, and the move to it. */
+export interface ReplannedModel {
+  model: string;
+  /** The best split; null if the loaded one is as good. */
+  proposal: ProposalStatus | null;
+  /** Null if nothing moved. */
+  moved: MovedModel | null;
 }
 
 /** A request in progress, without its text. */

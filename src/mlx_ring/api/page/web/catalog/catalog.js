@@ -2,25 +2,28 @@
 
 /** @import { Snapshot } from "../live.js" */
 /** @import { ChatModel } from "../models.js" */
-/** @import { Status } from "../status.js" */
+/** @typedef {import("preact").ComponentChildren} Children */
 /** @import { DiskModel, DiskModels, InterruptedPull, PullStatus } from "../types.js" */
 /** @import { Job, Jobs, ModelJobs } from "./model-jobs.js" */
 
-import { ApiError, isAbort, request } from "../api.js";
-import { Notice, onSingleClick, onValue } from "../components.js";
+import { isAbort, request } from "../api.js";
+import { onSingleClick, onValue } from "../components.js";
 import { bytes, percent } from "../format.js";
+import { readDisk } from "../models.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { JobProblem, ModelCard } from "./model-card.js";
-import { Prediction } from "./prediction.js";
+import { Prediction, Recommendations } from "./prediction.js";
 
 /** Time between two looks at the disk, for downloads that other programs began. */
 const LOOK_MS = 15_000;
 
 /**
  * Render the models view.
- * @param {{ now: Snapshot, models: ChatModel[], status: Status, jobs: ModelJobs }} props
+ * @param {{
+ *   now: Snapshot, models: ChatModel[], notices: Children, jobs: ModelJobs, chat: (model: string) => void
+ * }} props `chat` opens the chat with a model
  */
-export function Catalog({ now: { state, connection }, models, status, jobs }) {
+export function Catalog({ now: { state, connection }, models, notices, jobs, chat }) {
   const [running, setRunning] = useState(jobs.now);
   useEffect(() => jobs.subscribe(setRunning), [jobs]);
   const served = state?.cluster.models ?? [];
@@ -32,10 +35,11 @@ export function Catalog({ now: { state, connection }, models, status, jobs }) {
   }
   const names = served.map(({ model }) => model);
   const known = new Set([...names, ...models.flatMap(({ aliases }) => aliases)]);
+  const onDisk = disk.models.filter(({ name }) => !known.has(name));
+  // The load of a model on the disk shows where it was asked for.
+  const inRow = new Set(onDisk.map(({ name }) => name).filter((name) => running[name]?.kind === "load"));
   return html`<div class="cluster catalog">
-    ${status.notices
-      .filter(({ tone }) => tone === "bad")
-      .map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
+    ${notices}
     <div class="models">
       ${served.map(
         (each) => html`<${ModelCard}
@@ -46,16 +50,17 @@ export function Catalog({ now: { state, connection }, models, status, jobs }) {
           bytesOnDisk=${sizes[each.model] ?? null}
           job=${running[each.model]}
           jobs=${jobs}
+          chat=${chat}
         />`,
       )}
     </div>
     <${AddModel}
       jobs=${jobs}
-      running=${Object.entries(running).filter(([name]) => !names.includes(name))}
+      running=${Object.entries(running).filter(([name]) => !names.includes(name) && !inRow.has(name))}
       others=${jobs.others(disk.pulls)}
     />
     <${OnDisk}
-      models=${disk.models.filter(({ name }) => !known.has(name))}
+      models=${onDisk}
       interrupted=${disk.interrupted}
       running=${running}
       jobs=${jobs}
@@ -72,7 +77,12 @@ function AddModel({ jobs, running, others }) {
   const name = text.trim();
   const onSubmit = (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
-    if (name) jobs.add(name);
+    if (name) act(() => jobs.add(name));
+  };
+  /** A new action replaces the problem of the one before. @param {() => void} begin */
+  const act = (begin) => {
+    jobs.dismissProblems();
+    begin();
   };
   return html`<section class="panel add-model" aria-label="Add a model">
     <header><h2>Add a model</h2></header>
@@ -90,15 +100,18 @@ function AddModel({ jobs, running, others }) {
         />
       </label>
       <button type="submit" class="primary" disabled=${!name}>Load</button>
-      <button type="button" disabled=${!name} onClick=${onSingleClick(() => jobs.download(name))}>Download</button>
+      <button type="button" disabled=${!name} onClick=${onSingleClick(() => act(() => jobs.download(name)))}>
+        Download
+      </button>
     </form>
-    <p class="muted">
-      A short name such as qwen3:8b, a Hugging Face id, a built-in name such as demo-moe, or a folder or GGUF file on
-      the head's machine. Loading downloads what is missing. <code>mlx-ring recommend</code> lists models that fit.
-    </p>
-    <${Prediction} key=${name} model=${name} />
     ${running.map(([model, job]) => html`<${AddedJob} key=${model} name=${model} job=${job} jobs=${jobs} />`)}
     ${others.map((pull) => html`<${OtherPull} key=${pull.model} pull=${pull} jobs=${jobs} />`)}
+    <p class="muted">
+      A short name such as qwen3:8b, a Hugging Face id, a built-in name such as demo-moe, or a folder or GGUF file on
+      the machine that runs this server. Loading downloads what is missing.
+    </p>
+    <${Prediction} key=${name} model=${name} />
+    <${Recommendations} load=${(/** @type {string} */ model) => act(() => jobs.add(model))} />
   </section>`;
 }
 
@@ -126,12 +139,20 @@ function OnDisk({ models, interrupted, running, jobs }) {
             <span class="name">${name}</span>
             <span class="muted">${[...shortNames, source, bytes(weights)].join(", ")}</span>
           </span>
-          <button
-            type="button"
-            aria-label=${`Load ${name}`}
-            disabled=${running[name]?.isRunning}
-            onClick=${onSingleClick(() => jobs.load(name))}
-          >Load</button>
+          ${
+            running[name]?.kind === "load" && running[name]?.isRunning
+              ? html`<span class="muted" role="status">Loading ${name}</span>`
+              : html`<button
+                  type="button"
+                  aria-label=${`Load ${name}`}
+                  disabled=${running[name]?.isRunning}
+                  onClick=${onSingleClick(() => {
+                    jobs.dismissProblems();
+                    jobs.load(name);
+                  })}
+                >Load</button>`
+          }
+          ${running[name]?.kind === "load" && html`<${JobProblem} name=${name} job=${running[name]} jobs=${jobs} />`}
         </li>`,
       )}
       ${waiting.map(
@@ -213,20 +234,6 @@ function useDisk(jobs, isOpen, names) {
     };
   }, [jobs, isOpen, names]);
   return disk;
-}
-
-/**
- * @param {AbortSignal} signal
- * @returns {Promise<DiskModels | null>}
- */
-async function readDisk(signal) {
-  try {
-    return await (await request("cluster/models", { signal })).json();
-  } catch (error) {
-    // The connection's notice says what is wrong.
-    if (!(error instanceof ApiError) && !isAbort(error)) throw error;
-    return null;
-  }
 }
 
 /**

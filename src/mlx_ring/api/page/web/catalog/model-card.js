@@ -4,7 +4,7 @@
 /** @import { ClusterStatus, DeviceStatus, InstanceStatus, ServedModelStatus } from "../types.js" */
 /** @import { Job, ModelJobs } from "./model-jobs.js" */
 
-import { Bar, Facts, Notice, onSingleClick } from "../components.js";
+import { Bar, Facts, Legend, Notice, onSingleClick, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
 import { html } from "../vendor/preact.js";
@@ -21,10 +21,10 @@ const CAPABILITIES = { tools: "tool calls", thinking: "reasoning", embedding: "e
  * Render a model.
  * @param {{
  *   served: ServedModelStatus, model: ChatModel | undefined, cluster: ClusterStatus, bytesOnDisk: number | null,
- *   job: Job | undefined, jobs: ModelJobs
+ *   job: Job | undefined, jobs: ModelJobs, chat: (model: string) => void
  * }} props
  */
-export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs }) {
+export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat }) {
   const name = served.model;
   const instances = cluster.instances.filter((instance) => instance.model === name);
   const devices = cluster.devices.filter((device) => device.model === name);
@@ -38,36 +38,53 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs }) {
     ["also called", model?.aliases.join(", ")],
   ].filter(([, value]) => value);
   const hasFailed = served.reason && ["unloaded", "unavailable"].includes(served.state);
-  const state = served.state === "unloaded" ? "not loaded" : served.state;
+  const waits = served.state === "loading" && !instances.length && cluster.missing_machines > 0;
+  const state = served.state === "unloaded" ? "not loaded" : waits ? "waiting" : served.state;
   return html`<article class="panel model" aria-label=${name}>
     <header>
       <h2>${name}</h2>
       <span class=${`state ${TONES[served.state]}`}>${state}</span>
-      <${Actions} served=${served} job=${job} jobs=${jobs} />
+      <${Actions} served=${served} job=${job} jobs=${jobs} chat=${chat} />
     </header>
     <${MemoryBar} name=${name} devices=${devices} />
     <${Facts} rows=${rows} />
-    ${served.state === "loading" && html`<${LoadProgress} instances=${instances} />`}
+    ${waits && html`<p class="muted">It waits for ${counted(cluster.missing_machines, "more machine")} to join.</p>`}
+    ${served.state === "loading" && !waits && html`<${LoadProgress} instances=${instances} />`}
     ${hasFailed && html`<p class="muted">${served.reason}</p>`}
     <${JobProblem} name=${name} job=${job} jobs=${jobs} />
     ${served.state === "unloaded" && html`<${Prediction} model=${name} />`}
   </article>`;
 }
 
-/** @param {{ served: ServedModelStatus, job: Job | undefined, jobs: ModelJobs }} props */
-function Actions({ served: { model, state }, job, jobs }) {
+/**
+ * @param {{
+ *   served: ServedModelStatus, job: Job | undefined, jobs: ModelJobs, chat: (model: string) => void
+ * }} props
+ */
+function Actions({ served: { model, state }, job, jobs, chat }) {
   if (job?.isRunning) {
     return html`<span class="muted push" role="status">${VERBS[job.kind]} ${model}</span>`;
   }
   if (state === "loading") return null;
   const isLoaded = state !== "unloaded";
-  const act = () => (isLoaded ? jobs.unload(model) : jobs.load(model));
-  return html`<button
-    type="button"
-    class="push"
-    aria-label=${`${isLoaded ? "Unload" : "Load"} ${model}`}
-    onClick=${onSingleClick(act)}
-  >${isLoaded ? "Unload" : "Load"}</button>`;
+  const act = () => {
+    jobs.dismissProblems();
+    if (isLoaded) jobs.unload(model);
+    else jobs.load(model);
+  };
+  return html`<span class="row push">
+    ${
+      state === "ready" &&
+      html`<button type="button" class="primary" aria-label=${`Chat with ${model}`} onClick=${() => chat(model)}>
+        Chat
+      </button>`
+    }
+    <button
+      type="button"
+      aria-label=${`${isLoaded ? "Unload" : "Load"} ${model}`}
+      onClick=${onSingleClick(act)}
+    >${isLoaded ? "Unload" : "Load"}</button>
+  </span>`;
 }
 
 /**
@@ -77,7 +94,19 @@ function Actions({ served: { model, state }, job, jobs }) {
 export function JobProblem({ name, job, jobs }) {
   if (!job?.problem) return null;
   const canForce = job.kind === "unload" && job.isConflict;
+  const meant = suggestions(job.problem);
   const buttons = html`<span class="row">
+    ${meant.map(
+      (other) => html`<button
+        key=${other}
+        type="button"
+        onClick=${onSingleClick(() => {
+          jobs.dismiss(name);
+          if (job.loadsNext || job.kind === "load") jobs.add(other);
+          else jobs.download(other);
+        })}
+      >${job.loadsNext || job.kind === "load" ? "Load" : "Download"} ${other}</button>`,
+    )}
     ${
       canForce &&
       html`<button type="button" class="danger" onClick=${onSingleClick(() => jobs.unload(name, true))}>
@@ -86,7 +115,16 @@ export function JobProblem({ name, job, jobs }) {
     }
     <button type="button" class="quiet" onClick=${() => jobs.dismiss(name)}>Dismiss</button>
   </span>`;
-  return html`<${Notice} tone="bad" action=${buttons}>${job.problem}</${Notice}>`;
+  return html`<${Notice} tone="bad" action=${buttons}>${withCommands(job.problem)}</${Notice}>`;
+}
+
+/**
+ * Return the names that a refusal suggests: those in quotes after "Did you mean".
+ * @param {string} problem
+ */
+export function suggestions(problem) {
+  const meant = problem.match(/Did you mean ([^?]*)\?/)?.[1] ?? "";
+  return Array.from(meant.matchAll(/'([^']+)'/g), ([, name = ""]) => name);
 }
 
 /** @param {{ name: string, devices: DeviceStatus[] }} props */
@@ -99,7 +137,8 @@ function MemoryBar({ name, devices }) {
     { name: "other", value: total - weights - kv, style: "working", title: `other: ${bytes(total - weights - kv)}` },
   ];
   const label = `Memory of ${name}: ${bytes(weights)} of weights, ${bytes(kv)} of KV cache`;
-  return html`<${Bar} parts=${parts} label=${label} />`;
+  return html`<${Bar} parts=${parts} label=${label} />
+    <${Legend} title="Memory" items=${parts.filter(({ value }) => value > 0)} />`;
 }
 
 /** @param {{ instances: InstanceStatus[] }} props */
@@ -142,7 +181,9 @@ export function describeMemory(devices, instances, bytesOnDisk) {
     .flatMap(({ stages }) => stages.map((stage) => stage.memory.promised?.total_bytes ?? 0))
     .reduce((sum, each) => sum + each, 0);
   const prediction = planned ? `, predicted ${bytes(planned)} when full` : "";
-  return `${bytes(total)}: ${bytes(weights)} of weights, ${bytes(kv)} of KV cache${prediction}`;
+  const processes = devices.reduce((sum, { device, rss_bytes: rss = 0 }) => sum + (device === "cpu" ? rss : 0), 0);
+  const around = processes > total ? `; its processes take ${bytes(processes)} in all` : "";
+  return `${bytes(total)}: ${bytes(weights)} of weights, ${bytes(kv)} of KV cache${prediction}${around}`;
 }
 
 /**

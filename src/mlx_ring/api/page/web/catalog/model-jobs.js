@@ -138,6 +138,11 @@ export class ModelJobs {
     this.#update(others);
   }
 
+  /** Forget all jobs that ended with a problem. */
+  dismissProblems() {
+    this.#update(Object.fromEntries(Object.entries(this.now).filter(([, { problem }]) => !problem)));
+  }
+
   /**
    * Run a job. Return true if it ended without a problem.
    * @param {string} model

@@ -3,8 +3,8 @@
 /** @import { Answer, Outcome } from "../types.js" */
 
 import { ApiError, request } from "../api.js";
-import { onSingleClick } from "../components.js";
-import { bytes, duration, figures } from "../format.js";
+import { Notice, onSingleClick, withCommands } from "../components.js";
+import { bytes, counted, duration, figures } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
 
 /**
@@ -40,13 +40,112 @@ async function readPrediction(model) {
   }
 }
 
+/** Speeds in tokens/s: people read about so fast, and of less than the second one nobody has use in a chat. */
+const [READING_SPEED, LEAST_SPEED] = [5, 1];
+/** Longest time to the first token for which people wait in a chat, in seconds. */
+const PATIENCE_S = 60;
+
+/**
+ * Return in a few words whether a model is of use in a chat here.
+ * @param {Pick<Outcome, "fits" | "tokens_per_s" | "first_token_s">} outcome
+ */
+export function verdict({ fits, tokens_per_s: speed = 0, first_token_s: first = 0 }) {
+  if (!fits) return "does not fit";
+  if (speed < LEAST_SPEED) return "too slow here";
+  if (speed < READING_SPEED) return "slow here";
+  return first > PATIENCE_S ? "slow with long prompts" : "runs well here";
+}
+
+/**
+ * Return the name with which the server finds a popular model: "Qwen3-0.6B 4-bit" gives "qwen3-0.6b-4-bit".
+ * @param {string} label
+ */
+export function loadableName(label) {
+  return label.toLowerCase().replaceAll(" ", "-");
+}
+
+/**
+ * Render the button that predicts popular models on this cluster, and those that fit, the fastest first.
+ * @param {{ load: (model: string) => void }} props
+ */
+export function Recommendations({ load }) {
+  const [outcomes, setOutcomes] = useState(/** @type {Outcome[] | null} */ (null));
+  const [problem, setProblem] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const look = async () => {
+    setBusy(true);
+    setProblem("");
+    try {
+      /** @type {Answer} */
+      const answer = await (await request("cluster/what-if", { body: { what_fits: true } })).json();
+      setOutcomes(answer.outcomes);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      setProblem(error.message);
+    } finally {
+      setBusy(false);
+    }
+  };
+  const fitting = rank(outcomes ?? []);
+  return html`<div class="recommendations">
+    <button type="button" disabled=${isBusy} onClick=${onSingleClick(look)}>
+      ${isBusy ? "Planning" : "Which models run well here?"}
+    </button>
+    ${problem && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
+    ${outcomes && !fitting.length && html`<p class="muted">None of ${outcomes.length} popular models fits here.</p>`}
+    ${
+      fitting.length > 0 &&
+      html`<ul>
+        ${fitting.map(
+          (outcome) => html`<li key=${outcome.model}>
+            <span class="grow">
+              <span class="name">${outcome.model}</span>
+              <span class="muted">${describeSpeeds(outcome)}</span>
+            </span>
+            <b class="verdict">${verdict(outcome)}</b>
+            <button
+              type="button"
+              aria-label=${`Load ${outcome.model}`}
+              onClick=${onSingleClick(() => load(loadableName(outcome.model)))}
+            >Load</button>
+          </li>`,
+        )}
+      </ul>`
+    }
+  </div>`;
+}
+
+/**
+ * Return the models that fit: first those that run well, the largest first, then slower ones, the fastest first.
+ * @param {Outcome[]} outcomes
+ */
+export function rank(outcomes) {
+  const speed = (/** @type {Outcome} */ { tokens_per_s = 0 }) => tokens_per_s;
+  const memory = (/** @type {Outcome} */ { memory_bytes = 0 }) => memory_bytes;
+  const fitting = outcomes.filter(({ fits }) => fits);
+  const good = fitting.filter((each) => speed(each) >= READING_SPEED).sort((one, two) => memory(two) - memory(one));
+  const slow = fitting.filter((each) => speed(each) < READING_SPEED).sort((one, two) => speed(two) - speed(one));
+  return [...good, ...slow];
+}
+
+/** @param {Outcome} outcome */
+function describeSpeeds({ memory_bytes, tokens_per_s_range: speeds, first_token_s, prompt_tokens: prompt }) {
+  const [low = 0, high = 0] = speeds ?? [];
+  const asked = `with a prompt of ${counted(prompt, "token")}`;
+  const first = first_token_s ? `, first token after ${duration(first_token_s)} ${asked}` : "";
+  return `${bytes(memory_bytes)} of memory, ${figures(low, 2)} to ${figures(high, 2)} tokens/s${first}`;
+}
+
 /**
  * Return a prediction as a sentence.
  * @param {Outcome} outcome
  */
-export function describeOutcome({ fits, why, memory_bytes, tokens_per_s_range: speeds, first_token_s }) {
+export function describeOutcome(outcome) {
+  const { fits, why, memory_bytes, tokens_per_s_range: speeds, first_token_s } = outcome;
   if (!fits) return `It does not fit: ${why}`;
   const [low = 0, high = 0] = speeds ?? [];
   const first = first_token_s ? `, first token after ${duration(first_token_s)}` : "";
-  return `Predicted: ${bytes(memory_bytes)} of memory, ${figures(low)} to ${figures(high)} tokens/s${first}.`;
+  const judged = verdict(outcome);
+  const end = `${judged[0]?.toUpperCase()}${judged.slice(1)}`;
+  return `Predicted: ${bytes(memory_bytes)} of memory, ${figures(low)} to ${figures(high)} tokens/s${first}. ${end}.`;
 }

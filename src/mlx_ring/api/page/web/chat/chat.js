@@ -1,6 +1,8 @@
 // The chat view: list of conversations, thread, composer.
 
-/** @import { RequestStatus } from "../types.js" */
+/** @typedef {import("preact").ComponentChildren} Children */
+/** @import { ModelJobs } from "../catalog/model-jobs.js" */
+/** @import { Snapshot } from "../live.js" */
 /** @import { ChatModel } from "../models.js" */
 /** @import { Status } from "../status.js" */
 /** @import { Parameters } from "./parameters.js" */
@@ -8,43 +10,65 @@
 
 import { Notice } from "../components.js";
 import { counted } from "../format.js";
-import { readStored, writeStored } from "../storage.js";
+import { useDiskNames } from "../models.js";
+import { describePlacement } from "../status.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Composer } from "./composer.js";
 import { isAnswer } from "./conversation.js";
 import { History } from "./history.js";
+import { findModel, isMissing, ModelNotice, readModel, storeModel, wantedModel } from "./model-choice.js";
 import { findProblem, readParameters, storeParameters } from "./parameters.js";
 import { ContextGauge, contextTokens, requestOf } from "./progress.js";
 import { Thread } from "./thread.js";
 import { TitleBar } from "./title-bar.js";
 import { Welcome } from "./welcome.js";
 
-const STORED_MODEL = "mlx-ring.model";
-
 /**
  * Render the chat view.
- * @param {{ chats: ChatStore, models: ChatModel[], status: Status, requests: RequestStatus[] }} props
+ * @param {{
+ *   chats: ChatStore, live: Snapshot, models: ChatModel[], status: Status, jobs: ModelJobs, notices: Children
+ * }} props `notices`: those of the cluster that a chat needs
  */
-export function Chat({ chats, models, status, requests }) {
+export function Chat({ chats, live, models, jobs, notices }) {
   const [now, setNow] = useState(chats.now);
   const [parameters, setParameters] = useState(readParameters);
-  const [chosen, setChosen] = useState(() => readStored(STORED_MODEL));
+  const [stored, setStored] = useState(readModel);
+  const [running, setRunning] = useState(jobs.now);
   const [isPanelOpen, setPanelOpen] = useState(false);
+  const [, setPicks] = useState(0);
   useEffect(() => chats.subscribe(setNow), [chats]);
+  useEffect(() => jobs.subscribe(setRunning), [jobs]);
 
-  const model = models.find(({ id }) => id === chosen) ?? models[0];
-  const options = { model: model?.id ?? null, parameters: supportedParameters(parameters, model) };
+  const isOffline = live.connection === "lost";
+  const onDisk = useDiskNames(live.connection === "open", models.map(({ id }) => id).join("\n"));
+  const wanted = wantedModel(now.open, chats.pick, stored, models);
+  const model = findModel(models, wanted);
+  const options = { model: model?.id ?? wanted, parameters: supportedParameters(parameters, model) };
+  const setModel = (/** @type {string} */ id) => {
+    storeModel(id);
+    chats.pick = { conversation: now.open.id, model: id };
+    // A new value renders the choice again, also if the stored one is the same.
+    setStored(id);
+    setPicks((count) => count + 1);
+  };
+  const refusal = isOffline
+    ? "The server does not answer."
+    : isMissing(models, wanted)
+      ? `${wanted} is not loaded.`
+      : "";
   const problem = findProblem(parameters);
-  /** Send nothing while the parameters have a problem, but show them. Return true if it was sent. */
+  /** Send nothing that would be refused, and show parameters that have a problem. Return true if it was sent. */
   const send = (/** @type {() => void} */ act) => {
     if (problem) setPanelOpen(true);
-    else act();
-    return !problem;
+    else if (!refusal) act();
+    return !problem && !refusal;
   };
   const ask = (/** @type {string} */ text) => send(() => chats.ask(text, options));
   const isRunning = now.running.has(now.open.id);
-  const last = now.open.messages.at(-1);
-  const request = isRunning && last && isAnswer(last) ? requestOf(requests, last.id) : undefined;
+  const requests = live.connection === "open" ? (live.state?.requests ?? []) : [];
+  const streaming = isRunning ? now.open.messages.find((each) => isAnswer(each) && each.end === null) : undefined;
+  const request = streaming && isAnswer(streaming) ? requestOf(requests, streaming.id) : undefined;
+  const placement = live.state && !isOffline ? describePlacement(live.state.cluster, options.model) : "";
 
   return html`<div class="chat">
     <${History} now=${now} chats=${chats} />
@@ -58,17 +82,26 @@ export function Chat({ chats, models, status, requests }) {
         conversation=${now.open}
         isRunning=${isRunning}
         request=${request}
-        showsModel=${models.length > 1}
+        refusal=${refusal}
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
-        retry=${() => send(() => chats.retry(options))}
+        retry=${(/** @type {number} */ place) => send(() => chats.retry(place, options))}
+        proceed=${() => send(() => chats.continue(options))}
         addResult=${(/** @type {any} */ call, /** @type {string} */ text) =>
           send(() => chats.addResult(call, text, options))}
-        empty=${html`<${Welcome} model=${options.model} placement=${status.placement} ask=${ask} />`}
+        empty=${html`<${Welcome} model=${options.model} placement=${placement} ask=${ask} />`}
       />
-      ${status.notices
-        .filter(({ tone }) => tone !== "note")
-        .map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
+      ${notices}
+      ${
+        !isOffline &&
+        html`<${ModelNotice}
+          models=${models}
+          wanted=${wanted}
+          job=${wanted === null ? undefined : running[wanted]}
+          jobs=${jobs}
+          setModel=${setModel}
+        />`
+      }
       ${
         !now.isStored &&
         html`<${Notice} tone="note">
@@ -88,10 +121,10 @@ export function Chat({ chats, models, status, requests }) {
         isRunning=${isRunning}
         models=${models}
         model=${model}
-        setModel=${(/** @type {string} */ id) => {
-          writeStored(STORED_MODEL, id);
-          setChosen(id);
-        }}
+        onDisk=${onDisk}
+        wanted=${wanted}
+        setModel=${setModel}
+        refusal=${refusal}
         parameters=${parameters}
         setParameters=${(/** @type {Parameters} */ changed) => {
           storeParameters(changed);

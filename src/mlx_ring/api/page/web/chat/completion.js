@@ -23,6 +23,7 @@ const [TRY_EVERY_MS, GIVE_UP_MS] = [1000, 120000];
  * An answer as far as it has arrived.
  * @typedef {object} Completion
  * @property {string} id the server's; empty before the first chunk
+ * @property {string | null} model that answers; null before the first chunk
  * @property {string} content
  * @property {string} reasoning
  * @property {ToolCall[]} calls
@@ -45,7 +46,16 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
   const meter = new Meter();
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   /** @type {Completion} */
-  let answer = { id: "", content: "", reasoning: "", calls: [], end: null, isPaused: false, figures: meter.figures() };
+  let answer = {
+    id: "",
+    model: null,
+    content: "",
+    reasoning: "",
+    calls: [],
+    end: null,
+    isPaused: false,
+    figures: meter.figures(),
+  };
   for await (const { event, data } of readStream(streamed, signal, tryEveryMs)) {
     if (event === "comment") {
       if (data === "resuming") yield { ...answer, isPaused: true };
@@ -59,7 +69,13 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
       answer = extend(answer, delta, end);
     }
     meter.record(chunk);
-    answer = { ...answer, id: chunk.id ?? answer.id, isPaused: false, figures: meter.figures() };
+    answer = {
+      ...answer,
+      id: chunk.id ?? answer.id,
+      model: chunk.model ?? answer.model,
+      isPaused: false,
+      figures: meter.figures(),
+    };
     yield answer;
   }
 }

@@ -6,8 +6,10 @@
 
 import { onSingleClick, onValue } from "../components.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { ModelSelect } from "./model-choice.js";
 import { ParameterPanel, summarize } from "./parameters.js";
 
+const KEYS = "Enter sends, Shift+Enter begins a new line.";
 /** Largest height of the field, as a share of the window's. */
 const MAX_HEIGHT = 0.4;
 
@@ -17,7 +19,10 @@ const MAX_HEIGHT = 0.4;
  * @property {() => void} stop
  * @property {boolean} isRunning
  * @property {ChatModel[]} models
- * @property {ChatModel | undefined} model
+ * @property {ChatModel | undefined} model undefined while the server does not have the wanted one
+ * @property {string[]} onDisk
+ * @property {string | null} wanted name of the chosen model
+ * @property {string} refusal why nothing can be sent now; empty if it can
  * @property {(id: string) => void} setModel
  * @property {Parameters} parameters
  * @property {(changed: Parameters) => void} setParameters
@@ -52,13 +57,12 @@ export function Composer(props) {
         onClick=${() => setPanelOpen(!isPanelOpen)}
       >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
       ${props.gauge}
-      ${!hasTouch && html`<span class="hint">Enter sends, Shift+Enter inserts a line break</span>`}
     </div>
   </div>`;
 }
 
 /** @param {ComposerProps & { hasTouch: boolean }} props */
-function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch }) {
+function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch, refusal }) {
   const [text, setText] = useState(draft);
   const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
 
@@ -86,7 +90,8 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     send();
   };
   const stopButton = html`<button type="button" class="primary" onClick=${onSingleClick(stop)}>Stop</button>`;
-  const sendButton = html`<button type="submit" class="primary" disabled=${!text.trim()}>Send</button>`;
+  const sendButton = html`<button type="submit" class="primary" disabled=${!text.trim() || refusal !== ""}
+    title=${refusal || null}>Send</button>`;
   return html`<form class="question" onSubmit=${onSubmit}>
     <label class="visually-hidden" for="question">Your question</label>
     <textarea
@@ -94,27 +99,13 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
       ref=${field}
       rows="1"
       dir="auto"
-      placeholder="Ask something"
+      placeholder=${refusal || (hasTouch ? "Ask something" : `Ask something. ${KEYS}`)}
       value=${text}
       onInput=${onValue(write)}
       onKeyDown=${onKeyDown}
     ></textarea>
     ${isRunning ? stopButton : sendButton}
   </form>`;
-}
-
-/** @param {ComposerProps} props */
-function ModelSelect({ models, model, setModel }) {
-  if (models.length < 2) return null;
-  return html`<label><span class="visually-hidden">Model</span>
-    <select value=${model?.id} onChange=${onValue(setModel)}>
-      ${models.map(
-        ({ id, note }) => html`<option key=${id} value=${id} selected=${id === model?.id}>
-          ${note ? `${id} (${note})` : id}
-        </option>`,
-      )}
-    </select>
-  </label>`;
 }
 
 /** @param {ComposerProps} props */

@@ -9,9 +9,11 @@ const ID_BYTES = 8;
 /** @typedef {{ role: "tool", call: string, name: string, content: string }} ToolMessage */
 
 /**
- * The model's answer. `end` is a finish reason, "stopped", "cut", "error" or "unknown"; null while it streams.
- * @typedef {Omit<Completion, "figures"> & {
- *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null
+ * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
+ * streams. `isKept` is true while the text is that of the try before, and the next one has none yet.
+ * @typedef {Omit<Completion, "figures" | "model"> & {
+ *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
+ *   parameters?: Record<string, unknown>, isKept?: boolean
  * }} AnswerMessage
  */
 
@@ -112,23 +114,58 @@ function titleOf(text) {
 }
 
 /**
- * Replace the last message, which is an answer.
+ * Replace the answer at a place.
  * @param {Conversation} conversation
+ * @param {number} place
  * @param {AnswerMessage} answer
  * @returns {Conversation}
  */
-export function withAnswer(conversation, answer) {
-  return { ...conversation, messages: [...conversation.messages.slice(0, -1), answer] };
+export function withAnswer(conversation, place, answer) {
+  return { ...conversation, messages: conversation.messages.with(place, answer) };
 }
 
 /**
- * Remove the answer after the last question or tool result.
- * @param {Conversation} conversation
- * @returns {Conversation}
+ * Return true if an answer says anything.
+ * @param {AnswerMessage} answer
  */
-export function withoutAnswer(conversation) {
-  const last = conversation.messages.findLastIndex((message) => !isAnswer(message));
-  return { ...conversation, messages: conversation.messages.slice(0, last + 1) };
+export function hasText({ content, reasoning, calls }) {
+  return Boolean(content || reasoning || calls.length);
+}
+
+/**
+ * Return true if something other than the model or the person ended an answer.
+ * @param {AnswerMessage} answer
+ */
+export function isCutOff({ end }) {
+  return end !== null && ["cut", "unreached", "error", "unknown"].includes(end);
+}
+
+/**
+ * Return true if the model can continue an answer: it ended early, and has text after its reasoning.
+ * @param {AnswerMessage} answer
+ */
+export function canContinue({ content, calls, end }) {
+  return content !== "" && !calls.length && end !== null && !["stop", "tool_calls"].includes(end);
+}
+
+/**
+ * Return the answer to show while the server answers once more: the former text, until the new one begins.
+ * @param {AnswerMessage} answer so far
+ * @param {AnswerMessage | null} before the former answer
+ * @param {boolean} continues whether the new text follows the former one
+ * @returns {AnswerMessage}
+ */
+export function joinAnswers(answer, before, continues) {
+  if (!before || !hasText(before)) return answer;
+  if (continues) {
+    return { ...answer, content: before.content + answer.content, reasoning: before.reasoning + answer.reasoning };
+  }
+  if (hasText(answer)) return answer;
+  const { content, reasoning, calls, figures, model } = before;
+  // An end without a new text leaves the former answer as it was; a refusal is shown below it.
+  const end = answer.end === null || answer.end === "error" ? answer.end : before.end;
+  const isKept = answer.end === null;
+  return { ...answer, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
 }
 
 /**

@@ -5,6 +5,15 @@
 import { isAnswer } from "./conversation.js";
 
 const MAX_NAME = 60;
+/** Ends of answers that are not complete. @type {Record<string, string>} */
+const ENDS = {
+  cut: "cut off",
+  unknown: "cut off",
+  unreached: "not answered",
+  error: "failed",
+  stopped: "stopped",
+  length: "token limit reached",
+};
 /** Time for which a saved file can be read. Browsers begin to read it after the click. */
 const SAVE_MS = 30_000;
 
@@ -12,15 +21,37 @@ const SAVE_MS = 30_000;
  * Return a conversation as Markdown.
  * @param {Conversation} conversation
  */
-export function toMarkdown({ title, messages }) {
-  return `${[`# ${title || "Untitled"}`, ...messages.map(messageToMarkdown)].join("\n\n")}\n`;
+export function toMarkdown({ title, at, messages }) {
+  const head = [`# ${title || "Untitled"}`, `Last change: ${minute(at)}`];
+  return `${[...head, ...messages.map(messageToMarkdown)].join("\n\n")}\n`;
+}
+
+/**
+ * Return a file of several conversations as Markdown.
+ * @param {Conversation[]} conversations
+ */
+export function allToMarkdown(conversations) {
+  return conversations.map(toMarkdown).join("\n---\n\n");
+}
+
+/**
+ * Return a moment in UTC: "2030-01-02 00:00 UTC".
+ * @param {number} at in milliseconds
+ */
+function minute(at) {
+  return `${new Date(at).toISOString().slice(0, 16).replace("T", " ")} UTC`;
 }
 
 /** @param {Message} message */
 function messageToMarkdown(message) {
   if (message.role === "user") return `## Question\n\n${message.content}`;
   if (!isAnswer(message)) return `## Result of ${message.name}\n\n${fenced(message.content)}`;
-  const parts = [`## Answer${message.model ? ` of ${message.model}` : ""}`];
+  const cut = ENDS[message.end ?? "unknown"];
+  const parts = [`## Answer${message.model ? ` of ${message.model}` : ""}${cut ? ` (${cut})` : ""}`];
+  const { parameters = {}, askedAt } = message;
+  const facts = Object.entries(parameters).map(([name, value]) => `${name} ${JSON.stringify(value)}`);
+  if (askedAt) facts.unshift(minute(askedAt));
+  if (facts.length) parts.push(`*${facts.join(", ")}*`);
   if (message.reasoning) parts.push(quoted(message.reasoning.trim()));
   if (message.content) parts.push(message.content);
   for (const call of message.calls) parts.push(`Call of \`${call.name}\`:`, fenced(call.arguments, "json"));
@@ -50,9 +81,21 @@ function fenced(text, language = "") {
  * Return a conversation as JSON. Its messages are in the OpenAI API's format, with the model and the counts beside.
  * @param {Conversation} conversation
  */
-export function toJson({ title, at, messages }) {
-  const content = { title, updated_at: new Date(at).toISOString(), messages: messages.map(messageToJson) };
-  return `${JSON.stringify(content, null, 2)}\n`;
+export function toJson(conversation) {
+  return `${JSON.stringify(contentOf(conversation), null, 2)}\n`;
+}
+
+/**
+ * Return a list of conversations as JSON, each as in the file of a single one.
+ * @param {Conversation[]} conversations
+ */
+export function allToJson(conversations) {
+  return `${JSON.stringify(conversations.map(contentOf), null, 2)}\n`;
+}
+
+/** @param {Conversation} conversation */
+function contentOf({ title, at, messages }) {
+  return { title, updated_at: new Date(at).toISOString(), messages: messages.map(messageToJson) };
 }
 
 /** @param {Message} message */
@@ -60,7 +103,7 @@ function messageToJson(message) {
   const { role, content } = message;
   if (message.role === "tool") return { role, tool_call_id: message.call, name: message.name, content };
   if (!isAnswer(message)) return { role, content };
-  const { reasoning, calls, end, model, figures } = message;
+  const { reasoning, calls, end, model, figures, parameters, askedAt } = message;
   const toolCalls = calls.map(({ id, name, arguments: given }) => ({
     id,
     type: "function",
@@ -73,6 +116,8 @@ function messageToJson(message) {
     ...(toolCalls.length && { tool_calls: toolCalls }),
     finish_reason: end,
     ...(model && { model }),
+    ...(askedAt && { asked_at: new Date(askedAt).toISOString() }),
+    ...(parameters && { parameters }),
     ...(figures.tokens && { usage: { prompt_tokens: figures.promptTokens, completion_tokens: figures.tokens } }),
   };
 }

@@ -6,6 +6,7 @@
 import { onSingleClick, onValue } from "../components.js";
 import { html, useState } from "../vendor/preact.js";
 import { searchConversations } from "./conversation.js";
+import { allToJson, allToMarkdown, fileName, saveFile } from "./export.js";
 
 /** Number of conversations from which they can be searched. */
 const FEW = 2;
@@ -64,7 +65,10 @@ export function History({ now, chats }) {
       ${
         count > 0 &&
         !isConfirming &&
-        html`<p><button type="button" class="quiet" onClick=${() => setConfirming(true)}>Delete all</button></p>`
+        html`<p class="all">
+          <button type="button" class="quiet" onClick=${() => exportAll(now.conversations)}>Export all</button>
+          <button type="button" class="quiet" onClick=${() => setConfirming(true)}>Delete all</button>
+        </p>`
       }
       ${
         count > 0 &&
@@ -78,6 +82,15 @@ export function History({ now, chats }) {
       }
     </div>
   </aside>`;
+}
+
+/**
+ * Save all conversations as a Markdown file and a JSON file.
+ * @param {Conversation[]} conversations
+ */
+function exportAll(conversations) {
+  saveFile(fileName("all chats", "md"), "text/markdown", allToMarkdown(conversations));
+  saveFile(fileName("all chats", "json"), "application/json", allToJson(conversations));
 }
 
 /**

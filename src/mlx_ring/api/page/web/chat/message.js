@@ -8,6 +8,7 @@ import { CopyButton, Notice, onValue } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
+import { canContinue, isCutOff } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
 
 /** @type {Record<string, string>} */
@@ -15,6 +16,7 @@ const ENDS = {
   length: "The answer reached the token limit or the end of the context.",
   stopped: "Stopped.",
   cut: "The connection broke before the answer was complete.",
+  unreached: "The server could not be reached, so there is no answer.",
   unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
 
@@ -79,8 +81,9 @@ function Editor({ text, done }) {
  * @property {AnswerMessage} message
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, while the answer streams
- * @property {boolean} showsModel
- * @property {(() => void) | null} retry null on all answers but the last
+ * @property {(() => void) | null} retry null if it cannot be requested again
+ * @property {(() => void) | null} proceed continues the answer; null on all but the last
+ * @property {string} refusal why nothing can be sent now; empty if it can
  * @property {ToolCall[]} openCalls calls without a result
  * @property {(call: ToolCall, text: string) => void} addResult
  */
@@ -89,8 +92,9 @@ function Editor({ text, done }) {
  * Render an answer.
  * @param {AnswerProps} props
  */
-export function Answer({ message, isRunning, request, showsModel, retry, openCalls, addResult }) {
-  const { content, reasoning, calls, problem, isPaused } = message;
+export function Answer(props) {
+  const { message, isRunning, request, openCalls, addResult } = props;
+  const { content, reasoning, calls, problem, isPaused, isKept = false } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -103,12 +107,12 @@ export function Answer({ message, isRunning, request, showsModel, retry, openCal
     ${
       isRunning &&
       html`<p class="caret">
-        <${AnswerProgress} request=${request} isEmpty=${isEmpty} isPaused=${isPaused} />
+        <${AnswerProgress} request=${request} isEmpty=${isEmpty || isKept} isPaused=${isPaused} />
         <i aria-hidden="true"></i>
       </p>`
     }
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
-    ${!isRunning && html`<${AnswerFooter} message=${message} showsModel=${showsModel} retry=${retry} />`}
+    ${!isRunning && html`<${AnswerFooter} ...${props} />`}
   </article>`;
 }
 
@@ -171,15 +175,25 @@ export function ToolResult({ message }) {
   </article>`;
 }
 
-/** @param {Pick<AnswerProps, "message" | "showsModel" | "retry">} props */
-function AnswerFooter({ message, showsModel, retry }) {
+/** @param {Pick<AnswerProps, "message" | "retry" | "proceed" | "refusal">} props */
+function AnswerFooter({ message, retry, proceed, refusal }) {
   const end = ENDS[message.end ?? ""];
+  const tone = isCutOff(message) ? "state bad" : "muted";
+  const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
+    act &&
+    html`<button
+      type="button"
+      class="quiet"
+      disabled=${refusal !== ""}
+      title=${refusal || null}
+      onClick=${act}
+    >${name}</button>`;
   return html`<footer>
+    ${end && html`<p class=${`end ${tone}`}>${end}</p>`}
     ${message.content && html`<${CopyButton} text=${() => message.content} what="answer" />`}
-    ${retry && html`<button type="button" class="quiet" onClick=${retry}>Retry</button>`}
-    ${showsModel && message.model && html`<span class="muted">${message.model}</span>`}
+    ${button("Retry", retry)} ${button("Continue", canContinue(message) ? proceed : null)}
+    ${message.model && html`<span class="muted">${message.model}</span>`}
     <span class="figures">${describeFigures(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
-    ${end && html`<span class="muted">${end}</span>`}
   </footer>`;
 }
 

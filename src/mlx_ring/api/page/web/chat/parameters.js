@@ -88,6 +88,15 @@ export function requestFields(parameters) {
 }
 
 /**
+ * Return what an export says of a request: the fields that were set, except tools, and the system prompt.
+ * @param {Parameters} parameters
+ */
+export function chosenFields(parameters) {
+  const system = parameters.system.trim();
+  return { ...(system ? { system } : {}), ...requestFields({ ...parameters, tools: "" }) };
+}
+
+/**
  * Return why the parameters cannot be sent, or null.
  * @param {Parameters} parameters
  * @returns {string | null}

@@ -90,9 +90,10 @@ export function ContextGauge({ used, limit }) {
   const isAlmostFull = used >= ALMOST_FULL * limit;
   const text = `${figures(used, 7)} of ${counted(limit, "token")}`;
   const label = `Context: ${text}${isAlmostFull ? ", almost full" : ""}`;
+  const advice = isAlmostFull ? ", almost full: start a new chat soon" : "";
   const parts = [{ name: "context", value: used, style: isAlmostFull ? "link" : "kv" }];
   return html`<span class=${`gauge${isAlmostFull ? " full" : ""}`} title="Tokens of this chat, and the model's limit">
     <${Bar} parts=${parts} total=${limit} label=${label} />
-    <span aria-hidden="true">${text}${isAlmostFull && ", almost full: start a new chat soon"}</span>
+    <span aria-hidden="true">${figures(used, 7)} of ${figures(limit, 7)}${advice}</span>
   </span>`;
 }

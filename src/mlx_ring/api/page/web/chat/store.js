@@ -2,6 +2,7 @@
 
 /** @import { ToolCall } from "./completion.js" */
 /** @import { AnswerMessage, Conversation, Message } from "./conversation.js" */
+/** @import { Pick } from "./model-choice.js" */
 /** @import { Parameters } from "./parameters.js" */
 
 import { ApiError } from "../api.js";
@@ -9,7 +10,9 @@ import { readStored, writeStored } from "../storage.js";
 import { streamCompletion } from "./completion.js";
 import {
   EMPTY_ANSWER,
+  hasText,
   isAnswer,
+  joinAnswers,
   newConversation,
   openCalls,
   requestMessages,
@@ -17,10 +20,9 @@ import {
   withAnswersStopped,
   withEdit,
   withMessage,
-  withoutAnswer,
   withTitle,
 } from "./conversation.js";
-import { requestFields } from "./parameters.js";
+import { chosenFields, requestFields } from "./parameters.js";
 
 const STORED_CHATS = "mlx-ring.chats";
 const MAX_CONVERSATIONS = 100;
@@ -39,10 +41,20 @@ const RENDER_MS = 250;
 
 /** @typedef {{ model: string | null, parameters: Parameters }} AskOptions */
 
+/**
+ * An answer that is requested again, or continued, and the messages after it, which stay.
+ * @typedef {{ before: AnswerMessage | null, later: Message[], continues: boolean }} Again
+ */
+
+/** @type {Again} */
+const FIRST_TRY = { before: null, later: [], continues: false };
+
 /** Conversations of this browser. */
 export class ChatStore {
   /** Text in the composer that was not sent yet. */
   draft = "";
+  /** Model chosen for a conversation that it has not answered in yet. @type {Pick | null} */
+  pick = null;
   /** @type {ChatState} */
   now;
   /** @type {Set<(now: ChatState) => void>} */
@@ -139,11 +151,33 @@ export class ChatStore {
   }
 
   /**
-   * Request the last answer again.
+   * Request an answer again. Its text stays until the new one begins, and the messages after it stay.
+   * @param {number} place
    * @param {AskOptions} options
    */
-  retry(options) {
-    this.#answer(withoutAnswer(this.now.open), options);
+  retry(place, options) {
+    this.#again(place, options, false);
+  }
+
+  /**
+   * Let the model continue the last answer, which ended early.
+   * @param {AskOptions} options
+   */
+  continue(options) {
+    this.#again(this.now.open.messages.length - 1, options, true);
+  }
+
+  /**
+   * @param {number} place
+   * @param {AskOptions} options
+   * @param {boolean} continues
+   */
+  #again(place, options, continues) {
+    const { open } = this.now;
+    const before = open.messages[place];
+    if (!before || !isAnswer(before)) return;
+    const [asked, later] = [open.messages.slice(0, place), open.messages.slice(place + 1)];
+    this.#answer({ ...open, messages: asked }, options, { before, later, continues });
   }
 
   /**
@@ -176,33 +210,38 @@ export class ChatStore {
   /**
    * @param {Conversation} conversation
    * @param {AskOptions} options
+   * @param {Again} again
    */
-  async #answer(conversation, { model, parameters }) {
+  async #answer(conversation, { model, parameters }, { before, later, continues } = FIRST_TRY) {
     const { id } = conversation;
     const abort = new AbortController();
     this.#running.get(id)?.abort();
     this.#running.set(id, abort);
     /** @type {AnswerMessage} */
-    let answer = { ...EMPTY_ANSWER, model };
-    const asked = withMessage(conversation, answer);
-    const render = throttle(() => this.#putAnswer(asked, answer));
+    let answer = { ...EMPTY_ANSWER, model, askedAt: Date.now(), parameters: chosenFields(parameters) };
+    const place = conversation.messages.length;
+    const shown = () => joinAnswers(answer, before, continues);
+    const prompt = withMessage(conversation, shown());
+    const asked = { ...prompt, messages: [...prompt.messages, ...later] };
+    const render = throttle(() => this.#putAnswer(asked, place, shown()));
     this.#put(asked);
     this.#update({ deleted: null });
     this.#store();
     try {
-      const messages = requestMessages(conversation, parameters.system);
-      const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters) };
+      const messages = requestMessages(continues ? prompt : conversation, parameters.system);
+      const way = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
+      const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters), ...way };
       for await (const completion of streamCompletion(body, abort.signal)) {
-        answer = { ...answer, ...completion };
+        answer = { ...answer, ...completion, model: completion.model ?? model };
         render.soon();
       }
     } catch (error) {
-      answer = { ...answer, ...this.#endOf(error, abort) };
+      answer = { ...answer, ...this.#endOf(error, abort, answer) };
     }
     render.cancel();
     if (this.#running.get(id) === abort) {
       this.#running.delete(id);
-      this.#putAnswer(asked, answer);
+      this.#putAnswer(asked, place, shown());
       this.#store();
     }
   }
@@ -210,8 +249,9 @@ export class ChatStore {
   /**
    * @param {unknown} error
    * @param {AbortController} abort
+   * @param {AnswerMessage} answer so far
    */
-  #endOf(error, abort) {
+  #endOf(error, abort, answer) {
     if (abort.signal.aborted) return { end: "stopped" };
     if (!(error instanceof ApiError)) {
       console.error(error);
@@ -219,7 +259,7 @@ export class ChatStore {
     }
     if (error.status === 401) this.#onKeyRequired(error.message);
     // The notice of the connection tells why, and goes when the server is back.
-    if (error.code === "unreachable") return { end: "cut" };
+    if (error.code === "unreachable") return { end: answer.id || hasText(answer) ? "cut" : "unreached" };
     return { end: "error", problem: error.message };
   }
 
@@ -238,11 +278,12 @@ export class ChatStore {
   /**
    * Put an answer. The conversation may have been renamed since the question.
    * @param {Conversation} asked
+   * @param {number} place
    * @param {AnswerMessage} answer
    */
-  #putAnswer(asked, answer) {
+  #putAnswer(asked, place, answer) {
     const { title, isNamed = false } = this.now.conversations.find(({ id }) => id === asked.id) ?? asked;
-    this.#put(withAnswer({ ...asked, title, isNamed }, answer));
+    this.#put(withAnswer({ ...asked, title, isNamed }, place, answer));
   }
 
   /** Take what another tab stored. Answers that stream in this tab continue. */

@@ -6,7 +6,7 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { isAnswer, openCalls } from "./conversation.js";
+import { isAnswer, isCutOff, openCalls } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
 
 /** Distance from the end at which the thread still follows new text. */
@@ -17,9 +17,10 @@ const NEAR_END_PX = 60;
  * @property {Conversation} conversation
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, of the answer that streams
- * @property {boolean} showsModel
+ * @property {string} refusal why nothing can be sent now; empty if it can
  * @property {(place: number, text: string) => boolean} edit
- * @property {() => void} retry
+ * @property {(place: number) => void} retry requests the answer at this place again
+ * @property {() => void} proceed continues the last answer
  * @property {(call: ToolCall, text: string) => void} addResult
  * @property {Children} empty shown without messages
  */
@@ -28,7 +29,8 @@ const NEAR_END_PX = 60;
  * Render the messages. The thread follows new text while its end is visible.
  * @param {ThreadProps} props
  */
-export function Thread({ conversation, isRunning, request, showsModel, edit, retry, addResult, empty }) {
+export function Thread(props) {
+  const { conversation, isRunning, request, refusal, edit, retry, proceed, addResult, empty } = props;
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
   const { id, messages } = conversation;
   const calls = openCalls(conversation);
@@ -39,13 +41,17 @@ export function Thread({ conversation, isRunning, request, showsModel, edit, ret
         const isLast = place === messages.length - 1;
         const key = `${id}/${place}`;
         if (isAnswer(message)) {
+          // The place of the answer that streams: a retry leaves the messages after it.
+          const streams = isRunning && message.end === null;
+          const mayRetry = !isRunning && (isLast || (isCutOff(message) && !message.calls.length));
           return html`<${Answer}
             key=${key}
             message=${message}
-            isRunning=${isRunning && isLast}
-            request=${isRunning && isLast ? request : undefined}
-            showsModel=${showsModel}
-            retry=${isLast && !isRunning ? retry : null}
+            isRunning=${streams}
+            request=${streams ? request : undefined}
+            refusal=${refusal}
+            retry=${mayRetry ? () => retry(place) : null}
+            proceed=${isLast && !isRunning ? proceed : null}
             openCalls=${calls}
             addResult=${addResult}
           />`;
@@ -104,6 +110,7 @@ function useFollowing(conversation) {
  */
 function endText(message) {
   if (!message || !isAnswer(message) || message.problem || message.end === "unknown") return "";
+  if (message.end === "unreached") return "The server could not be reached.";
   if (message.end === "cut") return "The answer was cut off.";
   return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }

@@ -11,6 +11,7 @@ import { fileName, saveFile, toJson, toMarkdown } from "./export.js";
  */
 export function TitleBar({ conversation, rename }) {
   const [isRenaming, setRenaming] = useState(false);
+  const [saved, setSaved] = useState("");
   const { title, messages } = conversation;
   if (!messages.length) return null;
   if (isRenaming) {
@@ -20,16 +21,22 @@ export function TitleBar({ conversation, rename }) {
     };
     return html`<${NameForm} title=${title} done=${done} />`;
   }
-  const asMarkdown = () => saveFile(fileName(title, "md"), "text/markdown", toMarkdown(conversation));
-  const asJson = () => saveFile(fileName(title, "json"), "application/json", toJson(conversation));
+  const save = (/** @type {string} */ suffix, /** @type {string} */ type, /** @type {string} */ text) => {
+    const name = fileName(title, suffix);
+    saveFile(name, type, text);
+    setSaved(`Saved ${name}`);
+  };
+  const asMarkdown = () => save("md", "text/markdown", toMarkdown(conversation));
+  const asJson = () => save("json", "application/json", toJson(conversation));
   return html`<header class="title-bar">
     <h1 dir="auto">${title || "Untitled"}</h1>
     <button type="button" class="quiet" onClick=${() => setRenaming(true)}>Rename</button>
     <span class="exports" role="group" aria-label="Export this chat">
       <span class="muted" aria-hidden="true">Export:</span>
-      <button type="button" class="quiet" aria-label="Export as Markdown" onClick=${asMarkdown}>Markdown</button>
-      <button type="button" class="quiet" aria-label="Export as JSON" onClick=${asJson}>JSON</button>
+      <button type="button" class="quiet framed" aria-label="Export as Markdown" onClick=${asMarkdown}>Markdown</button>
+      <button type="button" class="quiet framed" aria-label="Export as JSON" onClick=${asJson}>JSON</button>
     </span>
+    <span class="muted" role="status">${saved}</span>
   </header>`;
 }
 

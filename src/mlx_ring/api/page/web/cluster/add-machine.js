@@ -1,50 +1,37 @@
 // The cards that invite another machine, by a command to run there, and a phone, by a link. Both can be scanned.
 
-/** @import { JoinCommands } from "../types.js" */
+/** @import { ClusterStatus } from "../types.js" */
+/** @import { Invitation } from "./invitation.js" */
 
-import { ApiError, request } from "../api.js";
-import { CopyButton, Notice, onSingleClick } from "../components.js";
-import { duration } from "../format.js";
+import { Command, CopyButton, unbroken, withCommands } from "../components.js";
+import { startCommand } from "../connection.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
+import { Invite } from "./invitation.js";
 
 /** Light modules around a QR code, which readers need. */
 const MARGIN = 4;
-const LOCAL = "This server answers on its own machine alone. To use it from others, start it with `--host 0.0.0.0`.";
+const LOCAL =
+  "This server answers on its own machine alone. To use it from others, start it with `--host 0.0.0.0 --api-key KEY`.";
 
 /**
  * Render the card. It asks for a token only when the button is pressed.
- * @param {{ refusal: string | null }} props
+ * @param {{ cluster: ClusterStatus, invitation: Invitation }} props
  */
-export function AddMachine({ refusal }) {
-  const [invitation, setInvitation] = useState(/** @type {JoinCommands | null} */ (null));
-  const [problem, setProblem] = useState("");
-  const [isBusy, setBusy] = useState(false);
-  const invite = async () => {
-    setBusy(true);
-    setProblem("");
-    try {
-      setInvitation(await (await request("cluster/invite", { body: {} })).json());
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      setProblem(error.message);
-    } finally {
-      setBusy(false);
-    }
-  };
+export function AddMachine({ cluster, invitation }) {
+  const show = (/** @type {string[]} */ commands) => html`<${Commands} commands=${commands} />`;
   return html`<section class="panel add-machine" aria-label="Add a machine">
     <header><h2>Add a machine</h2></header>
     ${
-      refusal
-        ? html`<p class="muted">${withCommands(refusal)}</p>`
+      cluster.join_refusal
+        ? html`<p>
+              This server uses one machine alone. Others can join after a restart. Chats and downloaded models stay.
+              Stop it with Ctrl+C, then run:
+            </p>
+            <${Command} command=${startCommand(cluster, { nodes: 2 })} />
+            <p class="muted">Add the other options with which it was started.</p>`
         : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
-            <p>
-              <button type="button" disabled=${isBusy} onClick=${onSingleClick(invite)}>
-                ${invitation ? "Make another command" : "Make a join command"}
-              </button>
-            </p>`
+            <${Invite} invitation=${invitation} cluster=${cluster} show=${show} />`
     }
-    ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
-    ${invitation && html`<${Commands} invitation=${invitation} />`}
   </section>`;
 }
 
@@ -60,7 +47,7 @@ export function OtherDevices({ urls }) {
     ${
       url
         ? html`<div class="invitation">
-            <${QrPicture} text=${url} label="QR code of the address" />
+            <${QrPicture} text=${url} label="QR code of the address" caption="The address as a QR code" />
             <div class="grow">
               <p>
                 Scan the code, or type an address. The phone must be in the same network. If the server asks for an
@@ -74,24 +61,21 @@ export function OtherDevices({ urls }) {
   </section>`;
 }
 
-/**
- * Return a sentence of the server with its commands, which are between backticks, as code.
- * @param {string} sentence
- */
-function withCommands(sentence) {
-  return sentence.split("`").map((part, place) => (place % 2 ? html`<code>${part}</code>` : part));
-}
-
-/** @param {{ invitation: JoinCommands }} props */
-function Commands({ invitation: { commands, expires_in_s: lifeS } }) {
+/** @param {{ commands: string[] }} props */
+function Commands({ commands }) {
   const [chosen, setChosen] = useState(0);
   const command = commands[chosen] ?? commands[0] ?? "";
   return html`<div class="invitation">
-    <${QrPicture} text=${command} label="QR code of the command" />
+    <${QrPicture} text=${command} label="QR code of the command" caption="The command as a QR code" />
     <div class="grow">
-      <p>Run this on the other machine. It works once, for ${duration(lifeS)}. Keep it secret until then.</p>
       <${Choices} name="command" texts=${commands} chosen=${chosen} onChoose=${setChosen} />
-      ${commands.length > 1 && html`<p class="muted">Use one whose address the other machine can reach.</p>`}
+      ${
+        commands.length > 1 &&
+        html`<p class="muted">
+          They differ in this machine's address. Use one that <code>ping</code> reaches from there: often the one that
+          begins like that machine's own address. The marked one is the QR code.
+        </p>`
+      }
     </div>
   </div>`;
 }
@@ -113,14 +97,14 @@ function Choices({ name, texts, chosen, onChoose }) {
           onChange=${() => onChoose(place)}
         />`
       }
-      <code class="grow">${each}</code>
+      <code class="grow">${unbroken(each)}</code>
       <${CopyButton} text=${() => each} what=${`${name} ${place + 1}`} />
     </div>`,
   );
 }
 
-/** @param {{ text: string, label: string }} props */
-function QrPicture({ text, label }) {
+/** @param {{ text: string, label: string, caption: string }} props */
+function QrPicture({ text, label, caption }) {
   const [squares, setSquares] = useState(/** @type {boolean[][]} */ ([]));
   useEffect(() => {
     let isCurrent = true;
@@ -134,10 +118,13 @@ function QrPicture({ text, label }) {
   }, [text]);
   if (!squares.length) return null;
   const size = squares.length + 2 * MARGIN;
-  return html`<svg class="qr" viewBox="0 0 ${size} ${size}" role="img" aria-label=${label}>
-    <rect width=${size} height=${size} fill="#fff" />
-    <path fill="#000" d=${squaresPath(squares)} />
-  </svg>`;
+  return html`<figure>
+    <svg class="qr" viewBox="0 0 ${size} ${size}" role="img" aria-label=${label}>
+      <rect width=${size} height=${size} fill="#fff" />
+      <path fill="#000" d=${squaresPath(squares)} />
+    </svg>
+    <figcaption class="muted">${caption}</figcaption>
+  </figure>`;
 }
 
 /**

@@ -1,13 +1,14 @@
 // The cluster view.
 
 /** @import { Snapshot } from "../live.js" */
-/** @import { Status } from "../status.js" */
+/** @typedef {import("preact").ComponentChildren} Children */
+/** @import { Invitation } from "./invitation.js" */
 /** @import { ClusterState } from "../types.js" */
 
 import { Notice } from "../components.js";
 import { bytes, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
-import { html } from "../vendor/preact.js";
+import { html, useState } from "../vendor/preact.js";
 import { AddMachine, OtherDevices } from "./add-machine.js";
 import { Cache, prefixHitRate } from "./cache.js";
 import { Charts, totalPace } from "./charts.js";
@@ -19,9 +20,10 @@ import { WhatIf } from "./what-if.js";
 
 /**
  * Render the cluster view.
- * @param {{ now: Snapshot, status: Status, theme: string }} props
+ * @param {{ now: Snapshot, notices: Children, theme: string, invitation: Invitation }} props
  */
-export function Cluster({ now: { state, points, lines }, status, theme }) {
+export function Cluster({ now: { state, points, lines }, notices, theme, invitation }) {
+  const [moved, setMoved] = useState("");
   if (state === null) {
     return html`<div class="cluster"><p class="muted waiting">Waiting for the server.</p></div>`;
   }
@@ -29,7 +31,13 @@ export function Cluster({ now: { state, points, lines }, status, theme }) {
   const names = nodeNames(cluster);
   const hasSeveralModels = cluster.models.length > 1;
   return html`<div class="cluster">
-    ${status.notices.map(({ tone, text }) => html`<${Notice} key=${text} tone=${tone}>${text}</${Notice}>`)}
+    ${notices}
+    ${
+      moved &&
+      html`<${Notice}
+        action=${html`<button type="button" class="quiet" onClick=${() => setMoved("")}>Dismiss</button>`}
+      >${moved}</${Notice}>`
+    }
     <${Summary} state=${state} />
     ${cluster.instances.length === 0 && html`<section class="panel"><p class="muted">No model is loaded.</p></section>`}
     ${cluster.instances.map(
@@ -40,11 +48,12 @@ export function Cluster({ now: { state, points, lines }, status, theme }) {
         cache=${cache}
         pace=${pace[instance.name]}
         names=${names}
+        onMoved=${setMoved}
       />`,
     )}
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
-    <${Machines} cluster=${cluster} names=${names} />
-    <${AddMachine} refusal=${cluster.join_refusal} />
+    <${Machines} cluster=${cluster} names=${names} onMoved=${setMoved} />
+    <${AddMachine} cluster=${cluster} invitation=${invitation} />
     <${OtherDevices} urls=${cluster.urls} />
     <${WhatIf} />
     <div class="halves">

@@ -1,11 +1,12 @@
 // The machines, what their memory is used for, and the links between them.
 
 /** @import { ClusterStatus, DeviceStatus, EnergyStatus, LinkStatus, NodeMemory, NodeStatus } from "../types.js" */
-/** @import { ProfileStatus, YieldingStatus } from "../types.js" */
+/** @import { ProfileStatus, ProposalStatus, YieldingStatus } from "../types.js" */
 
-import { Bar, Facts, Legend, stageFill } from "../components.js";
-import { bytes, counted, figures, rate } from "../format.js";
+import { Bar, Facts, Legend, stageFill, withCommands } from "../components.js";
+import { bytes, counted, duration, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
+import { explain, MoveButton } from "./proposal.js";
 
 /** @type {Record<NodeStatus["state"], string>} */
 const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined", drained: "drained" };
@@ -13,13 +14,16 @@ const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined"
 /** @type {Record<EnergyStatus["part"], string>} */
 const PARTS = { cpu: "CPU", gpu: "GPU", memory: "memory" };
 
+/** Begin of the plan's remark with the times of a request on one machine and on all. */
+const ONE_MACHINE = "One machine alone is fastest";
+
 /** @typedef {Map<string, string>} Names of nodes, by id */
 
 /**
  * Render the panel of machines.
- * @param {{ cluster: ClusterStatus, names: Names }} props
+ * @param {{ cluster: ClusterStatus, names: Names, onMoved: (text: string) => void }} props
  */
-export function Machines({ cluster, names }) {
+export function Machines({ cluster, names, onMoved }) {
   return html`<section class="panel" aria-label="Machines">
     <header>
       <h2>Machines</h2>
@@ -27,7 +31,13 @@ export function Machines({ cluster, names }) {
     </header>
     <div class="machines">
       ${cluster.nodes.map(
-        (node) => html`<${Machine} key=${node.id} node=${node} cluster=${cluster} name=${names.get(node.id)} />`,
+        (node) => html`<${Machine}
+          key=${node.id}
+          node=${node}
+          cluster=${cluster}
+          name=${names.get(node.id)}
+          onMoved=${onMoved}
+        />`,
       )}
     </div>
     <${Legend}
@@ -46,7 +56,7 @@ function countActive({ devices, nodes }) {
   const active = devices.filter((device) => device.alive).length;
   const total = active === devices.length ? "" : ` of ${devices.length}`;
   const machines = nodes.filter((node) => node.state !== "gone").length;
-  return `${active}${total} ${devices.length === 1 ? "device" : "devices"} active on ${counted(machines, "machine")}`;
+  return `${active}${total} ${devices.length === 1 ? "worker" : "workers"} active on ${counted(machines, "machine")}`;
 }
 
 /**
@@ -57,8 +67,8 @@ export function describeEnergy({ joules_per_token: joules }) {
   return joules === null ? "" : `${figures(joules)} J per generated token`;
 }
 
-/** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string }} props */
-function Machine({ node, cluster, name }) {
+/** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string, onMoved: (text: string) => void }} props */
+function Machine({ node, cluster, name, onMoved }) {
   const { memory, reason, state } = node;
   const power = describePower(node.energy);
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
@@ -70,6 +80,12 @@ function Machine({ node, cluster, name }) {
     <p>${describeHardware(node, workers)}</p>
     <p>${describeRole(node, workers)}</p>
     ${reason && html`<p>${reason}</p>`}
+    ${whyUnused(node, cluster, name).map(
+      ({ text, proposal }) => html`<div key=${text} class="unused">
+        <p>${withCommands(text)}</p>
+        ${proposal && html`<${MoveButton} proposal=${proposal} onMoved=${onMoved} />`}
+      </div>`,
+    )}
     ${node.yielding && html`<p class="state busy">${describeYielding(node.yielding)}</p>`}
     <${Memory} memory=${memory} workers=${workers} name=${name} />
     ${power && html`<p class="muted">${power}</p>`}
@@ -128,6 +144,43 @@ function layerRanges(workers) {
     else ranges.push([start, end]);
   }
   return ranges.map(([start = 0, end = 0]) => (end - start > 1 ? `layers ${start} to ${end - 1}` : `layer ${start}`));
+}
+
+/**
+ * Return why each loaded model does not use a connected machine, and the proposal that would change it.
+ * @param {NodeStatus} node
+ * @param {Pick<ClusterStatus, "instances" | "proposals">} cluster
+ * @param {string} name
+ * @returns {{ text: string, proposal: ProposalStatus | null }[]}
+ */
+export function whyUnused(node, { instances, proposals }, name) {
+  if (node.state !== "attending") return [];
+  /** @type {(model: string) => { text: string, proposal: ProposalStatus | null }[]} */
+  const describe = (model) => {
+    const own = instances.filter((each) => each.model === model);
+    if (own.some(({ name: instance }) => node.stages.some((stage) => stage.startsWith(`${instance}/`)))) return [];
+    if (own.every(({ state }) => state === "loading")) return [];
+    const proposal = proposals.find((each) => each.model === model);
+    const isIn = proposal?.planned.stages.some(({ nodes }) => nodes.includes(node.id) || nodes.includes(name));
+    if (proposal && isIn) {
+      const { title, details } = explain(proposal);
+      const { loaded, planned } = proposal;
+      const before = loaded ? `, instead of ${duration(loaded.request_s)}` : "";
+      const times = ` A request then takes ${duration(planned.request_s)}${before}.`;
+      return [{ text: `Not used by ${model} yet. ${title} ${details}${times}`, proposal }];
+    }
+    const left = own.flatMap((each) => each.left_out).find((each) => each.node === node.id || each.node === name);
+    const speed = own[0]?.stream?.predicted_tokens_per_s;
+    // The plan compares the times of a request on one machine and on all, where that is why it leaves others out.
+    const compared = left && own[0]?.remarks.find((remark) => remark.startsWith(ONE_MACHINE));
+    const predicted = speed ? `Predicted without it: ${figures(speed)} tokens/s.` : "";
+    const now = compared ? ` ${compared.replace(/\.( .*)?$/, "")}.` : predicted && ` ${predicted}`;
+    const text = left
+      ? `Not used by ${model}: ${left.why}.${now}`
+      : `Not used by ${model}: it joined after ${model} was loaded, and no faster split with it is known yet.${now}`;
+    return [{ text, proposal: null }];
+  };
+  return [...new Set(instances.map(({ model }) => model))].flatMap(describe);
 }
 
 /** @param {{ node: NodeStatus, workers: DeviceStatus[] }} props */

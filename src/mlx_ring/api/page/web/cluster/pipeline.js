@@ -4,7 +4,7 @@
 /** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus } from "../types.js" */
 /** @import { StageShares, StageStatus } from "../types.js" */
 
-import { Legend, stageColour, stageFill } from "../components.js";
+import { Legend, stageColour, stageFill, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
 import { Proposal } from "./proposal.js";
@@ -37,10 +37,11 @@ const TIME_LEGEND = [
 /**
  * Render an instance.
  * @param {{
- *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStatistics, pace: Rates | undefined, names: Names
+ *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStatistics, pace: Rates | undefined, names: Names,
+ *   onMoved: (text: string) => void
  * }} props
  */
-export function Pipeline({ instance, cluster, cache, pace, names }) {
+export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
   const { name, model, state, reason, stages } = instance;
   const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
   // While another instance is loaded beside it, the first one has the proposal.
@@ -58,7 +59,7 @@ export function Pipeline({ instance, cluster, cache, pace, names }) {
     </header>
     ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
     ${state !== "ready" && reason && html`<p>${reason}</p>`}
-    ${proposal && html`<${Proposal} proposal=${proposal} />`}
+    ${proposal && html`<${Proposal} proposal=${proposal} onMoved=${onMoved} />`}
     <${Layers} stages=${stages} />
     <div class="flow">
       ${stages.map((stage, place) => {
@@ -194,5 +195,5 @@ function Remarks({ instance: { stream, promise, left_out: leftOut, remarks } }) 
   }
   lines.push(...leftOut.map(({ node, why }) => `${node} has no layers: ${why}`), ...remarks);
   if (!lines.length) return null;
-  return html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${line}</li>`)}</ul>`;
+  return html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${withCommands(line)}</li>`)}</ul>`;
 }

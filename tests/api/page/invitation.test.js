@@ -1,0 +1,64 @@
+import assert from "node:assert/strict";
+import { mock, test } from "node:test";
+import { describeLife, Invitation, whatCame } from "../../../src/mlx_ring/api/page/web/cluster/invitation.js";
+import { startCommand } from "../../../src/mlx_ring/api/page/web/connection.js";
+import { setUpBrowser } from "./support.js";
+
+setUpBrowser();
+
+/** @param {string[]} connected @param {string[]} [absent] @returns {any} */
+const cluster = (connected, absent = []) => ({
+  nodes: connected.map((id) => ({ id, name: id, state: "attending" })),
+  absent_nodes: absent,
+});
+
+test("a command tells machines that are joining or have joined from those that were there before", async () => {
+  mock.method(globalThis, "fetch", async () => Response.json({ commands: ["join"], expires_in_s: 60 }));
+  const invitation = new Invitation();
+  assert.deepEqual(whatCame(invitation.now, cluster(["new"])), { joined: [], joining: [] });
+  await invitation.make(cluster(["head"], ["old"]));
+  assert.deepEqual([invitation.now.commands, invitation.now.isBusy], [["join"], false]);
+  assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["old"])), { joined: [], joining: [] });
+  assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["new", "old"])), { joined: [], joining: ["new"] });
+  assert.deepEqual(whatCame(invitation.now, cluster(["head", "new"], ["old"])), { joined: ["new"], joining: [] });
+});
+
+test("a refused command is a problem, and the former one stays", async () => {
+  const invitation = new Invitation();
+  mock.method(globalThis, "fetch", async () =>
+    Response.json({ error: { message: "Not from here." } }, { status: 403 }),
+  );
+  await invitation.make(cluster([]));
+  assert.deepEqual(
+    [invitation.now.problem, invitation.now.commands, invitation.now.isBusy],
+    ["Not from here.", [], false],
+  );
+});
+
+test("the life of a command counts down", () => {
+  const texts = [3_600_000, 119_000, 59_000, 0].map(describeLife);
+  assert.deepEqual(texts, [
+    "It works once, within 1 h 0 min. Keep it secret until then.",
+    "It works once, within 2 min. Keep it secret until then.",
+    "It works once, within less than a minute. Keep it secret until then.",
+    "This command has expired: make another one.",
+  ]);
+});
+
+test("the start command names the models, and what the page knows of the options", () => {
+  /** @type {any} */
+  const plain = { models: [{ model: "demo" }], urls: [], nodes: [], join_refusal: "One machine." };
+  assert.equal(startCommand(plain, { port: "8100", hasKey: false }), "mlx-ring serve demo");
+  /** @type {any} */
+  const full = {
+    models: [{ model: "org/m" }, { model: "my model" }],
+    urls: ["http://mini:9000"],
+    nodes: ["attending", "attending", "attending", "gone"].map((state) => ({ state })),
+    join_refusal: null,
+  };
+  assert.equal(
+    startCommand(full, { port: "9000", hasKey: true }),
+    "mlx-ring serve org/m 'my model' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
+  );
+  assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
+});

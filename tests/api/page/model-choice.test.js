@@ -1,0 +1,94 @@
+import assert from "node:assert/strict";
+import { mock, test } from "node:test";
+import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { findModel, isMissing, wantedModel } from "../../../src/mlx_ring/api/page/web/chat/model-choice.js";
+import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
+import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
+import { createStream, settle, setUpBrowser } from "./support.js";
+
+/** @type {any[]} */
+const MODELS = [
+  { id: "demo", aliases: ["d"] },
+  { id: "other", aliases: [] },
+];
+/** @param {any[]} messages @returns {any} */
+const chat = (...messages) => ({ id: "1", messages });
+const answered = (/** @type {string | null} */ model) => ({ ...EMPTY_ANSWER, end: "stop", model });
+
+test("a conversation keeps its model, also one that the server does not have any more, until another is chosen", () => {
+  const moe = chat(answered("other"), answered("demo-moe"));
+  assert.equal(wantedModel(moe, null, "other", MODELS), "demo-moe");
+  assert.equal(wantedModel(moe, { conversation: "1", model: "demo" }, "other", MODELS), "demo");
+  assert.equal(wantedModel(moe, { conversation: "2", model: "demo" }, "other", MODELS), "demo-moe");
+  assert.equal(wantedModel(chat(), null, "gone", MODELS), "gone");
+  assert.equal(wantedModel(chat(answered(null)), null, null, MODELS), "demo");
+  assert.equal(wantedModel(chat(), null, null, []), null);
+});
+
+test("a model is missing only if the server's list is known and lacks it under all names", () => {
+  assert.deepEqual(
+    ["demo", "d", "demo-moe", null].map((name) => isMissing(MODELS, name)),
+    [false, false, true, false],
+  );
+  assert.equal(isMissing([], "demo-moe"), false);
+  assert.equal(findModel(MODELS, "d")?.id, "demo");
+});
+
+/** @param {string} content @param {string | null} [end] */
+const event = (content, end = null) =>
+  `data: ${JSON.stringify({ id: "x", model: "demo", choices: [{ delta: { content }, finish_reason: end }] })}\n\n`;
+
+/** @param {any[]} messages stored in the open conversation */
+function openStore(messages) {
+  setUpBrowser();
+  Object.assign(globalThis, { requestAnimationFrame: setImmediate, cancelAnimationFrame: clearImmediate });
+  localStorage.setItem("mlx-ring.chats", JSON.stringify([{ id: "1", title: "t", at: 1, messages }]));
+  const stream = createStream();
+  const fetch = mock.method(globalThis, "fetch", async () => stream.response);
+  const body = () => JSON.parse(/** @type {any} */ (fetch.mock.calls.at(-1)).arguments[1].body);
+  return { store: new ChatStore(() => {}), stream, body };
+}
+
+const question = { role: "user", content: "Which?" };
+const cut = { ...EMPTY_ANSWER, content: "Half of", end: "cut", model: "demo" };
+const options = { model: "demo", parameters: { ...readParameters(), temperature: "2" } };
+/** @param {ChatStore} store */
+const contents = (store) => store.now.open.messages.map(({ content }) => content);
+
+test("a retry in the middle keeps the text until the new one begins, and the messages after it", async () => {
+  const { store, stream, body } = openStore([question, cut, question, cut]);
+  store.retry(1, options);
+  await settle();
+  assert.deepEqual(contents(store), ["Which?", "Half of", "Which?", "Half of"]);
+  assert.deepEqual(body().messages, [question]);
+  await stream.write(`${event("Whole", "stop")}data: [DONE]\n\n`);
+  await settle();
+  assert.deepEqual(contents(store), ["Which?", "Whole", "Which?", "Half of"]);
+  const { parameters, askedAt, end } = /** @type {any} */ (store.now.open.messages[1]);
+  assert.deepEqual([parameters, typeof askedAt, end], [{ temperature: 2 }, "number", "stop"]);
+});
+
+test("an answer continues where it was cut off", async () => {
+  const { store, stream, body } = openStore([question, cut]);
+  store.continue(options);
+  await settle();
+  assert.deepEqual(body().messages, [question, { role: "assistant", content: "Half of" }]);
+  assert.deepEqual([body().continue_final_message, body().add_generation_prompt], [true, false]);
+  await stream.write(`${event(" it", "stop")}data: [DONE]\n\n`);
+  await settle();
+  assert.deepEqual(contents(store), ["Which?", "Half of it"]);
+});
+
+test("a question that reached no server says so, and a retry without a server loses nothing", async () => {
+  const { store } = openStore([question, cut]);
+  mock.method(globalThis, "fetch", async () => {
+    throw new TypeError("Failed to fetch");
+  });
+  store.retry(1, options);
+  await settle();
+  assert.deepEqual(contents(store), ["Which?", "Half of"]);
+  assert.equal(/** @type {any} */ (store.now.open.messages[1]).end, "cut");
+  store.ask("And?", options);
+  await settle();
+  assert.equal(/** @type {any} */ (store.now.open.messages[3]).end, "unreached");
+});
