@@ -189,10 +189,10 @@ class Engine:
         """Requests that run or wait, the oldest first."""
         return [live for live in self._live.values() if not live.is_warm_up]
 
-    def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
-        """Compute the KV of tokens, and keep it in the prefix cache for a request that is about to be taken over."""
+    def warm_up(self, tokens: tuple[int, ...], owner: str = "") -> RequestStream:
+        """Compute the KV of tokens, and keep it in the prefix cache for a request of `owner` that is about to be taken over."""
         now = self._clock()
-        live = WarmUp(tokens, next(self._sequence_ids), self._limits, now, self._vocabulary, self)
+        live = WarmUp(tokens, owner, next(self._sequence_ids), self._limits, now, self._vocabulary, self)
         self._start(live)
         self._send_steps(now)
         return live.stream

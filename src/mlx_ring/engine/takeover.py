@@ -179,13 +179,14 @@ class WarmUp(LiveRequest):
     def __init__(
         self,
         tokens: tuple[int, ...],
+        owner: str,
         sequence_id: int,
         limits: Limits,
         now: float,
         vocabulary: Vocabulary,
         home: Home,
     ) -> None:
-        """Prepare to compute tokens, as `make_sequence` does.
+        """Prepare to compute tokens of a request of `owner`, as `make_sequence` does.
 
         Raises:
             ContextExceeded: they do not fit.
@@ -193,6 +194,7 @@ class WarmUp(LiveRequest):
         request = GenerateRequest("", tokens, SamplingParams(max_tokens=0))
         super().__init__(make_sequence(sequence_id, request, limits, now), vocabulary, home, None)
         self.sequence.longest_chunk = _WARM_UP_CHUNK
+        self.sequence.owner = owner
         self.is_first = False
 
     def put(
@@ -267,8 +269,8 @@ class Target(Protocol):
         """Moves of its KV."""
         ...
 
-    def warm_up(self, tokens: tuple[int, ...]) -> RequestStream:
-        """Compute the KV of tokens, and keep it for a request that is about to be taken over."""
+    def warm_up(self, tokens: tuple[int, ...], owner: str) -> RequestStream:
+        """Compute the KV of tokens, and keep it for a request of `owner` that is about to be taken over."""
         ...
 
     def take_over(self, lives: Iterable[LiveRequest]) -> None:
@@ -344,7 +346,7 @@ async def _bring(
         return moved.tokens
     known = tuple(live.sequence.tokens)
     try:
-        async with target.warm_up(known) as warming:
+        async with target.warm_up(known, live.sequence.owner) as warming:
             async for _ in warming:
                 pass
     except RingError:

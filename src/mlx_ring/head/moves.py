@@ -20,7 +20,7 @@ from mlx_ring.head.model import HostedModel, Ready
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import readable_names
 from mlx_ring.head.replica import Replica
-from mlx_ring.planner.replan import MoveWay
+from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Moves:
             if way != "after":
                 try:
                     return await self._change_stages(hosted, replica, why, may_pause=may_pause)
-                except PlanError as error:
+                except UnchangeableWorkers as error:
                     if not may_pause or replica.service.error is not None:
                         raise
                     why = f"{why} {error}".strip()

@@ -25,7 +25,7 @@ from mlx_ring.head.rank_placements import assign_all
 from mlx_ring.head.served_model import memory_for_weights
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.place import LoadedStages
-from mlx_ring.planner.replan import StageChange, stage_changes
+from mlx_ring.planner.replan import StageChange, UnchangeableWorkers, stage_changes
 from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
@@ -95,14 +95,15 @@ class Reshaping:
             may_pause: True if more may be loaded in the pause than the plan predicts.
 
         Raises:
-            PlanError: the plan is the present one, or its workers cannot change to it.
+            UnchangeableWorkers: its workers cannot change to it.
+            PlanError: the plan is the present one.
         """
         self._order, self._present, self._plan, self._shares = order, remains, plan, shares
         self._may_pause = may_pause
         self.placement = plan.placement
         before, after = _stages(remains.placement), _stages(plan.placement)
         if problem := why_only_whole(order.settings.link):
-            raise PlanError(problem)
+            raise UnchangeableWorkers(problem)
         if before == after:
             raise PlanError("The best plan for the machines as they are now is the present one.")
         model = profile_folder(order.served.folder, order.served.names[0])
@@ -140,8 +141,8 @@ class Reshaping:
             RingError: a machine could not. The present plan serves; the caller abandons this one.
         """
         started = time.monotonic()
-        self._reserve()
         try:
+            self._reserve()
             sites = sites_of(self.placement)
             new = [place for place, site in sites.items() if site.node not in self._pids]
             found = await together(

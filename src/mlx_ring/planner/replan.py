@@ -48,6 +48,10 @@ class Situation:
     """Reason why no worker may load a part of its next stage; empty if they may."""
 
 
+class UnchangeableWorkers(PlanError):
+    """Workers cannot change to another plan's stages, but the whole model can be loaded again."""
+
+
 MoveWay = Literal["beside", "ranges", "after"]
 
 
@@ -134,26 +138,28 @@ def stage_changes(
         planned: the plan's stages.
 
     Raises:
-        PlanError: workers that stay cannot change to this plan.
+        UnchangeableWorkers: workers that stay cannot change to this plan.
     """
     before, after = _by_node(loaded), _by_node(planned)
     if not any(_common(before.get(node), layers) for node, layers in after.items()):
-        raise PlanError("No machine would keep one of its layers, so the whole model is loaded again.")
+        raise UnchangeableWorkers(
+            "No machine would keep one of its layers, so the whole model is loaded again."
+        )
     if [layers for layers, _ in loaded] == [layers for layers, _ in planned] and any(
         before.get(node, layers) != layers for node, layers in after.items()
     ):
-        raise PlanError("Machines would exchange their stages, so the whole model is loaded again.")
+        raise UnchangeableWorkers("Machines would exchange their stages, so the whole model is loaded again.")
     tables, nodes = StageTables(model, request.demand), {node.name: node for node in cluster.nodes}
     return tuple(_change(tables, nodes[node], before.get(node), layers) for node, layers in after.items())
 
 
 def _by_node(stages: LoadedStages) -> dict[str, LayerRange]:
-    """Return the layers of each machine. Raises `PlanError` if machines share a stage, or one has several."""
+    """Return the layers of each machine. Raises `UnchangeableWorkers` if machines share a stage, or one has several."""
     if any(len(ranks) > 1 for _, ranks in stages):
-        raise PlanError("Machines share the layers of a stage, so the whole model is loaded again.")
+        raise UnchangeableWorkers("Machines share the layers of a stage, so the whole model is loaded again.")
     found = {node: layers for layers, ((node, _),) in stages}
     if len(found) < len(stages):
-        raise PlanError("One machine has several stages, so the whole model is loaded again.")
+        raise UnchangeableWorkers("One machine has several stages, so the whole model is loaded again.")
     return found
 
 

@@ -372,6 +372,7 @@ class StageHolder:
         if self._runner is not None:
             self._runner.relink(StageLinks(self._neighbours.inbox))
         self._built = self._runner = None
+        self._transfers.detach()
         self._weight_bytes = 0 if self._next.stage is None else self._next.stage.kept_bytes
         release_memory()
 
@@ -380,7 +381,7 @@ class StageHolder:
         stage.assignment.CopyFrom(assignment)
         built = stage.enter(opened)
         self._drop_present()
-        self._transfers.attach(built.store, assignment)
+        self._transfers.attach(built.store, assignment, built.model.cache_numbers)
         built.runner.use_transfers(self._transfers)
         self._request, self._kept, self._next.stage, self._expected = stage.request, (), None, None
         self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv

@@ -127,7 +127,7 @@ class WorkerServer(StageHolder):
                 loss_recorder=self._neighbours.loss_recorder,
                 disk_settings=self._identity.disk,
             )
-            self._transfers.attach(built.store, request.assignment)
+            self._transfers.attach(built.store, request.assignment, built.model.cache_numbers)
             built.runner.use_transfers(self._transfers)
             self._built, self._runner, self._dtype, self._kv = built, built.runner, built.dtype, built.kv
             self._sends, self._grammars = built.sends, built.grammars
@@ -203,7 +203,7 @@ class WorkerServer(StageHolder):
                     case "fetch":
                         self._fetch(stream, request.fetch)
                     case "export":
-                        self._jobs.put(partial(self._transfers.export, request.export))
+                        self._jobs.put(partial(self._export, stream, request.export))
                     case "prepare":
                         self._prepare(stream, request.prepare)
                     case "drop_grammar":
@@ -225,10 +225,15 @@ class WorkerServer(StageHolder):
             self._transfers.fetch(
                 wanted, lambda blocks, problem: stream.put_fetched(wanted.id, blocks, problem=problem)
             )
-        elif self._built is None or self._built.disk is None or stream is not self._stream:
+        elif (built := self._built) is None or built.disk is None or stream is not self._stream:
             stream.put_fetched(wanted.id, 0)
         else:
-            self._built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
+            built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
+
+    def _export(self, stream: StepStream, export: worker_pb2.ExportKv) -> None:
+        """Let others read KV, unless another head has taken over. Runs on the compute thread, after the earlier steps."""
+        if stream is self._stream:
+            self._transfers.export(export)
 
     def read_kv(self, request: worker_pb2.ReadKvRequest, context: grpc.ServicerContext) -> Iterator[Frame]:
         """Send KV to a worker of another instance that the head has named."""
@@ -268,7 +273,7 @@ class WorkerServer(StageHolder):
     ) -> worker_pb2.WorkerStatus:
         """Report state and sizes without the compute thread, so that a long step does not look like a dead worker."""
         self._access.revoke(request.revoked)
-        runner = self._runner
+        runner, built = self._runner, self._built
         memory, left = device_memory()
         return worker_pb2.WorkerStatus(
             hello=self.hello(self._head),
@@ -282,7 +287,7 @@ class WorkerServer(StageHolder):
             dtype=self._dtype,
             blas=self._identity.blas,
             kernels=self._identity.kernels,
-            cpu_weights=self._built.cpu_weights if self._built else "",
+            cpu_weights=built.cpu_weights if built else "",
             last_step=runner.last_step if runner else 0,
             sequences=runner.num_sequences if runner else 0,
             pid=os.getpid(),

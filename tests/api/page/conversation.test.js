@@ -65,7 +65,7 @@ describe("an answer that is requested again", () => {
 
   test("shows why the server refused, below the former text", () => {
     const { content, end, problem } = joinAnswers({ ...none, end: "error", problem: "Too long." }, before, false);
-    assert.deepEqual([content, end, problem], ["Half of", "error", "Too long."]);
+    assert.deepEqual([content, end, problem], ["Half of", "cut", "Too long."]);
   });
 
   test("is followed by the new text if the model continues it", () => {

@@ -17,12 +17,19 @@ const answered = (/** @type {string | null} */ model) => ({ ...EMPTY_ANSWER, end
 
 test("a conversation keeps its model, also one that the server does not have any more, until another is chosen", () => {
   const moe = chat(answered("other"), answered("demo-moe"));
-  assert.equal(wantedModel(moe, null, "other", MODELS), "demo-moe");
-  assert.equal(wantedModel(moe, { conversation: "1", model: "demo" }, "other", MODELS), "demo");
-  assert.equal(wantedModel(moe, { conversation: "2", model: "demo" }, "other", MODELS), "demo-moe");
-  assert.equal(wantedModel(chat(), null, "gone", MODELS), "gone");
-  assert.equal(wantedModel(chat(answered(null)), null, null, MODELS), "demo");
-  assert.equal(wantedModel(chat(), null, null, []), null);
+  const none = new Map();
+  assert.equal(wantedModel(moe, none, "other", MODELS), "demo-moe");
+  assert.equal(wantedModel(moe, new Map([["1", "demo"]]), "other", MODELS), "demo");
+  const picks = new Map([
+    ["1", "other"],
+    ["2", "demo"],
+  ]);
+  assert.equal(wantedModel(moe, picks, "other", MODELS), "other");
+  assert.equal(wantedModel(chat(), none, "gone", []), "gone");
+  assert.equal(wantedModel(chat(), none, "gone", MODELS), "demo");
+  assert.equal(wantedModel(chat(), none, "other", MODELS), "other");
+  assert.equal(wantedModel(chat(answered(null)), none, null, MODELS), "demo");
+  assert.equal(wantedModel(chat(), none, null, []), null);
 });
 
 test("a model is missing only if the server's list is known and lacks it under all names", () => {

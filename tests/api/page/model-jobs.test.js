@@ -282,6 +282,7 @@ test("a verdict says whether a model is of use in a chat", () => {
     "runs well here",
   ]);
   assert.equal(loadableName("Qwen3-0.6B 4-bit"), "qwen3-0.6b-4-bit");
+  assert.equal(loadableName("Kimi-K2.6 INT4 and BF16"), null);
 });
 
 test("a new action forgets problems, but no job that runs; names that a refusal suggests can be used", async () => {

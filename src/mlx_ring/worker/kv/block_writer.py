@@ -26,7 +26,6 @@ from mlx_ring.worker.kv.block_files import (
     BlockFile,
     Content,
     DailyBytes,
-    files_in,
     make_room,
     remove_others,
     write_layers,
@@ -42,6 +41,8 @@ _SCAN_SHARE = 0.02
 """Share of the limit after whose writing the folder is measured again: other workers write there too."""
 _DAILY_SHARE = 5
 """Bytes that may be written in a day, as a multiple of the limit."""
+_MOST_LISTED = 4096
+"""Places whose last short block is remembered."""
 _LISTED = "block"
 """Name of the file of a listed block."""
 _LIST_MAGIC = b"mlx-ring KV list 2\n"
@@ -60,6 +61,8 @@ class BlockWriter:
         self._pending_bytes = 0
         self._unmeasured = math.inf
         """Bytes that this worker has written since it measured the folder."""
+        self._listed: dict[bytes, bytes] = {}
+        """Short blocks that were listed last, by their place."""
         self._complaint = ""
         """Last problem, which is not repeated."""
 
@@ -149,33 +152,51 @@ class BlockWriter:
 
     # ---- listed blocks
 
-    def list_block(self, listed: step_pb2.ListedBlock, size: int, files: Sequence[BlockFile]) -> None:
+    def list_block(
+        self,
+        listed: step_pb2.ListedBlock,
+        size: int,
+        files: Sequence[BlockFile],
+        is_whole: Callable[[bytes], bool],
+    ) -> None:
         """List a block once it is written, in place of the one there. That is removed if it is a short one.
 
         Args:
             listed: the block.
             size: tokens of a full block.
             files: the files that this rank writes of each block.
+            is_whole: tells by a block's digest whether it has all that this rank needs.
         """
-        self._thread.submit(self._list, listed, size, files)
+        self._thread.submit(self._list, listed, size, files, is_whole)
 
-    def _list(self, listed: step_pb2.ListedBlock, size: int, files: Sequence[BlockFile]) -> None:
-        if not files_in(self.path(listed.digest)):
+    def _list(
+        self,
+        listed: step_pb2.ListedBlock,
+        size: int,
+        files: Sequence[BlockFile],
+        is_whole: Callable[[bytes], bool],
+    ) -> None:
+        if not is_whole(listed.digest):
             return
-        before = self.read_listed(listed.place)
+        before, mine = self.read_listed(listed.place), self._listed.pop(listed.place, None)
         if before is None or before.digest != listed.digest:
             content = ListedTokens(listed.digest, tuple(listed.tokens)).encode()
             self._replace(self.path(listed.place), _LISTED, lambda file: file.write(content), len(content))
-            if before is not None and len(before.tokens) < size:
-                self._remove(before.digest, files)
+        if len(listed.tokens) < size:
+            self._listed[listed.place] = listed.digest
+            if len(self._listed) > _MOST_LISTED:
+                del self._listed[next(iter(self._listed))]
+        # Another rank of this folder may have listed the block, and removed only its own files of the one before.
+        is_short = before is not None and len(before.tokens) < size
+        for digest in {mine, before.digest if before is not None and is_short else None}:
+            if digest is not None and digest != listed.digest:
+                self._remove(digest, files)
 
     def _remove(self, digest: bytes, files: Sequence[BlockFile]) -> None:
-        """Remove what a block has of these files' layers, and its folder after the last rank did so."""
-        layers = {layer for file in files for layer in range(file.layers.start, file.layers.end)}
+        """Remove these files of a block, and its folder after the last rank did so."""
         with contextlib.suppress(OSError):
-            for file in files_in(self.path(digest)):
-                if any(map(file.has, layers)):
-                    (self.path(digest) / file.name).unlink(missing_ok=True)
+            for file in files:
+                (self.path(digest) / file.name).unlink(missing_ok=True)
             self.path(digest).rmdir()
 
     def read_listed(self, place: bytes) -> ListedTokens | None:

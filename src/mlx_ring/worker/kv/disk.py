@@ -137,7 +137,7 @@ class KvDisk:
             block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
             self._writer.write(digests[number], self._own(kind), block)
         for listed in save.listed:
-            self._writer.list_block(listed, size, [self._own(kind) for kind in self._kinds])
+            self._writer.list_block(listed, size, [self._own(kind) for kind in self._kinds], self._is_whole)
         self._writer.touch([*digests, *(listed.place for listed in save.listed)])
 
     def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
@@ -168,6 +168,10 @@ class KvDisk:
             if not self._is_saved(digests[number], kind) and is_held(kind, number)
         ]
 
+    def _is_whole(self, digest: bytes) -> bool:
+        """Report whether a block's files have all that this rank needs."""
+        return all(self._is_saved(digest, kind) for kind in self._kinds)
+
     def _is_saved(self, digest: bytes, kind: Kind) -> bool:
         """Report whether a block's files have all that this rank has of a kind."""
         path = self._writer.path(digest)
@@ -188,12 +192,15 @@ class KvDisk:
         if reads >= _MOST_FETCHES and not wanted.only_looks:
             self._answer(wanted.id, fetch)
         else:
-            self._reader.submit(self._read, wanted, fetch)
+            # From now on: one that hangs may keep the thread busy.
+            timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
+            timer.daemon = True
+            timer.start()
+            self._reader.submit(self._read, wanted, fetch, timer)
 
-    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch) -> None:
-        timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
-        timer.daemon = True
-        timer.start()
+    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch, timer: threading.Timer) -> None:
+        if fetch.is_answered:
+            return
         digests, began = list(wanted.blocks.digests), time.monotonic()
         try:
             if fetch.only_looks:
@@ -324,6 +331,8 @@ class KvDisk:
         try:
             with path.open("rb") as opened:
                 return read_layers(opened, file.layers, wanted)
+        except FileNotFoundError:
+            pass  # it was removed meanwhile, to make room
         except OSError as error:
             self._writer.complain(f"KV cannot be read from {path}: {error.strerror or error}")
         except ValueError as error:

@@ -96,6 +96,8 @@ class KvTransfers:
         self._on_compute, self._trust = on_compute, trust
         self._kv: KVStore | None = None
         self._layers, self._place, self._model_digest = range(0), (0, 0), ""
+        self._unmovable = ""
+        """Reason why nothing can be moved from or to the stage; empty if it can."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._exports: dict[str, _Export] = {}
@@ -105,10 +107,19 @@ class KvTransfers:
         """Channels by address and node."""
         self._threads: ThreadPoolExecutor | None = None
 
-    def attach(self, kv: KVStore, assignment: worker_pb2.StageAssignment) -> None:
-        """Serve the keys and values of a loaded stage."""
+    def attach(
+        self, kv: KVStore, assignment: worker_pb2.StageAssignment, caches: Sequence[int] | None = None
+    ) -> None:
+        """Serve the keys and values of a loaded stage; `caches` are the numbers of its caches, one for each layer if None."""
         self._kv, self._layers = kv, range(assignment.first_layer, assignment.end_layer)
+        is_usual = caches is None or [*caches] == [*self._layers]
+        self._unmovable = "" if is_usual else "the model does not have one cache for each layer"
         self._place, self._model_digest = (assignment.stage, assignment.rank), assignment.model_digest
+
+    def detach(self) -> None:
+        """Serve nothing any more: the stage is dropped, and its memory is to be freed."""
+        self.reset()
+        self._kv, self._layers = None, range(0)
 
     def reset(self) -> None:
         """Forget everything for a new head, or because all sequences are freed."""
@@ -190,6 +201,8 @@ class KvTransfers:
         """Return the store, and the numbers of the requested layers in it."""
         if self._kv is None:
             raise NotReady("This worker has not loaded a stage yet.")
+        if self._unmovable:
+            raise ProtocolError(f"KV cannot be moved: {self._unmovable}.")
         if request.model_digest != self._model_digest:
             raise ProtocolError("The reader serves another model.")
         wanted = range(request.first_layer, request.end_layer)
@@ -241,6 +254,8 @@ class KvTransfers:
         """Return the reason why a fetch cannot be read; empty if it can."""
         if self._kv is None:
             return "this worker has not loaded a stage yet"
+        if self._unmovable:
+            return self._unmovable
         given = [layer for each in sources for layer in range(each.first_layer, each.end_layer)]
         if sorted(given) != [*self._layers] or wanted.start >= wanted.end:
             return f"the sources have layers {sorted(given)}, tokens [{wanted.start}, {wanted.end})"

@@ -113,7 +113,7 @@ function StatusNotices({ status, now, tones }) {
 function chatWith(model) {
   storeModel(model);
   if (chats.now.open.messages.length) chats.startNew();
-  chats.pick = { conversation: chats.now.open.id, model };
+  chats.picks.set(chats.now.open.id, model);
   location.hash = "#chat";
 }
 

@@ -57,11 +57,12 @@ export function verdict({ fits, tokens_per_s: speed = 0, first_token_s: first = 
 }
 
 /**
- * Return the name with which the server finds a popular model: "Qwen3-0.6B 4-bit" gives "qwen3-0.6b-4-bit".
+ * Return the name with which the server finds a popular model: "Qwen3-0.6B 4-bit" gives "qwen3-0.6b-4-bit". Null for one
+ * with several number formats, which has no such name.
  * @param {string} label
  */
 export function loadableName(label) {
-  return label.toLowerCase().replaceAll(" ", "-");
+  return label.includes(" and ") ? null : label.toLowerCase().replaceAll(" ", "-");
 }
 
 /**
@@ -96,20 +97,24 @@ export function Recommendations({ load }) {
     ${
       fitting.length > 0 &&
       html`<ul>
-        ${fitting.map(
-          (outcome) => html`<li key=${outcome.model}>
+        ${fitting.map((outcome) => {
+          const name = loadableName(outcome.model);
+          return html`<li key=${outcome.model}>
             <span class="grow">
               <span class="name">${outcome.model}</span>
               <span class="muted">${describeSpeeds(outcome)}</span>
             </span>
             <b class="verdict">${verdict(outcome)}</b>
-            <button
-              type="button"
-              aria-label=${`Load ${outcome.model}`}
-              onClick=${onSingleClick(() => load(loadableName(outcome.model)))}
-            >Load</button>
-          </li>`,
-        )}
+            ${
+              name !== null &&
+              html`<button
+                type="button"
+                aria-label=${`Load ${outcome.model}`}
+                onClick=${onSingleClick(() => load(name))}
+              >Load</button>`
+            }
+          </li>`;
+        })}
       </ul>`
     }
   </div>`;

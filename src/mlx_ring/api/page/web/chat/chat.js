@@ -41,12 +41,12 @@ export function Chat({ chats, live, models, jobs, notices }) {
 
   const isOffline = live.connection === "lost";
   const onDisk = useDiskNames(live.connection === "open", models.map(({ id }) => id).join("\n"));
-  const wanted = wantedModel(now.open, chats.pick, stored, models);
+  const wanted = wantedModel(now.open, chats.picks, stored, models);
   const model = findModel(models, wanted);
   const options = { model: model?.id ?? wanted, parameters: supportedParameters(parameters, model) };
   const setModel = (/** @type {string} */ id) => {
     storeModel(id);
-    chats.pick = { conversation: now.open.id, model: id };
+    chats.picks.set(now.open.id, id);
     // A new value renders the choice again, also if the stored one is the same.
     setStored(id);
     setPicks((count) => count + 1);

@@ -162,9 +162,9 @@ export function joinAnswers(answer, before, continues) {
   }
   if (hasText(answer)) return answer;
   const { content, reasoning, calls, figures, model } = before;
-  // An end without a new text leaves the former answer as it was; a refusal is shown below it.
-  const end = answer.end === null || answer.end === "error" ? answer.end : before.end;
+  // An end without a new text leaves the former answer as it was.
   const isKept = answer.end === null;
+  const end = isKept ? answer.end : before.end;
   return { ...answer, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
 }
 

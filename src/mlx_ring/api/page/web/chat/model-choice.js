@@ -11,7 +11,7 @@ import { isAnswer } from "./conversation.js";
 
 const STORED_MODEL = "mlx-ring.model";
 
-/** Model that a person chose for a conversation. @typedef {{ conversation: string, model: string }} Pick */
+/** Models that a person chose, by conversation. @typedef {Map<string, string>} Picks */
 
 /** Return the model that this browser chose last, or null. */
 export function readModel() {
@@ -26,18 +26,20 @@ export function storeModel(id) {
 
 /**
  * Return the name of the model that a conversation wants: the one chosen for it, else that of its last answer, else the
- * one chosen last, else the server's first. It may be one that the server does not have any more.
+ * one chosen last if the server has it, else the server's first. It may be one that the server does not have any more.
  * @param {Conversation} conversation
- * @param {Pick | null} pick
+ * @param {Picks} picks
  * @param {string | null} stored
  * @param {ChatModel[]} models
  * @returns {string | null}
  */
-export function wantedModel({ id, messages }, pick, stored, models) {
-  if (pick?.conversation === id) return pick.model;
+export function wantedModel({ id, messages }, picks, stored, models) {
+  const picked = picks.get(id);
+  if (picked !== undefined) return picked;
   const answer = messages.findLast((message) => isAnswer(message) && message.model);
   const answered = answer && isAnswer(answer) ? answer.model : null;
-  return answered ?? stored ?? models[0]?.id ?? null;
+  const usual = models.length === 0 || findModel(models, stored) ? stored : null;
+  return answered ?? usual ?? models[0]?.id ?? null;
 }
 
 /**

@@ -2,7 +2,7 @@
 
 /** @import { ToolCall } from "./completion.js" */
 /** @import { AnswerMessage, Conversation, Message } from "./conversation.js" */
-/** @import { Pick } from "./model-choice.js" */
+/** @import { Picks } from "./model-choice.js" */
 /** @import { Parameters } from "./parameters.js" */
 
 import { ApiError } from "../api.js";
@@ -53,8 +53,8 @@ const FIRST_TRY = { before: null, later: [], continues: false };
 export class ChatStore {
   /** Text in the composer that was not sent yet. */
   draft = "";
-  /** Model chosen for a conversation that it has not answered in yet. @type {Pick | null} */
-  pick = null;
+  /** Models that were chosen for conversations. @type {Picks} */
+  picks = new Map();
   /** @type {ChatState} */
   now;
   /** @type {Set<(now: ChatState) => void>} */
