@@ -179,7 +179,7 @@ class WorkerPipeline:
         for disk, store in self._disks(folder):
             answers: SimpleQueue[int] = SimpleQueue()
             disk.fetch(
-                worker_pb2.FetchKv(id=1, blocks=blocks), lambda found, _, answers=answers: answers.put(found)
+                worker_pb2.FetchKv(id=1, blocks=blocks), lambda found, *_, answers=answers: answers.put(found)
             )
             if answers.get(timeout=60) * BLOCK != length:
                 return False

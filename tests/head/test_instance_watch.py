@@ -99,11 +99,14 @@ def test_broken_link_has_no_better_reason_if_the_workers_at_its_ends_run(
     assert asyncio.run(run()) == are_alive
 
 
-def test_every_field_of_the_policy_except_steps_ahead_is_a_setting() -> None:
+def test_fields_of_the_policy_are_settings_or_follow_from_some() -> None:
     settings = Settings(max_queued_requests=7, num_speculative_tokens=3, prefix_cache="off")
     policy = policy_of(settings)
     assert (policy.max_queued_requests, policy.num_speculative_tokens, policy.prefix_cache) == (7, 3, False)
-    assert {each.name for each in fields(Policy)} - Settings.model_fields.keys() == {"steps_ahead"}
+    assert {each.name for each in fields(Policy)} - Settings.model_fields.keys() == {
+        "steps_ahead",
+        "kv_owners",
+    }
 
 
 class FakeEngine:

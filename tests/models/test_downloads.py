@@ -266,13 +266,13 @@ def test_a_model_of_ollama_is_read_in_place_unless_its_file_is_incomplete(
     root = home / "ollama"
     root.mkdir()
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
-    blob = put_into_ollama(root, tiny_model, "tinyllama", "latest")
-    found = find_model("tinyllama")
+    blob = put_into_ollama(root, tiny_model, "a-tiny-one", "latest")
+    found = find_model("a-tiny-one")
     assert (found.kind, found.folder.is_gguf, found.folder.num_layers) == ("ollama", True, 5)
-    assert ("tinyllama:latest", "ollama") in [(model.name, model.kind) for model in list_local_models()]
+    assert ("a-tiny-one:latest", "ollama") in [(model.name, model.kind) for model in list_local_models()]
     blob.write_bytes(blob.read_bytes()[:-1])
-    with pytest.raises(ModelNotFound, match="There is no model 'tinyllama'"):
-        find_model("tinyllama")
+    with pytest.raises(ModelNotFound, match="There is no model 'a-tiny-one'"):
+        find_model("a-tiny-one")
 
 
 def test_a_served_model_is_not_removed(tiny_model: Path, home: Path) -> None:

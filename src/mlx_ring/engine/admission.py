@@ -6,13 +6,13 @@ with fewer. One client alone may have every place. A sequence waits for these:
 - Its grammar: all sampling ranks must have compiled it. Answers under the same grammar share one, which the ranks keep as
   long as one of these answers exists.
 - Its turn alone: a sequence that may have caused losses runs without others. Its grammar is compiled alone, too.
-- Its KV from the disks (`disk_kv.py`): once the ranks have read it, they copy a part with each step.
+- Its KV from the disks (`disk_kv.py`), of which the ranks copy a part with each step (`Restores` in `rows.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import NamedTuple, Protocol, TypeVar
@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import Overloaded, RequestError, RingError
 from mlx_ring.core.types import Grammar, RankId
-from mlx_ring.engine.rows import drop_operation, restore_operations
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.failures import failure_to_error
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
@@ -218,109 +217,6 @@ class Suspects:
 
 
 # ---- places
-
-
-_PART_BYTES, _MOST_PARTS = 32 << 20, 64
-"""Bytes of KV on a rank that are copied with a step, about, and the most steps of one restore."""
-_PARTS_BESIDE_PREFILL = 8
-"""Parts that are copied with a chunk of a prompt, which takes longer than a decode step."""
-
-
-@dataclass(slots=True)
-class Restore:
-    """KV that all ranks have read, and copy into the memory of an entry of the prefix cache."""
-
-    fetch: int
-    tokens: tuple[int, ...]
-    waiting: list[Sequence]
-    parts: int
-    offer: Callable[[], None]
-    """Function that lets sequences use the entry, once the last part is sent."""
-    sent: int = 0
-    """Number of parts that were sent."""
-
-
-class Restores:
-    """Restores under way. Rows of other sequences go out between their parts."""
-
-    def __init__(self) -> None:
-        self._by_entry: dict[int, Restore] = {}
-
-    @property
-    def has_parts(self) -> bool:
-        return bool(self._by_entry)
-
-    def begin(
-        self,
-        entry: int,
-        fetch: int,
-        tokens: tuple[int, ...],
-        waiting: list[Sequence],
-        nbytes: int,
-        offer: Callable[[], None],
-    ) -> None:
-        """Copy KV of `nbytes` on the rank with most, with the next steps."""
-        parts = min(_MOST_PARTS, max(1, -(-nbytes // _PART_BYTES)))
-        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, offer)
-
-    def join(self, sequence: Sequence, tokens: tuple[int, ...], *, is_whole: bool) -> bool:
-        """Let a sequence wait for a restore that has these tokens of it; return False if there is none.
-
-        Args:
-            sequence: the sequence.
-            tokens: its first tokens.
-            is_whole: True if what is restored cannot be cut, so that it must have no others.
-        """
-        for restore in self._by_entry.values():
-            if restore.tokens[: None if is_whole else len(tokens)] == tokens:
-                restore.waiting.append(sequence)
-                sequence.awaits_kv = restore.fetch
-                return True
-        return False
-
-    def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence that waits no longer. Others may use what was read."""
-        for restore in self._by_entry.values():
-            if sequence in restore.waiting:
-                restore.waiting.remove(sequence)
-
-    def take(self, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
-        """Return the operations of the next parts, which go out with a step; `is_prefill` if it has chunks of prompts."""
-        operations: list[step_pb2.CacheOperation] = []
-        for _ in range(_PARTS_BESIDE_PREFILL if is_prefill else 1):
-            entry = next(iter(self._by_entry), None)
-            if entry is None:
-                break
-            restore = self._by_entry[entry]
-            operations += restore_operations(
-                restore.fetch, restore.tokens, entry, restore.sent, restore.parts
-            )
-            restore.sent += 1
-            if restore.sent == restore.parts:
-                self._end(entry)
-                restore.offer()
-        return operations
-
-    def _end(self, entry: int) -> Restore | None:
-        restore = self._by_entry.pop(entry, None)
-        release(() if restore is None else restore.waiting)
-        return restore
-
-    def forget(self, entry: int) -> list[step_pb2.CacheOperation]:
-        """Give up the restore of an entry that is freed; return the operations that forget what was read."""
-        restore = self._end(entry)
-        return [] if restore is None else [drop_operation(restore.fetch)]
-
-    def clear(self) -> None:
-        """Give up all restores."""
-        for entry in list(self._by_entry):
-            self._end(entry)
-
-
-def release(sequences: Iterable[Sequence]) -> None:
-    """Let sequences wait for no KV any more."""
-    for sequence in sequences:
-        sequence.awaits_kv = 0
 
 
 def check_places(requests: int, policy: Policy, *, free: int, waiting: int) -> None:

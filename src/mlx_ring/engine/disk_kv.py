@@ -25,7 +25,6 @@ from itertools import count
 
 from mlx_ring.core.generation import WayBack
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.admission import Restores, release
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import (
     BLOCK_TOKENS,
@@ -36,7 +35,7 @@ from mlx_ring.engine.prefix_cache import (
     split_text,
 )
 from mlx_ring.engine.resumption import KvInMemory
-from mlx_ring.engine.rows import drop_operation
+from mlx_ring.engine.rows import Restores, drop_operation, release
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
