@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -178,9 +178,13 @@ class WorkerPipeline:
         blocks = step_pb2.KvBlocks(block_tokens=BLOCK, digests=_digests(length))
         for disk, store in self._disks(folder):
             answers: SimpleQueue[int] = SimpleQueue()
-            disk.fetch(
-                worker_pb2.FetchKv(id=1, blocks=blocks), lambda found, *_, answers=answers: answers.put(found)
-            )
+
+            def answer(
+                found: int, _ends: Sequence[int], _next: int, put: Callable[[int], None] = answers.put
+            ) -> None:
+                put(found)
+
+            disk.fetch(worker_pb2.FetchKv(id=1, blocks=blocks), answer)
             if answers.get(timeout=60) * BLOCK != length:
                 return False
             store.open(sequence, 256)
