@@ -348,6 +348,40 @@ def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be
     assert not meter.losses
 
 
+def test_new_workers_end_if_the_server_is_stopped_while_stages_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines, reshaping, begun = FakeMachines(), FakeReshaping(None), asyncio.Event()
+    monkeypatch.setattr(subject, "Instance", ChangingInstance)
+
+    def make(*_given: object, may_pause: bool) -> Any:
+        del may_pause
+        return reshaping
+
+    async def stop(*_: object) -> None: ...
+
+    monkeypatch.setattr(subject, "Reshaping", make)
+    monkeypatch.setattr(subject, "stop_workers", stop)
+
+    async def never(*_: object) -> Epoch:
+        begun.set()
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(machines, "patch", never)
+
+    async def run() -> None:
+        replica = make_replica(machines, Meter())
+        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
+        await run_tasks_until(lambda: replica.service.error is None)
+        await replica.split_again("Workers change.", may_pause=False)
+        await begun.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(run())
+    assert reshaping.calls == ["load", "abandon"]
+
+
 class BrokenInstance(FakeInstance):
     """Instance that serves for a moment, and is lost before it serves each time when it is patched."""
 

@@ -386,16 +386,16 @@ class Replica:
         early: EarlyPlan,
         reshaping: Reshaping | None,
     ) -> Epoch | None:
-        """Return the epoch that follows a lost one, of its plan or the next one; None if all workers have ended."""
+        """Return the epoch that follows a lost one, of its plan or, without KV, the next one; None if all workers have ended."""
         if reshaping is None:
-            return None if remains is None else await self._patch(order, epoch, remains, early)
-        patched = None if remains is None else await self._patch(order, epoch, reshaping.left(remains), early)
-        if patched is None:
-            await reshaping.abandon()
-            return None
-        await reshaping.close()
-        # The stages that workers keep have other layers now.
-        return replace(patched, kept={}, reshaping=reshaping)
+            return remains and await self._patch(order, epoch, remains, early)
+        patched: Epoch | None = None
+        try:
+            if remains is not None:
+                patched = await self._patch(order, epoch, reshaping.left(remains), early)
+        finally:  # also if the server ends meanwhile
+            await (reshaping.abandon() if patched is None else reshaping.close())
+        return None if patched is None else replace(patched, kept={}, reshaping=reshaping)
 
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
         """Replace the lost ranks of an instance. If that is impossible, stop the others and return None.
