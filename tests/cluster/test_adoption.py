@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_an_instance_with_the_current_assignments_is_adopted() -> None:
     (found,) = find_adoptable(reversed(loaded()), expect)
     assert (found.instance, found.cut) == ("one", CUT)
     assert [(node, state.stage) for node, state in found.workers] == [("a", 0), ("b", 1)]
+
+
+def test_an_instance_is_adopted_although_a_worker_of_its_next_plan_is_not_ready() -> None:
+    events = loaded()
+    started = copy.deepcopy(events[0])
+    started.hello.node = "mini-new"
+    started.workers[0].status.phase = "loading"
+    found = find_adoptable([*events, started], expect)
+    assert [node for node, _ in found[0].workers] == [
+        node for node, _ in find_adoptable(events, expect)[0].workers
+    ]
 
 
 @pytest.mark.parametrize(

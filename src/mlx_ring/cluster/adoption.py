@@ -60,21 +60,22 @@ class Adoptable:
 
 
 def find_adoptable(events: Iterable[agent_pb2.AgentEvent], expect: Expect) -> list[Adoptable]:
-    """Return the instances that can be adopted."""
+    """Return the instances that can be adopted. Workers that are not ready, such as those of a next plan, do not belong to them."""
     found: list[Adoptable] = []
     by_instance: Mapping[str, list[tuple[str, agent_pb2.WorkerState]]] = defaultdict(list)
     for event in events:
         for state in event.workers:
             by_instance[state.instance].append((event.hello.node, state))
     for instance, workers in by_instance.items():
-        workers.sort(key=lambda found: (found[1].stage, found[1].rank))
-        states = [state for _, state in workers]
-        if not all(map(_is_ready, states)) or not _agree(states):
+        ready = [(node, state) for node, state in workers if _is_ready(state)]
+        ready.sort(key=lambda found: (found[1].stage, found[1].rank))
+        states = [state for _, state in ready]
+        if not states or not _agree(states):
             continue
         cut = _cut(state.assignment for state in states if not state.rank)
         expected = expect(instance, cut)
         if [_what(one) for one in expected] == [_what(state.assignment) for state in states]:
-            found.append(Adoptable(instance, cut, tuple(workers)))
+            found.append(Adoptable(instance, cut, tuple(ready)))
     return found
 
 

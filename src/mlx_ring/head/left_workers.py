@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -132,20 +132,28 @@ class LeftWorkers:
                 )
                 adoptable = find_adoptable(events, partial(_expect, declared))
                 self._left[declared.served.names[0]] = adoptable[:most]
-            wanted = {found.instance for of_model in self._left.values() for found in of_model}
-            await self._end_unwanted(sites, events, wanted)
+            wanted = {
+                (node, found.instance)
+                for of_model in self._left.values()
+                for found in of_model
+                for node, _ in found.workers
+            }
+            await self._end_unwanted(sites, events, lambda node, name: (node, name) in wanted)
             self._has_looked.set()
 
     async def _end_unwanted(
-        self, sites: Sequence[Site], events: Iterable[agent_pb2.AgentEvent], wanted: AbstractSet[str]
+        self,
+        sites: Sequence[Site],
+        events: Iterable[agent_pb2.AgentEvent],
+        is_wanted: Callable[[str, str], bool],
     ) -> None:
-        """End unwanted workers of earlier heads, or of a node that was disconnected."""
+        """End unwanted workers, by node and instance, of earlier heads, or of a node that was disconnected."""
         by_node = {site.node: site for site in sites}
         epochs: dict[tuple[str, str], int] = defaultdict(int)
         for event in events:
             for state in event.workers:
                 place = event.hello.node, state.instance
-                if state.instance not in wanted or not self._live.may_have(state.instance, event.hello.node):
+                if not is_wanted(*place) or not self._live.may_have(state.instance, event.hello.node):
                     epochs[place] = max(epochs[place], present_epoch(state))
         await asyncio.gather(
             *(
@@ -229,7 +237,8 @@ class LeftWorkers:
             found = await asyncio.gather(*(site.link.look(self._hello, _LOOK_WAIT_S) for site in new))
             silent = {site.node for site, event in zip(new, found, strict=True) if event is None}
             wanted = self._live.names | {left.instance for each in self._left.values() for left in each}
-            await self._end_unwanted(new, [event for event in found if event is not None], wanted)
+            events = [event for event in found if event is not None]
+            await self._end_unwanted(new, events, lambda _, instance: instance in wanted)
             await self._surveys.take(membership, sites)
         except RingError as error:
             log.warning("%s joined, but could not be prepared: %s", ", ".join(sorted(nodes)), error)
