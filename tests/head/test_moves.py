@@ -13,7 +13,7 @@ from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Drained, Membership
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError, WorkerLost
 from mlx_ring.head.moves import Moves
-from mlx_ring.planner.replan import MoveWay
+from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 NO_ROOM = PlanError("There is no room for 4 layers.")
 
@@ -52,7 +52,7 @@ class FakeReplica:
         """Change to another plan, whose layers are as many bytes as machines, unless only the whole model can be loaded."""
         del why, may_pause
         if not self.has_scope:
-            raise PlanError("One machine has several stages.")
+            raise UnchangeableWorkers("One machine has several stages.")
         self.has_changed, self.service.info.epoch = True, 2
         return SimpleNamespace(paused_requests=2, loaded_bytes=2)
 
@@ -212,7 +212,7 @@ def test_workers_change_their_stages_where_no_second_instance_fits() -> None:
         assert (moved.way, moved.requests, moved.loaded_bytes, moved.why) == ("ranges", 2, 2, why)
     assert not replica.drained
     replica.has_scope = False
-    with pytest.raises(PlanError, match="several stages"):
+    with pytest.raises(UnchangeableWorkers, match="several stages"):
         split_again(FakeHosted(replica), "ranges")
     moved = split_again(FakeHosted(replica), "ranges", may_pause=True)
     assert moved is not None

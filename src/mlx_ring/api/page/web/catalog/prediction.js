@@ -57,8 +57,8 @@ export function verdict({ fits, tokens_per_s: speed = 0, first_token_s: first = 
 }
 
 /**
- * Return the name with which the server finds a popular model: "Qwen3-0.6B 4-bit" gives "qwen3-0.6b-4-bit". Null for one
- * with several number formats, which has no such name.
+ * Return the name with which the server finds a popular model: "Qwen3-0.6B 4-bit" gives "qwen3-0.6b-4-bit". Null for
+ * one with several number formats, which has no such name.
  * @param {string} label
  */
 export function loadableName(label) {

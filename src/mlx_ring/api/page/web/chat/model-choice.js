@@ -25,8 +25,8 @@ export function storeModel(id) {
 }
 
 /**
- * Return the name of the model that a conversation wants: the one chosen for it, else that of its last answer. A new one
- * wants the model chosen last if the server has it, else the server's first. The server may not have it any more.
+ * Return the name of the model that a conversation wants: the one chosen for it, else that of its last answer. A new
+ * one wants the model chosen last if the server has it, else the server's first. The server may not have it any more.
  * @param {Conversation} conversation
  * @param {Picks} picks
  * @param {string | null} stored
