@@ -57,7 +57,7 @@ def test_answer_is_shown_as_it_streams_until_it_is_stopped(browser: Browser, lon
         expect(answer).to_contain_text(ALPHABET)
         page.get_by_role("link", name="Cluster").click()
         request = page.get_by_role("region", name="Requests").get_by_role("row").nth(1)
-        expect(request).to_contain_text("decode")
+        expect(request).to_contain_text("answering")
         page.get_by_role("link", name="Chat").click()
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")

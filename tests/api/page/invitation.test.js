@@ -12,15 +12,36 @@ const cluster = (connected, absent = []) => ({
   absent_nodes: absent,
 });
 
-test("a command tells machines that are joining or have joined from those that were there before", async () => {
+test("a command tells machines that are joining or have joined from those that were members before", async () => {
   mock.method(globalThis, "fetch", async () => Response.json({ commands: ["join"], expires_in_s: 60 }));
   const invitation = new Invitation();
-  assert.deepEqual(whatCame(invitation.now, cluster(["new"])), { joined: [], joining: [] });
+  assert.deepEqual(whatCame(invitation.now, cluster(["new"])), { joined: [], joining: [], back: [] });
   await invitation.make(cluster(["head"], ["old"]));
   assert.deepEqual([invitation.now.commands, invitation.now.isBusy], [["join"], false]);
-  assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["old"])), { joined: [], joining: [] });
-  assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["new", "old"])), { joined: [], joining: ["new"] });
-  assert.deepEqual(whatCame(invitation.now, cluster(["head", "new"], ["old"])), { joined: ["new"], joining: [] });
+  /** @param {any} now @param {object} came */
+  const becomes = (now, came) =>
+    assert.deepEqual(whatCame(invitation.now, now), { joined: [], joining: [], back: [], ...came });
+  becomes(cluster(["head"], ["old"]), {});
+  becomes(cluster(["head"], ["new", "old"]), { joining: ["new"] });
+  becomes(cluster(["head", "new"], ["old"]), { joined: ["new"] });
+});
+
+test("a member that comes back, or leaves, is not the machine that a command has admitted", async () => {
+  mock.method(globalThis, "fetch", async () => Response.json({ commands: ["join"], expires_in_s: 60 }));
+  const invitation = new Invitation();
+  const before = cluster(["head", "stays", "lost"], ["old"]);
+  before.nodes[2].state = "gone";
+  await invitation.make(before);
+  assert.deepEqual(whatCame(invitation.now, cluster(["head", "stays", "lost", "old"])), {
+    joined: [],
+    joining: [],
+    back: ["lost", "old"],
+  });
+  assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["stays", "lost", "old"])), {
+    joined: [],
+    joining: [],
+    back: [],
+  });
 });
 
 test("a refused command is a problem, and the former one stays", async () => {

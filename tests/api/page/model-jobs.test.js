@@ -1,6 +1,13 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
-import { describeMemory, describeSpeed, suggestions } from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
+import {
+  askToUnload,
+  countRequests,
+  describeEnd,
+  describeMemory,
+  describeSpeed,
+  suggestions,
+} from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
 import { ModelJobs, pullModel } from "../../../src/mlx_ring/api/page/web/catalog/model-jobs.js";
 import { describeOutcome, loadableName, rank, verdict } from "../../../src/mlx_ring/api/page/web/catalog/prediction.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
@@ -94,7 +101,10 @@ const somePulled = (total) => events(said("downloading", 1, total));
 
 test("a model that is added is loaded once it is downloaded, and never after a download that failed", async () => {
   const stream = createStream();
-  const asked = answerPaths({ "models/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const asked = answerPaths({
+    "models/pull": () => stream.response,
+    "models/load": () => Response.json({ id: "org/m" }),
+  });
   const jobs = new ModelJobs();
   const ended = jobs.add("org/m");
   stream.write(somePulled(10));
@@ -104,7 +114,7 @@ test("a model that is added is loaded once it is downloaded, and never after a d
   stream.write(DONE);
   await ended;
   assert.deepEqual(asked[1], ["models/load", "org/m"]);
-  assert.deepEqual(jobs.now, {});
+  assert.deepEqual([jobs.now["org/m"]?.kind, jobs.now["org/m"]?.served], ["load", "org/m"]);
   const refused = answerPaths({
     "models/pull": () => Response.json({ error: { message: "It is too large." } }, { status: 400 }),
   });
@@ -115,7 +125,10 @@ test("a model that is added is loaded once it is downloaded, and never after a d
 
 test("a model whose download runs is loaded afterwards if it is added meanwhile", async () => {
   const stream = createStream();
-  const asked = answerPaths({ "models/pull": () => stream.response, "models/load": () => new Response("{}") });
+  const asked = answerPaths({
+    "models/pull": () => stream.response,
+    "models/load": () => Response.json({ id: "org/m" }),
+  });
   const jobs = new ModelJobs();
   const ended = jobs.download("org/m");
   await jobs.add("org/m");
@@ -196,11 +209,55 @@ test("an unload that is refused as busy can be forced", async () => {
   const jobs = new ModelJobs();
   await jobs.unload("demo");
   assert.deepEqual([jobs.now.demo?.problem, jobs.now.demo?.isConflict], ["demo answers 1 request.", true]);
-  const fetch = answerWith(new Response("{}"));
+  const fetch = answerWith(Response.json({ id: "demo" }));
   assert.equal(await jobs.unload("demo", true), true);
   const { body } = /** @type {any} */ (fetch.mock.calls[0]).arguments[1];
   assert.deepEqual(JSON.parse(body), { model: "demo", force: true });
+  assert.equal(jobs.now.demo?.problem, "");
+  jobs.dismissEnded();
   assert.deepEqual(jobs.now, {});
+});
+
+test("an unload says first how many requests it cuts off", () => {
+  /** @param {number} running @param {number} waiting */
+  const instance = (running, waiting) => ({ instance: "demo-1", running, waiting });
+  const count = countRequests(/** @type {any} */ ({ instances: [instance(1, 2), instance(1, 0)] }));
+  assert.equal(count, 4);
+  assert.deepEqual(askToUnload("demo", count), {
+    question: "Unloading demo cuts off 4 requests that run or wait.",
+    button: "Unload and end 4 requests",
+  });
+  assert.equal(askToUnload("demo", 1).question, "Unloading demo cuts off 1 request that runs or waits.");
+  assert.deepEqual(askToUnload("demo", 0), {
+    question: "demo has no requests any more.",
+    button: "Unload demo",
+  });
+});
+
+test("a load that ended says where the model runs and how long it took, an unload that it can be undone", async () => {
+  /** @param {string} state @returns {any} */
+  const cluster = (state) => ({
+    models: [{ model: "org/Qwen3-8B-4bit", state }],
+    nodes: ["mini", "pro"].map((id) => ({ id, name: id })),
+    devices: ["mini", "pro", "mini"].map((node) => ({ node, model: "org/Qwen3-8B-4bit" })),
+  });
+  answerWith(Response.json({ id: "org/Qwen3-8B-4bit" }));
+  const jobs = new ModelJobs();
+  await jobs.load("qwen3:8b");
+  assert.equal(jobs.now["qwen3:8b"]?.isRunning, false);
+  /** @type {any} */
+  const loaded = { ...jobs.now["qwen3:8b"], seconds: 12.04 };
+  assert.equal(
+    describeEnd("qwen3:8b", loaded, cluster("ready")),
+    "qwen3:8b is loaded as org/Qwen3-8B-4bit, on mini, pro. It took 12 s.",
+  );
+  assert.equal(describeEnd("qwen3:8b", loaded, cluster("unloaded")), "");
+  assert.equal(describeEnd("qwen3:8b", { ...loaded, isRunning: true }, cluster("ready")), "");
+  answerWith(Response.json({ id: "org/Qwen3-8B-4bit" }));
+  await jobs.unload("org/Qwen3-8B-4bit");
+  const unloaded = jobs.now["org/Qwen3-8B-4bit"];
+  assert.match(describeEnd("org/Qwen3-8B-4bit", unloaded, cluster("unloaded")), /is unloaded\./);
+  assert.equal(describeEnd("org/Qwen3-8B-4bit", unloaded, cluster("ready")), "");
 });
 
 /** @type {any} */
@@ -299,7 +356,7 @@ test("a new action forgets problems, but no job that runs; names that a refusal 
   const stream = createStream();
   answerWith(stream.response);
   const ended = jobs.download("org/m");
-  jobs.dismissProblems();
+  jobs.dismissEnded();
   assert.deepEqual(Object.keys(jobs.now), ["org/m"]);
   stream.write(DONE);
   await ended;

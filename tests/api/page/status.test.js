@@ -84,7 +84,7 @@ describe("notices", () => {
     ],
     [
       { cluster: { instances: [instance(), instance({ name: "demo-2", state: "unavailable", reason: "Lost." })] } },
-      ["demo-2 is unavailable. Lost. Other replicas serve its requests."],
+      ["Replica 2 of demo is unavailable. Lost. Other replicas serve its requests."],
     ],
     [
       {

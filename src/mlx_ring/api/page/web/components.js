@@ -2,7 +2,7 @@
 
 /** @typedef {import("preact").ComponentChildren} Children */
 
-import { html, useEffect, useRef, useState } from "./vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 
 const CONFIRMATION_MS = 1600;
 
@@ -52,6 +52,19 @@ function copyBySelection(text) {
   } finally {
     field.remove();
   }
+}
+
+/**
+ * Return a ref whose element takes the focus when it appears; with `onlyIfLost` only if nothing has it any more.
+ * @param {{ onlyIfLost?: boolean }} [options]
+ */
+export function useFocus({ onlyIfLost = false } = {}) {
+  const element = useRef(/** @type {HTMLElement | null} */ (null));
+  useLayoutEffect(() => {
+    const isLost = document.activeElement === null || document.activeElement === document.body;
+    if (isLost || !onlyIfLost) element.current?.focus({ preventScroll: true });
+  }, []);
+  return element;
 }
 
 /**
@@ -114,6 +127,27 @@ export function Command({ command, what = "command" }) {
     <code class="grow">${unbroken(command)}</code>
     <${CopyButton} text=${() => command} what=${what} />
   </div>`;
+}
+
+/** What the server says if traffic that is not encrypted would need an interface that nobody trusts. */
+const UNTRUSTED = /--trusted-interface|\btrusted interface|\binterfaces?\b.*\btrust/;
+
+/**
+ * Render how to trust an interface, if a sentence of the server says that this is missing.
+ * @param {{ text: string }} props
+ */
+export function TrustHint({ text }) {
+  if (!UNTRUSTED.test(text)) return null;
+  return html`<details class="trust">
+    <summary>How to trust an interface</summary>
+    <p>
+      What machines exchange there is neither encrypted nor authenticated. Trust only an interface that nobody else can
+      reach, such as a cable between the two machines. <code>ifconfig</code> or <code>ip address</code> lists their
+      names, such as en5. Give the option to the server, and to each machine that joins, then start both again:
+    </p>
+    <${Command} command="mlx-ring serve MODEL --nodes 2 --trusted-interface NAME" what="the server's command" />
+    <${Command} command="mlx-ring join --trusted-interface NAME" what="the other machine's command" />
+  </details>`;
 }
 
 /**

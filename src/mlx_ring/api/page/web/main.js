@@ -12,7 +12,7 @@ import { storeModel } from "./chat/model-choice.js";
 import { ChatStore } from "./chat/store.js";
 import { Cluster } from "./cluster/cluster.js";
 import { Invitation, Invite } from "./cluster/invitation.js";
-import { Notice, Ring, withCommands } from "./components.js";
+import { Notice, Ring, TrustHint, withCommands } from "./components.js";
 import { ConnectionNotice, KeyForm } from "./connection.js";
 import { LiveCluster } from "./live.js";
 import { useModels } from "./models.js";
@@ -101,7 +101,7 @@ function StatusNotices({ status, now, tones }) {
       ({ tone, text, awaitsMachine }) => html`<${Notice}
         key=${text}
         tone=${tone}
-        action=${awaitsMachine && invite}
+        action=${awaitsMachine ? invite : html`<${TrustHint} text=${text} />`}
       >${withCommands(text)}</${Notice}>`,
     );
 }

@@ -117,10 +117,26 @@ function describeModel({ model, state, reason }, allInstances) {
   }
   return instances
     .filter((instance) => instance.state === "unavailable")
-    .map(({ name, reason: cause }) => ({
+    .map((instance) => ({
       tone: "bad",
-      text: `${name} is unavailable. ${cause ?? ""} Other replicas serve its requests.`,
+      text: `${capitalized(describeInstance(instance, allInstances))} is unavailable. ${
+        instance.reason ?? ""
+      } Other replicas serve its requests.`,
     }));
+}
+
+/** @param {string} text */
+const capitalized = (text) => `${text[0]?.toUpperCase() ?? ""}${text.slice(1)}`;
+
+/**
+ * Return an instance's name for people: its model's, and which replica it is where there are several.
+ * @param {Pick<InstanceStatus, "name" | "model"> | undefined} instance
+ * @param {Pick<InstanceStatus, "name" | "model">[]} all
+ */
+export function describeInstance(instance, all) {
+  const own = all.filter(({ model }) => model === instance?.model);
+  const place = own.findIndex(({ name }) => name === instance?.name);
+  return own.length > 1 ? `replica ${place + 1} of ${instance?.model}` : (instance?.model ?? "");
 }
 
 /** @param {InstanceStatus[]} instances */

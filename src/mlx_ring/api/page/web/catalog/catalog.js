@@ -3,7 +3,7 @@
 /** @import { Snapshot } from "../live.js" */
 /** @import { ChatModel } from "../models.js" */
 /** @typedef {import("preact").ComponentChildren} Children */
-/** @import { DiskModel, DiskModels, InterruptedPull, PullStatus } from "../types.js" */
+/** @import { ClusterStatus, DiskModel, DiskModels, InterruptedPull, PullStatus } from "../types.js" */
 /** @import { Job, Jobs, ModelJobs } from "./model-jobs.js" */
 
 import { isAbort, request } from "../api.js";
@@ -11,7 +11,7 @@ import { onSingleClick, onValue } from "../components.js";
 import { bytes, percent } from "../format.js";
 import { readDisk } from "../models.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
-import { JobProblem, ModelCard } from "./model-card.js";
+import { JobEnd, JobProblem, ModelCard } from "./model-card.js";
 import { Prediction, Recommendations } from "./prediction.js";
 
 /** Time between two looks at the disk, for downloads that other programs began. */
@@ -58,6 +58,8 @@ export function Catalog({ now: { state, connection }, models, notices, jobs, cha
       jobs=${jobs}
       running=${Object.entries(running).filter(([name]) => !names.includes(name) && !inRow.has(name))}
       others=${jobs.others(disk.pulls)}
+      cluster=${state.cluster}
+      chat=${chat}
     />
     <${OnDisk}
       models=${onDisk}
@@ -70,9 +72,12 @@ export function Catalog({ now: { state, connection }, models, notices, jobs, cha
 
 /**
  * Render the form that adds a model, the jobs of models that are not served yet, and downloads of other programs.
- * @param {{ jobs: ModelJobs, running: [name: string, job: Job][], others: PullStatus[] }} props
+ * @param {{
+ *   jobs: ModelJobs, running: [name: string, job: Job][], others: PullStatus[], cluster: ClusterStatus,
+ *   chat: (model: string) => void
+ * }} props
  */
-function AddModel({ jobs, running, others }) {
+function AddModel({ jobs, running, others, cluster, chat }) {
   const [text, setText] = useState("");
   const name = text.trim();
   const onSubmit = (/** @type {SubmitEvent} */ event) => {
@@ -81,7 +86,7 @@ function AddModel({ jobs, running, others }) {
   };
   /** A new action replaces the problem of the one before. @param {() => void} begin */
   const act = (begin) => {
-    jobs.dismissProblems();
+    jobs.dismissEnded();
     begin();
   };
   return html`<section class="panel add-model" aria-label="Add a model">
@@ -104,7 +109,16 @@ function AddModel({ jobs, running, others }) {
         Download
       </button>
     </form>
-    ${running.map(([model, job]) => html`<${AddedJob} key=${model} name=${model} job=${job} jobs=${jobs} />`)}
+    ${running.map(
+      ([model, job]) => html`<${AddedJob}
+        key=${model}
+        name=${model}
+        job=${job}
+        jobs=${jobs}
+        cluster=${cluster}
+        chat=${chat}
+      />`,
+    )}
     ${others.map((pull) => html`<${OtherPull} key=${pull.model} pull=${pull} jobs=${jobs} />`)}
     <p class="muted">
       A short name such as qwen3:8b, a Hugging Face id, a built-in name such as demo-moe, or a folder or GGUF file on
@@ -147,7 +161,7 @@ function OnDisk({ models, interrupted, running, jobs }) {
                   aria-label=${`Load ${name}`}
                   disabled=${running[name]?.isRunning}
                   onClick=${onSingleClick(() => {
-                    jobs.dismissProblems();
+                    jobs.dismissEnded();
                     jobs.load(name);
                   })}
                 >Load</button>`
@@ -172,9 +186,16 @@ function OnDisk({ models, interrupted, running, jobs }) {
   </section>`;
 }
 
-/** @param {{ name: string, job: Job, jobs: ModelJobs }} props */
-function AddedJob({ name, job, jobs }) {
+/**
+ * @param {{
+ *   name: string, job: Job, jobs: ModelJobs, cluster: ClusterStatus, chat: (model: string) => void
+ * }} props
+ */
+function AddedJob({ name, job, jobs, cluster, chat }) {
   if (job.problem) return html`<${JobProblem} name=${name} job=${job} jobs=${jobs} />`;
+  if (job.kind !== "download" && !job.isRunning) {
+    return html`<${JobEnd} name=${name} job=${job} cluster=${cluster} jobs=${jobs} chat=${chat} />`;
+  }
   if (job.kind !== "download") return html`<p role="status">Loading ${name}</p>`;
   if (!job.isRunning) {
     return html`<p class="row" role="status">

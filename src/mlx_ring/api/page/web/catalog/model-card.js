@@ -4,10 +4,10 @@
 /** @import { ClusterStatus, DeviceStatus, InstanceStatus, ServedModelStatus } from "../types.js" */
 /** @import { Job, ModelJobs } from "./model-jobs.js" */
 
-import { Bar, Facts, Legend, Notice, onSingleClick, withCommands } from "../components.js";
+import { Bar, Facts, Legend, Notice, onSingleClick, TrustHint, useFocus, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
-import { html } from "../vendor/preact.js";
+import { html, useState } from "../vendor/preact.js";
 import { Prediction } from "./prediction.js";
 
 /** @type {Record<ServedModelStatus["state"], string>} */
@@ -25,7 +25,14 @@ const CAPABILITIES = { tools: "tool calls", thinking: "reasoning", embedding: "e
  * }} props
  */
 export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat }) {
+  const [isConfirming, setConfirming] = useState(false);
   const name = served.model;
+  const requests = countRequests(served);
+  const unload = () => {
+    jobs.dismissEnded();
+    if (requests) setConfirming(true);
+    else jobs.unload(name);
+  };
   const instances = cluster.instances.filter((instance) => instance.model === name);
   const devices = cluster.devices.filter((device) => device.model === name);
   const rows = [
@@ -44,8 +51,20 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat
     <header>
       <h2>${name}</h2>
       <span class=${`state ${TONES[served.state]}`}>${state}</span>
-      <${Actions} served=${served} job=${job} jobs=${jobs} chat=${chat} />
+      <${Actions} served=${served} job=${job} jobs=${jobs} chat=${chat} unload=${isConfirming ? null : unload} />
     </header>
+    ${
+      isConfirming &&
+      html`<${ConfirmUnload}
+        name=${name}
+        requests=${requests}
+        close=${(/** @type {boolean} */ isSure) => {
+          setConfirming(false);
+          if (isSure) jobs.unload(name, requests > 0);
+        }}
+      />`
+    }
+    <${JobEnd} name=${name} job=${job} cluster=${cluster} jobs=${jobs} chat=${chat} />
     <${MemoryBar} name=${name} devices=${devices} />
     <${Facts} rows=${rows} />
     ${waits && html`<p class="muted">It waits for ${counted(cluster.missing_machines, "more machine")} to join.</p>`}
@@ -58,19 +77,19 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat
 
 /**
  * @param {{
- *   served: ServedModelStatus, job: Job | undefined, jobs: ModelJobs, chat: (model: string) => void
- * }} props
+ *   served: ServedModelStatus, job: Job | undefined, jobs: ModelJobs, chat: (model: string) => void,
+ *   unload: (() => void) | null
+ * }} props `unload` is null while a person is asked to confirm it
  */
-function Actions({ served: { model, state }, job, jobs, chat }) {
+function Actions({ served: { model, state }, job, jobs, chat, unload }) {
   if (job?.isRunning) {
     return html`<span class="muted push" role="status">${VERBS[job.kind]} ${model}</span>`;
   }
   if (state === "loading") return null;
   const isLoaded = state !== "unloaded";
-  const act = () => {
-    jobs.dismissProblems();
-    if (isLoaded) jobs.unload(model);
-    else jobs.load(model);
+  const load = () => {
+    jobs.dismissEnded();
+    jobs.load(model);
   };
   return html`<span class="row push">
     ${
@@ -82,9 +101,100 @@ function Actions({ served: { model, state }, job, jobs, chat }) {
     <button
       type="button"
       aria-label=${`${isLoaded ? "Unload" : "Load"} ${model}`}
-      onClick=${onSingleClick(act)}
+      disabled=${isLoaded && !unload}
+      onClick=${onSingleClick(isLoaded ? (unload ?? (() => {})) : load)}
     >${isLoaded ? "Unload" : "Load"}</button>
   </span>`;
+}
+
+/**
+ * Return the number of a model's requests that run or wait.
+ * @param {Pick<ServedModelStatus, "instances">} served
+ */
+export function countRequests({ instances }) {
+  return instances.reduce((sum, { running, waiting }) => sum + running + waiting, 0);
+}
+
+/**
+ * Return the question before an unload, and the name of the button that does it.
+ * @param {string} name
+ * @param {number} requests
+ */
+export function askToUnload(name, requests) {
+  if (!requests) return { question: `${name} has no requests any more.`, button: `Unload ${name}` };
+  const cut = counted(requests, "request");
+  return {
+    question: `Unloading ${name} cuts off ${cut} that ${requests === 1 ? "runs or waits" : "run or wait"}.`,
+    button: `Unload and end ${cut}`,
+  };
+}
+
+/**
+ * Ask before an unload that cuts requests off. The focus begins on the way back, where Escape leads too.
+ * @param {{ name: string, requests: number, close: (isSure: boolean) => void }} props
+ */
+function ConfirmUnload({ name, requests, close }) {
+  const focused = useFocus();
+  const { question, button } = askToUnload(name, requests);
+  const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Escape") close(false);
+  };
+  const buttons = html`<span class="row" role="group" aria-label=${`Unload ${name}?`} onKeyDown=${onKeyDown}>
+    <button type="button" class="danger" onClick=${onSingleClick(() => close(true))}>${button}</button>
+    <button type="button" class="quiet" ref=${focused} onClick=${() => close(false)}>Cancel</button>
+  </span>`;
+  return html`<${Notice} action=${buttons}>${question}</${Notice}>`;
+}
+
+/**
+ * Render that a load or an unload has ended well, with what a person may want next. Nothing once the model's state has
+ * changed again.
+ * @param {{
+ *   name: string, job: Job | undefined, cluster: ClusterStatus, jobs: ModelJobs, chat: (model: string) => void
+ * }} props `name` is that of the job
+ */
+export function JobEnd({ name, job, cluster, jobs, chat }) {
+  const text = describeEnd(name, job, cluster);
+  if (!job || !text) return null;
+  const { kind, served } = job;
+  const begin = () => {
+    jobs.dismiss(name);
+    if (kind === "load") chat(served);
+    else jobs.load(served);
+  };
+  return html`<${Ended}
+    text=${text}
+    next=${kind === "load" ? `Chat with ${served}` : "Undo"}
+    begin=${begin}
+    dismiss=${() => jobs.dismiss(name)}
+  />`;
+}
+
+/** @param {{ text: string, next: string, begin: () => void, dismiss: () => void }} props */
+function Ended({ text, next, begin, dismiss }) {
+  const focused = useFocus({ onlyIfLost: true });
+  const buttons = html`<span class="row">
+    <button type="button" ref=${focused} onClick=${onSingleClick(begin)}>${next}</button>
+    <button type="button" class="quiet" onClick=${dismiss}>Dismiss</button>
+  </span>`;
+  return html`<${Notice} action=${buttons}>${text}</${Notice}>`;
+}
+
+/**
+ * Return how a load or an unload ended. Empty if it has not, or if the model's state has changed since.
+ * @param {string} name
+ * @param {Job | undefined} job
+ * @param {ClusterStatus} cluster
+ */
+export function describeEnd(name, job, cluster) {
+  const state = job?.served && cluster.models.find(({ model }) => model === job.served)?.state;
+  if (!job || job.isRunning || !state) return "";
+  if (job.kind === "unload" && state === "unloaded") return `${name} is unloaded. The next request loads it again.`;
+  if (job.kind !== "load" || state !== "ready") return "";
+  const devices = cluster.devices.filter(({ model }) => model === job.served);
+  const place = describeMachines(devices, cluster);
+  const alias = job.served === name ? "" : ` as ${job.served}`;
+  return `${name} is loaded${alias}${place && `, on ${place}`}. It took ${duration(job.seconds)}.`;
 }
 
 /**
@@ -115,7 +225,8 @@ export function JobProblem({ name, job, jobs }) {
     }
     <button type="button" class="quiet" onClick=${() => jobs.dismiss(name)}>Dismiss</button>
   </span>`;
-  return html`<${Notice} tone="bad" action=${buttons}>${withCommands(job.problem)}</${Notice}>`;
+  return html`<${Notice} tone="bad" action=${buttons}>${withCommands(job.problem)}</${Notice}>
+    <${TrustHint} text=${job.problem} />`;
 }
 
 /**

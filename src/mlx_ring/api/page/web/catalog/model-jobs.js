@@ -1,11 +1,11 @@
 // Loads, unloads and downloads that this page asked for or follows. They continue while another view is open.
 
-/** @import { PullStatus } from "../types.js" */
+/** @import { Model, PullStatus } from "../types.js" */
 
 import { ApiError, isAbort, readEvents, request } from "../api.js";
 
 /**
- * What the page asked of a model. One that ended stays if it has a problem, or was only a download.
+ * What the page asked of a model. One that ended stays until a person has read it.
  * @typedef {object} Job
  * @property {"load" | "unload" | "download"} kind
  * @property {boolean} isRunning
@@ -13,6 +13,8 @@ import { ApiError, isAbort, readEvents, request } from "../api.js";
  * @property {boolean} isConflict whether the server refused because the model is in use
  * @property {PullStatus | null} progress of a download
  * @property {boolean} loadsNext whether the model is loaded after its download
+ * @property {string} served the server's name of the model once the job has ended well, else empty
+ * @property {number} seconds that a load took
  */
 
 /** @typedef {Record<string, Job>} Jobs by the model's name */
@@ -53,7 +55,7 @@ export class ModelJobs {
    * @param {string} model
    */
   load(model) {
-    return this.#run(model, "load", false, () => request("models/load", { body: { model } }));
+    return this.#run(model, "load", false, () => nameOf(request("models/load", { body: { model } })));
   }
 
   /**
@@ -61,7 +63,7 @@ export class ModelJobs {
    * @param {string} model
    */
   unload(model, force = false) {
-    return this.#run(model, "unload", false, () => request("models/unload", { body: { model, force } }));
+    return this.#run(model, "unload", false, () => nameOf(request("models/unload", { body: { model, force } })));
   }
 
   /**
@@ -74,6 +76,7 @@ export class ModelJobs {
     this.#downloads.set(model, abort);
     const isHere = await this.#run(model, "download", loadsNext, async () => {
       for await (const progress of pullModel(model, abort.signal)) this.#set(model, { progress });
+      return model;
     });
     return isHere && this.now[model]?.loadsNext ? this.load(model) : isHere;
   }
@@ -109,7 +112,8 @@ export class ModelJobs {
     // Until the server has said how many bytes a job awaits, any download may be that job's.
     if (own.some((job) => job.isRunning && !totalOf(job))) return [];
     const totals = own.map(totalOf);
-    return pulls.filter(({ model, total_bytes }) => !(model in this.now) && !totals.includes(total_bytes));
+    const isOwn = (/** @type {Job | undefined} */ job) => job && (job.isRunning || job.kind === "download");
+    return pulls.filter(({ model, total_bytes }) => !isOwn(this.now[model]) && !totals.includes(total_bytes));
   }
 
   /**
@@ -130,7 +134,7 @@ export class ModelJobs {
   }
 
   /**
-   * Forget a job that ended with a problem.
+   * Forget a job that ended.
    * @param {string} model
    */
   dismiss(model) {
@@ -138,9 +142,10 @@ export class ModelJobs {
     this.#update(others);
   }
 
-  /** Forget all jobs that ended with a problem. */
-  dismissProblems() {
-    this.#update(Object.fromEntries(Object.entries(this.now).filter(([, { problem }]) => !problem)));
+  /** Forget all jobs that ended, except downloads whose models can still be loaded. */
+  dismissEnded() {
+    const stays = (/** @type {Job} */ job) => job.isRunning || (job.kind === "download" && !job.problem);
+    this.#update(Object.fromEntries(Object.entries(this.now).filter(([, job]) => stays(job))));
   }
 
   /**
@@ -148,17 +153,26 @@ export class ModelJobs {
    * @param {string} model
    * @param {Job["kind"]} kind
    * @param {boolean} loadsNext
-   * @param {() => Promise<unknown>} act
+   * @param {() => Promise<string>} act returns the server's name of the model
    */
   async #run(model, kind, loadsNext, act) {
     if (this.now[model]?.isRunning) return false;
     /** @type {Job} */
-    const job = { kind, isRunning: true, problem: "", isConflict: false, progress: null, loadsNext };
+    const job = {
+      kind,
+      isRunning: true,
+      problem: "",
+      isConflict: false,
+      progress: null,
+      loadsNext,
+      served: "",
+      seconds: 0,
+    };
+    const startedAt = performance.now();
     this.#update({ ...this.now, [model]: job });
     try {
-      await act();
-      if (kind === "download") this.#set(model, { isRunning: false });
-      else this.dismiss(model);
+      const served = await act();
+      this.#set(model, { isRunning: false, served, seconds: (performance.now() - startedAt) / 1000 });
       return true;
     } catch (error) {
       if (isAbort(error)) this.dismiss(model);
@@ -193,6 +207,17 @@ export class ModelJobs {
  */
 function isDownloading(job) {
   return job?.kind === "download" && job.isRunning;
+}
+
+/**
+ * Return the name under which the server lists the model of its answer.
+ * @param {Promise<Response>} answered
+ * @returns {Promise<string>}
+ */
+async function nameOf(answered) {
+  /** @type {Pick<Model, "id">} */
+  const { id } = await (await answered).json();
+  return id;
 }
 
 /** @param {Job} job */

@@ -63,7 +63,12 @@ export function Chat({ chats, live, models, jobs, notices }) {
     else if (!refusal) act();
     return !problem && !refusal;
   };
-  const ask = (/** @type {string} */ text) => send(() => chats.ask(text, options));
+  const ask = (/** @type {string} */ text) =>
+    send(() => {
+      // What was said of the model's load has been read.
+      if (wanted !== null && running[wanted]?.served) jobs.dismiss(wanted);
+      chats.ask(text, options);
+    });
   const isRunning = now.running.has(now.open.id);
   const requests = live.connection === "open" ? (live.state?.requests ?? []) : [];
   const streaming = isRunning ? now.open.messages.find((each) => isAnswer(each) && each.end === null) : undefined;

@@ -5,6 +5,7 @@
 /** @import { Conversation } from "./conversation.js" */
 
 import { Notice, onSingleClick } from "../components.js";
+import { duration } from "../format.js";
 import { readStored, writeStored } from "../storage.js";
 import { html } from "../vendor/preact.js";
 import { isAnswer } from "./conversation.js";
@@ -87,13 +88,17 @@ export function ModelSelect({ models, onDisk, wanted, setModel }) {
 }
 
 /**
- * Render why the wanted model does not answer at once, and what to do. Nothing for one that is loaded.
+ * Render why the wanted model does not answer at once, and what to do, or that it was just loaded from this page.
  * @param {{
  *   models: ChatModel[], wanted: string | null, job: Job | undefined, jobs: ModelJobs, setModel: (id: string) => void
  * }} props
  */
 export function ModelNotice({ models, wanted, job, jobs, setModel }) {
   const model = findModel(models, wanted);
+  if (wanted && job?.kind === "load" && job.served && model?.state === "ready") {
+    const dismiss = html`<button type="button" class="quiet" onClick=${() => jobs.dismiss(wanted)}>Dismiss</button>`;
+    return html`<${Notice} action=${dismiss}>${wanted} is loaded, after ${duration(job.seconds)}.</${Notice}>`;
+  }
   if (!wanted || !models.length || (model && model.state !== "unloaded")) return null;
   if (job?.isRunning) {
     return html`<${Notice} tone="busy">${job.kind === "unload" ? "Unloading" : "Loading"} ${wanted}.</${Notice}>`;

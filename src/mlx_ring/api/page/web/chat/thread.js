@@ -65,9 +65,9 @@ export function Thread(props) {
         />`;
       })}
     </div>
-    ${isBehind && html`<button type="button" class="to-end" onClick=${scrollToEnd}>Scroll to end</button>`}
     <p class="visually-hidden" role="status">${isRunning ? "The answer is streaming." : endText(messages.at(-1))}</p>
-  </div>`;
+  </div>
+  ${isBehind && html`<p class="to-end"><button type="button" onClick=${scrollToEnd}>Scroll to end</button></p>`}`;
 }
 
 /**

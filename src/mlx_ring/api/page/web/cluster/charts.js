@@ -1,10 +1,11 @@
-// Charts of the last minutes: tokens per second, and the compute time of each stage.
+// Charts of the last minutes: tokens per second, and the compute time of each stage. All lines of a chart share its scale.
 
 /** @import { Point } from "../live.js" */
 /** @import { InstanceStatus, Rates } from "../types.js" */
 /** @import uPlot from "uplot" */
 
 import { figures, timeOfDay } from "../format.js";
+import { describeInstance } from "../status.js";
 import { html, useEffect, useRef } from "../vendor/preact.js";
 
 const HEIGHT_PX = 170;
@@ -19,50 +20,74 @@ const MAX_UNFINISHED = 0.5;
  * @property {string} label
  * @property {string} color
  * @property {boolean} [isFilled]
- * @property {string} [unit]
- * @property {"y" | "right"} [scale]
  */
 
 /**
- * Render the charts. Compute time is that of the first instance.
+ * Chart with one scale, whose unit is written on it. `most` is the top of the scale; null fits it to the data.
+ * @typedef {object} ChartSpec
+ * @property {string} title
+ * @property {string} note what the chart covers, if not everything
+ * @property {string} label for people who do not see it
+ * @property {string} unit
+ * @property {(number | null)[][]} data times first, then the values of each line
+ * @property {Series[]} series
+ * @property {number | null} most
+ */
+
+/**
+ * Render the charts.
  * @param {{ points: Point[], instances: InstanceStatus[], theme: string }} props
  */
 export function Charts({ points, instances, theme }) {
+  return html`<div class="charts">
+    ${chartsOf(points, instances).map(
+      (chart) => html`<section key=${chart.title} class="panel" aria-label=${chart.title}>
+        <header><h2>${chart.title}</h2>${chart.note && html`<span class="muted">${chart.note}</span>`}</header>
+        <${Chart} theme=${theme} ...${chart} />
+      </section>`,
+    )}
+  </div>`;
+}
+
+/**
+ * Return what the charts show. Compute time is that of the first instance.
+ * @param {Point[]} points
+ * @param {InstanceStatus[]} instances
+ * @returns {ChartSpec[]}
+ */
+export function chartsOf(points, instances) {
   const instance = instances[0];
   const stages = instance?.stages.map(({ stage }) => stage) ?? [];
   const times = points.map((point) => point.time);
-  /** @param {"tokens_per_s" | "prompt_tokens_per_s"} name */
-  const totals = (name) => points.map(({ pace }) => (pace ? totalPace(pace, name) : null));
   const last = points.at(-1)?.pace ?? {};
-  const decode = figures(totalPace(last, "tokens_per_s"));
-  const prefill = figures(totalPace(last, "prompt_tokens_per_s"));
-  return html`<div class="charts">
-    <section class="panel" aria-label="Tokens per second">
-      <header><h2>Tokens per second</h2></header>
-      <${Chart}
-        theme=${theme}
-        label=${`Tokens per second over five minutes. Now: decode ${decode}, prefill ${prefill}`}
-        data=${[times, totals("tokens_per_s"), totals("prompt_tokens_per_s")]}
-        series=${[
-          { label: "decode", color: "--accent", isFilled: true },
-          { label: "prefill", color: "--link", scale: "right" },
-        ]}
-      />
-    </section>
-    <section class="panel" aria-label="Compute time">
-      <header>
-        <h2>Compute time by stage</h2>
-        ${instances.length > 1 && html`<span class="muted">${instance?.name}</span>`}
-      </header>
-      <${Chart}
-        theme=${theme}
-        label="Share of each second that each stage computed, over five minutes"
-        data=${[times, ...stages.map((stage) => computeShares(points, instance?.name ?? "", stage))]}
-        series=${stages.map((stage) => ({ label: `stage ${stage}`, color: `--stage-${stage % 8}`, unit: " %" }))}
-        most=${100}
-      />
-    </section>
-  </div>`;
+  /**
+   * @param {"tokens_per_s" | "prompt_tokens_per_s"} name
+   * @param {string} title
+   * @param {Series} line
+   * @returns {ChartSpec}
+   */
+  const speed = (name, title, line) => ({
+    title,
+    note: "",
+    label: `${title}, in tokens per second over five minutes. Now: ${figures(totalPace(last, name))}`,
+    unit: "tokens/s",
+    data: [times, points.map(({ pace }) => (pace ? totalPace(pace, name) : null))],
+    series: [line],
+    most: null,
+  });
+  return [
+    speed("tokens_per_s", "Answers", { label: "decode", color: "--accent", isFilled: true }),
+    speed("prompt_tokens_per_s", "Prompts", { label: "prefill", color: "--link", isFilled: true }),
+    {
+      title: "Compute time by stage",
+      note: instances.length > 1 ? `of ${describeInstance(instance, instances)}` : "",
+      label: "Share of each second that each stage computed, over five minutes",
+      unit: "% of the time",
+      data: [times, ...stages.map((stage) => computeShares(points, instance?.name ?? "", stage))],
+      series: stages.map((stage) => ({ label: `stage ${stage}`, color: `--stage-${stage % 8}` })),
+      most: 100,
+    },
+  ];
 }
 
 /**
@@ -89,19 +114,16 @@ export function totalPace(pace, name) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) : null;
 }
 
-/**
- * @param {{
- *   data: uPlot.AlignedData, series: Series[], label: string, theme: string, most?: number | null
- * }} props `most` is the top of the scale; null fits it to the data
- */
-function Chart({ data, series, label, theme, most = null }) {
+/** @param {ChartSpec & { theme: string }} props */
+function Chart({ data: values, series, label, unit, theme, most }) {
+  const data = /** @type {uPlot.AlignedData} */ (values);
   const place = useRef(/** @type {HTMLElement | null} */ (null));
   const chart = useRef(/** @type {uPlot | null} */ (null));
   const names = series.map((each) => each.label).join();
   useEffect(() => {
     const element = place.current;
     if (!element) return undefined;
-    const created = new window.uPlot(chartOptions(element, series, most), data, element);
+    const created = new window.uPlot(chartOptions(element, series, unit, most), data, element);
     chart.current = created;
     const resized = new ResizeObserver(() => created.setSize({ width: element.clientWidth, height: HEIGHT_PX }));
     resized.observe(element);
@@ -115,7 +137,7 @@ function Chart({ data, series, label, theme, most = null }) {
     if (!chart.current) return;
     chart.current.setData(data);
     showLastValues(chart.current);
-  }, [data]);
+  }, [values]);
   return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
 }
 
@@ -130,13 +152,13 @@ function showLastValues(chart) {
 /**
  * @param {HTMLElement} element
  * @param {Series[]} series
+ * @param {string} unit
  * @param {number | null} most
  * @returns {uPlot.Options}
  */
-function chartOptions(element, series, most) {
+function chartOptions(element, series, unit, most) {
   const style = getComputedStyle(element);
   const color = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
-  const isTwoSided = series.some((each) => each.scale === "right");
   return {
     width: element.clientWidth,
     height: HEIGHT_PX,
@@ -146,12 +168,11 @@ function chartOptions(element, series, most) {
     scales: {
       x: { range: (_, _first, last) => [last - SPAN_S, last] },
       y: { range: (_, _least, highest) => [0, most ?? scaleTop(highest)] },
-      right: { range: (_, _least, highest) => [0, scaleTop(highest)] },
     },
-    axes: chartAxes(color, `11px ${style.fontFamily}`, isTwoSided ? series[0]?.color : undefined),
+    axes: chartAxes(color, `11px ${style.fontFamily}`, unit),
     series: [
       { value: (_, at) => (at ? timeOfDay(at, { withSeconds: false }) : "–") },
-      ...series.map((each) => chartSeries(each, color)),
+      ...series.map((each) => chartSeries(each, unit, color)),
     ],
   };
 }
@@ -164,10 +185,10 @@ function scaleTop(highest) {
 /**
  * @param {(name: string) => string} color
  * @param {string} font
- * @param {string | undefined} leftColor colour of the left scale, if there is a right one too
+ * @param {string} unit of the only scale
  * @returns {uPlot.Axis[]}
  */
-function chartAxes(color, font, leftColor) {
+export function chartAxes(color, font, unit) {
   const grid = { stroke: color("--line"), width: 1 };
   const axis = { stroke: color("--muted"), font, ticks: { show: false }, grid };
   /** @type {uPlot.Axis} */
@@ -178,24 +199,24 @@ function chartAxes(color, font, leftColor) {
     incrs: [TICK_S, 2 * TICK_S, 5 * TICK_S],
     values: (_, ticks) => ticks.map((tick) => timeOfDay(tick, { withSeconds: false })),
   };
-  const left = { ...axis, size: 40, space: 34, stroke: leftColor ? color(leftColor) : axis.stroke };
-  const right = { ...axis, scale: "right", side: 1, size: 44, space: 34, grid: { show: false } };
-  return leftColor ? [time, left, right] : [time, left];
+  const left = { ...axis, size: 40, space: 34, label: unit, labelFont: font, labelSize: 16, labelGap: 0 };
+  return [time, left];
 }
 
 /**
  * @param {Series} series
+ * @param {string} unit
  * @param {(name: string) => string} color
  * @returns {uPlot.Series}
  */
-function chartSeries({ label, color: name, isFilled = false, unit = "", scale = "y" }, color) {
+export function chartSeries({ label, color: name, isFilled = false }, unit, color) {
   return {
     label,
-    scale,
+    scale: "y",
     stroke: color(name),
     ...(isFilled ? { fill: `${color(name)}26` } : {}),
     width: 1.5,
     points: { show: false },
-    value: (_, number) => (typeof number === "number" ? `${figures(number)}${unit}` : "–"),
+    value: (_, number) => (typeof number === "number" ? `${figures(number)} ${unit}` : "–"),
   };
 }

@@ -9,18 +9,19 @@ import { nodeNames } from "../status.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 
 /**
- * What is known of the command. `before` are the nodes that were connected, `away` those that were not.
+ * What is known of the command. `known` are the nodes that had a certificate when it was made, and `away` those of them
+ * that were not connected.
  * @typedef {object} Invited
  * @property {string[]} commands empty without one
  * @property {number} expiresAt in the browser's milliseconds
- * @property {string[]} before
+ * @property {string[]} known
  * @property {string[]} away
  * @property {string} problem
  * @property {boolean} isBusy
  */
 
 /** @type {Invited} */
-const NONE = { commands: [], expiresAt: 0, before: [], away: [], problem: "", isBusy: false };
+const NONE = { commands: [], expiresAt: 0, known: [], away: [], problem: "", isBusy: false };
 
 /** The command of this page. It is kept while another view is open, and never stored. */
 export class Invitation {
@@ -46,8 +47,9 @@ export class Invitation {
     try {
       /** @type {JoinCommands} */
       const { commands, expires_in_s: lifeS } = await (await request("cluster/invite", { body: {} })).json();
-      const before = connected(cluster);
-      this.#update({ commands, expiresAt: Date.now() + 1000 * lifeS, before, away: cluster.absent_nodes });
+      const known = [...cluster.nodes.map(({ id }) => id), ...cluster.absent_nodes];
+      const away = known.filter((id) => !connected(cluster).includes(id));
+      this.#update({ commands, expiresAt: Date.now() + 1000 * lifeS, known, away });
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       this.#update({ problem: error.message });
@@ -69,17 +71,20 @@ function connected({ nodes }) {
 }
 
 /**
- * Return what became of a command: machines that joined since, and ids of those that have a certificate since, but are
- * not connected yet.
+ * Return what became of a command: machines that joined since, ids of those that have a certificate since, but are not
+ * connected yet, and machines that came back, which were known before and need no command.
  * @param {Invited} invited
  * @param {ClusterStatus} cluster
  */
-export function whatCame({ commands, before, away }, cluster) {
-  if (!commands.length) return { joined: [], joining: [] };
+export function whatCame({ commands, known, away }, cluster) {
+  if (!commands.length) return { joined: [], joining: [], back: [] };
   const names = nodeNames(cluster);
-  const joined = connected(cluster).filter((id) => !before.includes(id));
-  const joining = cluster.absent_nodes.filter((id) => !away.includes(id) && !before.includes(id));
-  return { joined: joined.map((id) => names.get(id) ?? id), joining };
+  const now = connected(cluster).map((id) => ({ id, name: names.get(id) ?? id }));
+  return {
+    joined: now.filter(({ id }) => !known.includes(id)).map(({ name }) => name),
+    joining: cluster.absent_nodes.filter((id) => !known.includes(id)),
+    back: now.filter(({ id }) => away.includes(id)).map(({ name }) => name),
+  };
 }
 
 /**
@@ -109,7 +114,7 @@ export function Invite({ invitation, cluster, show = listCommands }) {
     const timer = setInterval(() => setTicks((count) => count + 1), 1000);
     return () => clearInterval(timer);
   }, [commands]);
-  const { joined, joining } = whatCame(invited, cluster);
+  const { joined, joining, back } = whatCame(invited, cluster);
   const leftMs = expiresAt - Date.now();
   const isOpen = commands.length > 0 && !joined.length && !joining.length;
   return html`<div class="invite">
@@ -119,6 +124,15 @@ export function Invite({ invitation, cluster, show = listCommands }) {
         ${id} is joining: it measures itself first, which takes a moment.
       </p>`,
     )}
+    ${
+      isOpen &&
+      back.map(
+        (name) => html`<p key=${name} role="status">
+          ${name} is back. It was a member before and needs no command. This one still admits another machine, unless it
+          was run on ${name}.
+        </p>`,
+      )
+    }
     <p>
       <button type="button" disabled=${isBusy} onClick=${onSingleClick(() => invitation.make(cluster))}>
         ${commands.length ? "Make another command" : "Make a join command"}

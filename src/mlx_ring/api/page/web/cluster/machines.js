@@ -3,13 +3,13 @@
 /** @import { ClusterStatus, DeviceStatus, EnergyStatus, LinkStatus, NodeMemory, NodeStatus } from "../types.js" */
 /** @import { ProfileStatus, ProposalStatus, YieldingStatus } from "../types.js" */
 
-import { Bar, Facts, Legend, stageFill, withCommands } from "../components.js";
+import { Bar, Facts, Legend, stageFill, TrustHint, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
 import { html } from "../vendor/preact.js";
 import { explain, MoveButton } from "./proposal.js";
 
 /** @type {Record<NodeStatus["state"], string>} */
-const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined", drained: "drained" };
+const STATES = { attending: "", gone: "disconnected", quarantined: "quarantined", drained: "taken out of use" };
 
 /** @type {Record<EnergyStatus["part"], string>} */
 const PARTS = { cpu: "CPU", gpu: "GPU", memory: "memory" };
@@ -79,10 +79,11 @@ function Machine({ node, cluster, name, onMoved }) {
     </h3>
     <p>${describeHardware(node, workers)}</p>
     <p>${describeRole(node, workers)}</p>
-    ${reason && html`<p>${reason}</p>`}
+    ${reason && html`<p>${reason}</p><${TrustHint} text=${reason} />`}
     ${whyUnused(node, cluster, name).map(
       ({ text, proposal }) => html`<div key=${text} class="unused">
         <p>${withCommands(text)}</p>
+        <${TrustHint} text=${text} />
         ${proposal && html`<${MoveButton} proposal=${proposal} onMoved=${onMoved} />`}
       </div>`,
     )}
@@ -196,7 +197,7 @@ function MachineDetails({ node: { address, id, memory, profile, stages, versions
     ],
     ["reserved", memory && `${bytes(memory.reserve_bytes)} for other programs`],
     ["planned", memory?.promised_bytes ? `${bytes(memory.promised_bytes)} for all its stages` : null],
-    ["stages", stages.join(", ")],
+    ["stages in logs and metrics", stages.join(", ")],
     [
       "versions",
       Object.entries(versions)

@@ -4,8 +4,9 @@
 /** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus } from "../types.js" */
 /** @import { StageShares, StageStatus } from "../types.js" */
 
-import { Legend, stageColour, stageFill, withCommands } from "../components.js";
+import { Facts, Legend, stageColour, stageFill, TrustHint, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, rate } from "../format.js";
+import { describeInstance } from "../status.js";
 import { html } from "../vendor/preact.js";
 import { Proposal } from "./proposal.js";
 import { Rank, StageTime } from "./stage-bars.js";
@@ -43,22 +44,24 @@ const TIME_LEGEND = [
  */
 export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
   const { name, model, state, reason, stages } = instance;
+  const ofModel = cluster.instances.filter((each) => each.model === model);
+  const title = describeInstance(instance, cluster.instances);
   const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
   // While another instance is loaded beside it, the first one has the proposal.
-  const isFirst = cluster.instances.find((each) => each.model === model)?.name === name;
+  const isFirst = ofModel[0]?.name === name;
   const proposal = isFirst ? cluster.proposals.find((each) => each.model === model) : undefined;
-  return html`<section class="panel pipeline" aria-label=${`Pipeline of ${model}`}>
+  return html`<section class="panel pipeline" aria-label=${`Pipeline of ${title}`}>
     <header>
       <h2>${model}</h2>
       <span class=${`state ${{ ready: "good", loading: "busy", unavailable: "bad" }[state]}`}>${state}</span>
-      <span class="muted">${name}, epoch ${instance.epoch}, ${counted(instance.layers, "layer")}</span>
+      <span class="muted">${ofModel.length > 1 && `${title.replace(` of ${model}`, "")}, `}${describeSplit(instance)}</span>
       ${
         load &&
         html`<span class="muted">${figures(load.running, 4)} running, ${figures(load.waiting, 4)} waiting</span>`
       }
     </header>
     ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
-    ${state !== "ready" && reason && html`<p>${reason}</p>`}
+    ${state !== "ready" && reason && html`<p>${reason}</p><${TrustHint} text=${reason} />`}
     ${proposal && html`<${Proposal} proposal=${proposal} onMoved=${onMoved} />`}
     <${Layers} stages=${stages} />
     <div class="flow">
@@ -81,7 +84,35 @@ export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
     <${Legend} title="Memory" items=${MEMORY_LEGEND} />
     <${Legend} title="Last second" items=${TIME_LEGEND} />
     <${Remarks} instance=${instance} />
+    <details>
+      <summary>Details</summary>
+      <${Facts} rows=${detailsOf(instance)} />
+    </details>
   </section>`;
+}
+
+/** @param {InstanceStatus} instance */
+function describeSplit({ layers, stages }) {
+  const workers = stages.reduce((sum, { ranks }) => sum + Math.max(1, ranks.length), 0);
+  const parts = [counted(layers, "layer"), counted(stages.length, "stage"), counted(workers, "worker")];
+  return `${parts[0]} in ${parts[1]}${workers === stages.length ? "" : `, with ${parts[2]}`}`;
+}
+
+/**
+ * Return what only logs, metrics and the API name.
+ * @param {InstanceStatus} instance
+ * @returns {string[][]}
+ */
+export function detailsOf({ name, epoch, stages }) {
+  const workers = stages.flatMap(({ ranks }) => ranks.map(({ pid, node }) => `${pid} on ${node}`));
+  return [
+    ["name in logs and metrics", name],
+    ["epoch", `${figures(epoch, 9)}. It grows each time its workers are put together anew.`],
+    ...(workers.length ? [["worker processes", workers.join(", ")]] : []),
+    ...stages.flatMap(({ stage, group }) =>
+      group ? [[`group of stage ${stage}`, `MLX's ${group.backend}: ${group.why}`]] : [],
+    ),
+  ];
 }
 
 /** @param {RecoveryStatus} recovery */
@@ -125,7 +156,7 @@ function Layers({ stages }) {
  * }} props
  */
 function Stage({ stage, devices, workers, shares, names }) {
-  const { layers, ranks, loading, group, times } = stage;
+  const { layers, ranks, loading, times } = stage;
   const isOneOfMany = ranks.length > 1;
   return html`<article class=${`stage ${stageColour(stage.stage)}`}>
     <h3>Stage ${stage.stage}</h3>
@@ -142,7 +173,6 @@ function Stage({ stage, devices, workers, shares, names }) {
         node=${names.get(rank.node) ?? rank.node}
       />`,
     )}
-    ${group && html`<p class="muted" title=${group.why}>MLX group: ${group.backend}</p>`}
     ${shares && html`<${StageTime} shares=${shares} steps=${times.decode} />`}
   </article>`;
 }
@@ -195,5 +225,6 @@ function Remarks({ instance: { stream, promise, left_out: leftOut, remarks } }) 
   }
   lines.push(...leftOut.map(({ node, why }) => `${node} has no layers: ${why}`), ...remarks);
   if (!lines.length) return null;
-  return html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${withCommands(line)}</li>`)}</ul>`;
+  return html`<ul class="remarks">${lines.map((line) => html`<li key=${line}>${withCommands(line)}</li>`)}</ul>
+    <${TrustHint} text=${lines.join(" ")} />`;
 }

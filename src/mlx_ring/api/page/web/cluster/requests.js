@@ -6,7 +6,7 @@ import { counted, duration, figures, percent } from "../format.js";
 import { html } from "../vendor/preact.js";
 
 /** @type {Record<RequestStatus["state"], string>} */
-const STATES = { waiting: "waiting", reading: "prefill", answering: "decode", paused: "paused" };
+const STATES = { waiting: "waiting", reading: "reading the prompt", answering: "answering", paused: "paused" };
 
 /**
  * Render the table of requests.

@@ -34,7 +34,7 @@ export function Rank({ rank, isOneOfMany, device, kvLimit, node }) {
       <b>${node}</b> ${isOneOfMany && html`<span class="muted">rank ${rank.rank}</span>`}
       ${!rank.alive && html` <span class="state bad">worker lost</span>`}
     </p>
-    ${hardware && html`<p class="muted">${hardware}, worker ${rank.pid}</p>`}
+    ${hardware && html`<p class="muted">${hardware}</p>`}
     <${Bar} parts=${parts} label=${label} />
     <p class="muted figures">
       <span>weights ${bytes(weights)}</span>
