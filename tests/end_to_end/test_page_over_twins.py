@@ -29,6 +29,20 @@ CONTEXT = 10**7
 LONG_ANSWER = ALPHABET * 100_000
 
 
+LONGER_THAN_ITS_WINDOW = """() => {
+    const thread = document.querySelector(".thread");
+    return thread.scrollHeight > 2 * thread.clientHeight;
+}"""
+
+
+OVERLAPS = """(button) => {
+    const own = button.getBoundingClientRect();
+    const isOver = (box) => box.top < own.bottom && box.bottom > own.top && box.left < own.right && box.right > own.left;
+    return [".thread", ".composer"].filter((name) => isOver(document.querySelector(name).getBoundingClientRect()));
+}"""
+"""The parts of the chat that a button covers."""
+
+
 @pytest.fixture(scope="module")
 def twin_url() -> Generator[str]:
     """Serve a twin that answers briefly, and yield its URL."""
@@ -58,7 +72,21 @@ def test_answer_is_shown_as_it_streams_until_it_is_stopped(browser: Browser, lon
         page.get_by_role("link", name="Cluster").click()
         request = page.get_by_role("region", name="Requests").get_by_role("row").nth(1)
         expect(request).to_contain_text("answering")
+        page.get_by_role("link", name="Models").click()
+        unload = page.get_by_role("button", name="Unload org/twin")
+        unload.click()
+        expect(page.get_by_text("Unloading org/twin cuts off 1 request that runs or waits.")).to_be_visible()
+        expect(page.get_by_role("button", name="Cancel")).to_be_focused()
+        page.keyboard.press("Escape")
+        expect(unload).to_be_enabled()
         page.get_by_role("link", name="Chat").click()
+        page.wait_for_function(LONGER_THAN_ITS_WINDOW)
+        page.evaluate("document.querySelector('.thread').scrollTop = 0")
+        to_end = page.get_by_role("button", name="Scroll to end")
+        expect(to_end).to_be_visible()
+        assert page.evaluate(OVERLAPS, to_end.element_handle()) == []
+        to_end.click()
+        expect(to_end).to_have_count(0)
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")
         page.get_by_role("button", name="Continue").click()

@@ -45,6 +45,12 @@ def test_a_refused_browser_gets_a_page_that_names_the_flag(api: Api) -> None:
     assert "--allowed-hosts" in page.text
     assert "&lt;evil&gt;.example" in page.text
     assert "<evil>" not in page.text
+    assert "--allowed-hosts NAME" in page.text, (
+        "a command to copy repeats nothing that a shell may read otherwise"
+    )
+    assert "mlx-ring serve MODEL --allowed-hosts studio.lan" in api.get("/", host="studio.lan:8100").text
+    foreign = api.get("/", origin="https://app.example").text
+    assert "mlx-ring serve MODEL --allowed-origins https://app.example" in foreign
     refusal(api.get("/", host="evil.example", accept="application/json"), 403)
 
 

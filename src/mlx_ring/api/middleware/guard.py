@@ -197,13 +197,16 @@ class Guard:
 
     def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._is_ours(_hostname(f"//{host}")):
+        if host is not None and not self._is_ours(name := _hostname(f"//{host}")):
             raise Refused(
-                f"Host '{host}' is not a name of this server; allow it with --allowed-hosts, "
-                f"or use one of {_listed(self._hosts)}."
+                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts)}, or start it again with "
+                f"`mlx-ring serve MODEL --allowed-hosts {_as_argument(name)}`."
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
-            raise Refused(f"Origin '{origin}' may not use this server; allow it with --allowed-origins.")
+            raise Refused(
+                f"Origin '{origin}' may not use this server. If you trust that site, start it again with "
+                f"`mlx-ring serve MODEL --allowed-origins {_as_argument(origin)}`."
+            )
 
     def _authenticate(self, scope: Scope, headers: Headers) -> str:
         """Return the client's identity. Every key is compared in constant time, so the duration reveals nothing."""
@@ -309,6 +312,11 @@ def _hostname(url: str) -> str | None:
     except ValueError:
         return None
     return None if "@" in parts.netloc or parts.hostname is None else _bare(parts.hostname)
+
+
+def _as_argument(text: str | None) -> str:
+    """Return a client's text for a command to copy, or a placeholder for one that a shell might read otherwise."""
+    return text if text is not None and re.fullmatch(r"[\w.:/-]+", text, re.ASCII) else "NAME"
 
 
 def _bare(host: str) -> str:

@@ -164,7 +164,7 @@ export function JobEnd({ name, job, cluster, jobs, chat }) {
   };
   return html`<${Ended}
     text=${text}
-    next=${kind === "load" ? `Chat with ${served}` : "Undo"}
+    next=${kind === "load" ? "Chat with it" : "Undo"}
     begin=${begin}
     dismiss=${() => jobs.dismiss(name)}
   />`;

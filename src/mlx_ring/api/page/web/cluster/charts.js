@@ -1,4 +1,4 @@
-// Charts of the last minutes: tokens per second, and the compute time of each stage. All lines of a chart share its scale.
+// Charts of the last minutes: tokens per second, and the compute time of each stage. A chart has one scale.
 
 /** @import { Point } from "../live.js" */
 /** @import { InstanceStatus, Rates } from "../types.js" */

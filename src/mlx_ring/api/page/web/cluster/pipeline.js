@@ -54,7 +54,8 @@ export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
     <header>
       <h2>${model}</h2>
       <span class=${`state ${{ ready: "good", loading: "busy", unavailable: "bad" }[state]}`}>${state}</span>
-      <span class="muted">${ofModel.length > 1 && `${title.replace(` of ${model}`, "")}, `}${describeSplit(instance)}</span>
+      ${ofModel.length > 1 && html`<span class="muted">${title.replace(` of ${model}`, "")}</span>`}
+      <span class="muted">${describeSplit(instance)}</span>
       ${
         load &&
         html`<span class="muted">${figures(load.running, 4)} running, ${figures(load.waiting, 4)} waiting</span>`
