@@ -65,7 +65,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
   };
   const ask = (/** @type {string} */ text) =>
     send(() => {
-      // What was said of the model's load has been read.
+      // A person who asks has read the notice of the load.
       if (wanted !== null && running[wanted]?.served) jobs.dismiss(wanted);
       chats.ask(text, options);
     });

@@ -71,8 +71,8 @@ function connected({ nodes }) {
 }
 
 /**
- * Return what became of a command: machines that joined since, ids of those that have a certificate since, but are not
- * connected yet, and machines that came back, which were known before and need no command.
+ * Return what became of a command: machines that joined since, and ids of new ones that are not connected yet. Members
+ * that came back are apart from them, because they need no command.
  * @param {Invited} invited
  * @param {ClusterStatus} cluster
  */
