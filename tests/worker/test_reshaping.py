@@ -358,6 +358,38 @@ def test_a_worker_says_that_it_loads_while_a_step_would_have_to_wait(
     assert not worker.wait
 
 
+@pytest.mark.parametrize("has_dropped", [False, True])
+def test_a_worker_that_is_prepared_for_a_stage_goes_back_to_its_own_unless_it_has_dropped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_dropped: bool
+) -> None:
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    worker = Worker(folder, monkeypatch)
+    worker.ask((0, 3), worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    # Another worker fails in the pause, or this one does.
+    worker.ask((0, 5), worker_pb2.LoadRequest.ANNOUNCED if has_dropped else worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert worker.relink((0, 5), commit=False) == ""
+    if has_dropped:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("No memory is left.")
+
+        monkeypatch.setattr(stage, "warm_up", fail)
+        progress = worker.ask((0, 5), worker_pb2.LoadRequest.AFTER)
+        worker.run()
+        assert "No memory is left" in last_report(progress).failure.message
+        assert worker.relink((0, 3), commit=False) == "NotReady"
+        return
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    worker.greet()
+    worker.execute(1)
+    worker.run()
+    assert worker.answer().step == 1
+    assert worker.weight_bytes == weights_of(folder, (0, 3))
+
+
 def test_a_load_that_fails_or_is_no_longer_wanted_leaves_the_present_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
