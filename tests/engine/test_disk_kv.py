@@ -546,7 +546,8 @@ def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
 def test_ranks_learn_whose_kv_to_keep(tmp_path: Path) -> None:
     keys, unreadable = ("a", "b"), tmp_path / "keys"
     policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, api_key=keys))
-    assert policy.kv_owners == {owner_of("key a"), owner_of("key b")}
+    assert policy.kv_owners == {"", owner_of("key a"), owner_of("key b")}
+    assert policy_of(Settings(kv_disk=1 << 30)).kv_owners == {""}, "KV of keys that were removed goes"
     assert policy_of(Settings(api_key=keys)).kv_owners == frozenset()
     assert policy_of(Settings(kv_disk=1 << 30, api_key_file=unreadable)).kv_owners == frozenset()
 

@@ -176,7 +176,7 @@ def test_a_load_that_fails_in_the_pause_is_no_loss_unless_its_worker_is_lost(
     change = Change(tiny_model, [("a", 0, 1), ("b", 1, 5)], full="b", problem=problem)
     change.load()
     places = {RankId(0, 0): change.sites["a"], RankId(1, 0): change.sites["b"]}
-    prepared: StartedWorkers = dict.fromkeys(places, cast("Any", None))
+    prepared: StartedWorkers = {place: cast("Any", None) for place in places}
     late = change.reshaping.load_late(places, prepared)
     if isinstance(problem, WorkerLost):
         with pytest.raises(WorkerLost, match="It died"):

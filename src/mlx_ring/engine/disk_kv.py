@@ -125,7 +125,7 @@ class DiskKv:
             ranks: all ranks.
             kv: their KV memory.
             measured: measurements of earlier engines, which this changes.
-            owners: digests of the API keys; the ranks remove KV of other keys. Empty: they remove none.
+            owners: owners of KV, as `owner_of` names them; the ranks remove KV of others. Empty: they remove none.
         """
         self._ranks = frozenset(ranks)
         given = list((kv or {}).values())
