@@ -82,9 +82,9 @@ def test_rank_that_hangs_in_its_first_pass_waits_for_its_group(
 
 @pytest.mark.parametrize(
     ("waits", "ranks"),
-    [("device", 1), ("link", 1), ("collective", 1), ("", 1), ("collective", 2), ("link", 2)],
+    [("device", 1), ("load", 1), ("link", 1), ("collective", 1), ("", 1), ("collective", 2), ("link", 2)],
 )
-def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
+def test_only_a_worker_that_computes_or_loads_gets_more_time_to_end_its_step(
     worker: Worker, waits: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ranks of a stage compute and join collectives in one pass.
@@ -114,7 +114,7 @@ def test_only_a_worker_that_computes_gets_more_time_to_end_its_step(
     wanted = worker_pb2.StageAssignment(rank=1, epoch=2)
     request = agent_pb2.RelinkWorkersRequest(assignments=[wanted])
     answered = asyncio.run(loading.relink_workers(supervisor, request))
-    computes = (waits, ranks) in {("device", 1), ("collective", 2)}
+    computes = (waits, ranks) in {("device", 1), ("load", 1), ("collective", 2)}
     assert (len(answered), stopped) == ((1, []) if computes else (0, [{1}]))
 
 

@@ -10,3 +10,9 @@ from tests.api.clients import Api
 def api() -> Api:
     """Return a client of a ready twin service in this process."""
     return Api()
+
+
+@pytest.fixture
+def patient_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not take a busy disk for one that hangs. Tests of such disks set less."""
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 60.0)

@@ -1,5 +1,8 @@
 """KV on the ranks' disks: what is saved, what is restored, and when a sequence waits for it."""
 
+# A restore that has sent nothing is given up by hand.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import asyncio
@@ -195,6 +198,58 @@ def test_requests_that_come_during_a_restore_wait_for_it_or_leave() -> None:
         assert (await second).token_ids == first.token_ids
         assert sum(len(parts(step)) for step in after.sent) == 5
         assert (await second).last.cached_tokens == len(PROMPT) - 1
+
+    asyncio.run(run())
+
+
+def test_restore_gives_way_between_its_parts_to_a_sequence_that_runs() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4])
+        after = with_disks_of(twin, 1)
+        block_bytes = BLOCK_TOKENS * LARGE[RankId(0, 0)].bytes_per_token
+        engine = make_engine(after, kv={RankId(0, 0): RankKv(7 * block_bytes, 200_000)})
+        prompt = (9,) * 700
+        undisturbed = await ask(make_engine(TwinExecutor((1,))), prompt, 100)
+        other = asyncio.create_task(ask(engine, prompt, 100))
+        await settled(lambda: engine.stats().scheduler.running == 1)
+        held = after.held_fetches = []
+        restored = asyncio.create_task(ask(engine))
+        for number in (1, 2):
+            await settled(lambda number=number: len(held) == number)
+            if number == 2:
+                # Its last block ends at 768 tokens, and the restore gets the rest of the memory.
+                await settled(lambda: any(row.start >= 766 for row in after.sent[-1].rows))
+            engine.fetched(*held[number - 1])
+        assert (await other).token_ids == undisturbed.token_ids
+        assert ((await restored).token_ids, (await restored).last.cached_tokens) == (first.token_ids, 0)
+        assert engine.stats().scheduler.num_preemptions == 0
+        assert [parts(step) for step in after.sent if parts(step)] == [[0], [0]], "the last forgets it"
+        assert not after.has_fetched
+
+    asyncio.run(run())
+
+
+def test_restore_that_is_given_up_before_its_first_part_leaves_nothing() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1,))
+        first = await ask(make_engine(twin))
+        await settled(lambda: saved_blocks(twin) == [4])
+        after = with_disks_of(twin, 1)
+        held = after.held_fetches = []
+        engine = make_engine(after, kv=LARGE)
+        restored = asyncio.create_task(ask(engine))
+        for number in (1, 2):
+            await settled(lambda number=number: len(held) == number)
+            if number == 2:
+                engine.pause()
+            engine.fetched(*held[number - 1])
+        ways = engine._scheduler.ways
+        assert [ways.give_up_restore() for _ in range(2)] == [True, False]
+        engine.resume()
+        assert ((await restored).token_ids, (await restored).last.cached_tokens) == (first.token_ids, 0)
+        assert (engine.stats().scheduler.steps_failed, after.has_fetched) == (0, False)
 
     asyncio.run(run())
 
@@ -491,7 +546,8 @@ def test_key_restores_only_its_own_blocks(client: str, other: str) -> None:
 def test_ranks_learn_whose_kv_to_keep(tmp_path: Path) -> None:
     keys, unreadable = ("a", "b"), tmp_path / "keys"
     policy = policy_of(Settings(step_deadline_s=0.0, num_speculative_tokens=0, kv_disk=1 << 30, api_key=keys))
-    assert policy.kv_owners == {owner_of("key a"), owner_of("key b")}
+    assert policy.kv_owners == {"", owner_of("key a"), owner_of("key b")}
+    assert policy_of(Settings(kv_disk=1 << 30)).kv_owners == {""}, "KV of keys that were removed goes"
     assert policy_of(Settings(api_key=keys)).kv_owners == frozenset()
     assert policy_of(Settings(kv_disk=1 << 30, api_key_file=unreadable)).kv_owners == frozenset()
 

@@ -69,6 +69,20 @@ def test_the_oldest_unanswered_step_is_reported_with_rank_and_wait() -> None:
     )
 
 
+def test_a_step_that_waits_for_a_load_between_steps_is_late_only_past_its_end() -> None:
+    pipeline = Pipeline((1, 1), CHUNK_2)
+    pipeline.add(6)
+    in_flight = pipeline.scheduler.in_flight
+    waited: list[tuple[float, bool]] = []
+    for now, is_loading in ((10.0, True), (40.0, True), (61.0, False)):
+        in_flight.record_started(RankId(0, 0), 0, now, is_loading=is_loading)
+        in_flight.record_started(RankId(1, 0), 0, now, is_loading=False)
+        owed = in_flight.oldest_unanswered(now)
+        assert owed is not None
+        waited.append((owed.waited_s, owed.is_late))
+    assert waited == [(0.0, False), (0.0, False), (21.0, True)]
+
+
 def test_without_a_minimum_no_step_has_a_deadline() -> None:
     assert StepDeadlines(0.0, lambda _stage, _size: 9.0).of(0, ONE) == 0.0
 

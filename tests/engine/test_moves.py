@@ -25,7 +25,7 @@ from tests.examples import examples
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.engine import takeover
+from mlx_ring.engine import moved_kv, takeover
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.kv_budget import RankKv
@@ -42,6 +42,7 @@ def _looks_at_once() -> Generator[None]:  # pyright: ignore[reportUnusedFunction
     """Let moves look for the last answers at each turn, so that a random case is the same each time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(takeover, "_LOOK_S", 0.0)
+        patch.setattr(moved_kv, "_STEP_LOOK_S", 0.0)
         yield
 
 
@@ -265,6 +266,49 @@ def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
         tokens, target = asyncio.run(run())
     assert tokens == answer_of(hash_token(256), request).token_ids
     assert reason in caplog.text
+    check_nothing_is_left(target)
+
+
+def test_move_that_a_rank_cannot_keep_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    request = make_request(40, max_tokens=20)
+
+    def fail(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
+        entries = [each.adopt.sequence for each in step.operations if each.HasField("adopt") and stage]
+        return (
+            step_pb2.Failure(kind="StepFailed", message="no memory", sequences=entries)
+            if any(entries)
+            else None
+        )
+
+    async def run() -> tuple[list[int], Succession]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load()
+        assert target.twin is not None
+        target.twin.inject_fault = fail
+        (stream,) = source.submit(request)
+        deltas = run_to(source, stream, 3)
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while not moving.done():
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        assert await moving == 1
+        assert adopted(target)
+        assert not engine_of(target).stats().cache.moved_tokens
+        assert not sum(target.meter.way_taken_s["move"].counts)
+        assert sum(target.meter.way_taken_s["recompute"].counts)
+        assert "move" not in target.meter.measured
+        target.finish()
+        source.finish()
+        assert not target.twin.has_fetched
+        return tokens_of([*deltas, *stream.take()]), target
+
+    with caplog.at_level(logging.INFO):
+        tokens, target = asyncio.run(run())
+    assert tokens == answer_of(hash_token(256), request).token_ids
+    assert "because it was not moved: a worker could not keep it" in caplog.text
     check_nothing_is_left(target)
 
 

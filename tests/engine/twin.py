@@ -272,7 +272,7 @@ class TwinExecutor:
         self._last = RankId(len(tp_sizes) - 1, 0)
         self._next_token = next_token or hash_token(256)
         self._draw = draw or self._sample
-        self._inject_fault = inject_fault
+        self.inject_fault = inject_fault
         self._automatic = automatic
         self._makes_grammars = makes_grammars
         self.grammar_failure: step_pb2.Failure | None = None
@@ -552,7 +552,7 @@ class TwinExecutor:
         key = (step.step, stage)
         if key not in self._failures:
             before = self._failures.get((step.step, stage - 1))
-            own = self._inject_fault(step, stage) if self._inject_fault is not None else None
+            own = self.inject_fault(step, stage) if self.inject_fault is not None else None
             self._failures[key] = before or own or self._failure_before(step)
         return self._failures[key]
 

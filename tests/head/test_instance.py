@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from mlx_ring.cluster.deployment import Site, WorkerPlace
 from mlx_ring.cluster.layer_split import even_split
 from mlx_ring.cluster.relinking import LoadedRanks
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NotReady, ProtocolError, RingError, StepFailed, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.executor import GrpcExecutor
 from mlx_ring.engine.resumption import Silences
@@ -235,6 +236,23 @@ def test_nothing_is_left_when_a_patch_cannot_be_loaded_at_all(monkeypatch: pytes
     refused = ProtocolError("No such stage.")
     done, _ = run(monkeypatch, is_patched=True, lose=lambda run: run.loading.set_exception(refused))
     assert (done.instance.remains, [agent.stopped for agent in done.agents]) == (None, [["tiny-1"]] * 2)
+
+
+def test_all_ranks_are_left_when_one_cannot_load_its_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load_late(*_: object) -> None:
+        """Fail, as `problem` says."""
+
+    async def act() -> tuple[Run, RingError]:
+        run = Run(monkeypatch, is_patched=True)
+        reshaping = SimpleNamespace(late={KEPT: 5}, load_late=load_late, problem=StepFailed("No memory."))
+        epoch = replace(run.instance._epoch, reshaping=cast("Any", reshaping))  # pyright: ignore[reportPrivateUsage]
+        run.instance._epoch = epoch  # pyright: ignore[reportPrivateUsage]
+        return run, await run.until_lost(lambda: None)
+
+    done, error = asyncio.run(act())
+    assert isinstance(error, NotReady)
+    assert done.instance.is_dropped
+    assert [agent.stopped for agent in done.agents] == [[], []]
 
 
 @pytest.mark.parametrize("phase", [None, "loading"])

@@ -116,6 +116,8 @@ class FakeEngine:
         self.is_paused = False
         self.error: RingError | None = None
         self.answered_at: dict[RankId, float] = {}
+        self.loading: list[bool] = []
+        """For each heartbeat, True if it says that the rank loads layers between steps."""
 
     def pause(self) -> None:
         self.is_paused = True
@@ -123,8 +125,8 @@ class FakeEngine:
     def resume(self) -> None:
         self.is_paused = False
 
-    def record_started(self, _rank: RankId, _step: int) -> None:
-        pass
+    def record_started(self, _rank: RankId, _step: int, *, is_loading: bool) -> None:
+        self.loading.append(is_loading)
 
     def oldest_unanswered(self) -> Unanswered:
         return Unanswered(RankId(0, 0), 5, 31.0, 30.0)
@@ -216,13 +218,14 @@ class Watching:
         epoch: int = 2,
         pid: int = 1,
         last_step: int = 0,
+        waits: worker_pb2.Wait | None = None,
     ) -> None:
         """Let the agent report its worker."""
         worker = agent_pb2.WorkerState(
             instance="tiny-1",
             alive=alive,
             exit_reason="" if alive else "ended by signal 9 (SIGKILL)",
-            status=worker_pb2.WorkerStatus(phase=phase, last_step=last_step),
+            status=worker_pb2.WorkerStatus(phase=phase, last_step=last_step, waits=waits),
             silent_s=silent_s,
             pid=pid,
             assignment=worker_pb2.StageAssignment(epoch=epoch),
@@ -401,6 +404,16 @@ def test_a_silent_worker_pauses_the_engine_until_it_answers_or_is_lost(
         (loss,) = watching.losses
         assert isinstance(loss, WorkerStuck)
         assert loss.is_workers_own
+
+    watch_and(act, monkeypatch)
+
+
+def test_a_rank_that_loads_for_the_next_plan_is_given_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(watching: Watching) -> None:
+        watching.engine.loading.clear()
+        for kind, seconds in (("load", 40.0), ("load", 599.0), ("load", 601.0), ("device", 40.0)):
+            await watching.report(waits=worker_pb2.Wait(kind=kind, seconds=seconds))
+        assert watching.engine.loading == [True, True, False, False]
 
     watch_and(act, monkeypatch)
 

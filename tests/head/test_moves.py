@@ -11,7 +11,15 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Drained, Membership
-from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError, WorkerLost
+from mlx_ring.core.errors import (
+    Conflict,
+    NotReady,
+    PlanError,
+    RequestError,
+    RingError,
+    StepFailed,
+    WorkerLost,
+)
 from mlx_ring.head.moves import Moves
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
@@ -31,6 +39,8 @@ class FakeReplica:
         self.refusal: RingError | None = None
         self.drained: list[frozenset[str]] = []
         self.has_scope, self.has_changed = True, False
+        self.problem: RingError | None = None
+        """Reason why its workers go back to their stages."""
 
     def place(self, *nodes: str) -> None:
         self.placement = SimpleNamespace(nodes=[SimpleNamespace(node=node) for node in nodes])
@@ -54,7 +64,7 @@ class FakeReplica:
         if not self.has_scope:
             raise UnchangeableWorkers("One machine has several stages.")
         self.has_changed, self.service.info.epoch = True, 2
-        return SimpleNamespace(paused_requests=2, loaded_bytes=2)
+        return SimpleNamespace(paused_requests=2, loaded_bytes=2, problem=self.problem)
 
 
 class FakeHosted:
@@ -217,6 +227,14 @@ def test_workers_change_their_stages_where_no_second_instance_fits() -> None:
     moved = split_again(FakeHosted(replica), "ranges", may_pause=True)
     assert moved is not None
     assert (moved.way, moved.loaded_bytes) == ("after", None)
+
+
+def test_a_move_that_leaves_the_present_split_says_why() -> None:
+    replica = FakeReplica("a", "b")
+    replica.problem = StepFailed("No memory is left.")
+    with pytest.raises(StepFailed, match="No memory is left"):
+        split_again(FakeHosted(replica), "ranges")
+    assert not replica.drained
 
 
 def test_a_machine_that_has_left_meanwhile_is_not_drained_when_it_is_back() -> None:

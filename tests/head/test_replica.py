@@ -13,7 +13,15 @@ import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NodeDrained, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import (
+    NodeDrained,
+    NotReady,
+    PlanError,
+    RingError,
+    StepFailed,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.head import replica as subject
@@ -253,6 +261,9 @@ class ChangingInstance(FakeInstance):
         engine = SimpleNamespace(
             error=None, requests=lambda: [1, 2], lose=print, oldest_unanswered=lambda: None
         )
+        if self._epoch.reshaping is not None and self._epoch.reshaping.problem is not None:
+            self.is_dropped = True
+            raise NotReady("The workers go back.")
         self.service.serve(engine)
         ready(1.0)
         await self.ending.wait()
@@ -276,13 +287,14 @@ class FakeReshaping:
 
     late: Mapping[RankId, int] = MappingProxyType({})
 
-    def __init__(self, problem: RingError | None) -> None:
-        self.problem, self.calls, self.paused_requests = problem, list[str](), 0
+    def __init__(self, problem: RingError | None, late_problem: RingError | None = None) -> None:
+        self._problem, self.calls, self.paused_requests = problem, list[str](), 0
+        self.problem = late_problem
 
     async def load(self) -> None:
         self.calls.append("load")
-        if self.problem is not None:
-            raise self.problem
+        if self._problem is not None:
+            raise self._problem
 
     def left(self, remains: Remains) -> Remains:
         return replace(remains, epoch=7)
@@ -345,6 +357,40 @@ def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be
         [] if fault else ["patch 8 None"]
     )
     assert (stopped, machines.loads) == (([1], 2) if fault == "patch" else ([], 1))
+    assert not meter.losses
+
+
+def test_all_workers_go_back_to_their_stages_if_one_cannot_load_its_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subject, "Instance", ChangingInstance)
+    machines, meter = FakeMachines(), Meter()
+    reshaping = FakeReshaping(None, StepFailed("No memory is left."))
+
+    def make(*_given: object, may_pause: bool) -> Any:
+        del may_pause
+        return reshaping
+
+    monkeypatch.setattr(subject, "Reshaping", make)
+
+    async def run() -> Replica:
+        replica = make_replica(machines, meter)
+        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
+        await run_tasks_until(lambda: replica.service.error is None)
+        await replica.split_again("Workers change.", may_pause=False)
+        await run_tasks_until(lambda: running.done() or replica.service.info.epoch > 8)
+        assert not running.done(), running.exception()
+        await run_tasks_until(lambda: replica.service.error is None)
+        running.cancel()
+        return replica
+
+    asyncio.run(run())
+    # First the next plan was patched, then the present one, of which no rank is lost.
+    assert [(each.epoch, each.lost) for each in machines.remains] == [(7, set()), (1, set())]
+    assert not machines.remains[1].leaves_others
+    assert [call for call in machines.calls if call.startswith("patch")] == ["patch 8 None", "patch 9 None"]
+    assert (reshaping.calls, machines.loads) == (["load", "close"], 1)
+    assert [*map(type, machines.failures)] == [NodeDrained], "no machine is blamed"
     assert not meter.losses
 
 

@@ -13,7 +13,7 @@ from tests.planner.clusters import cluster_of, node_of
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site, StartedWorkers
-from mlx_ring.core.errors import PlanError, RingError, WorkerLost
+from mlx_ring.core.errors import PlanError, RingError, StepFailed, WorkerLost
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.patching import Remains, Room
@@ -51,7 +51,8 @@ class Agent:
         (one,), (pid,) = assignments, pids
         layers = f"{one.first_layer}-{one.end_layer}"
         self.calls.append(f"{self.node} {GAINS[gain]} stage {one.stage} {layers} pid {pid}")
-        if self.problem is not None and gain == worker_pb2.LoadRequest.BESIDE:
+        # A machine without room loads in the pause.
+        if self.problem is not None and gain != worker_pb2.LoadRequest.ANNOUNCED:
             raise self.problem
         for phase, done in (("fetch", 999), ("weights", 5), ("weights", 10)):
             progress = worker_pb2.LoadProgress(phase=phase, bytes_loaded=done)
@@ -166,6 +167,25 @@ def test_layers_without_room_are_announced_and_loaded_in_the_pause(tiny_model: P
     # One that was lost since is loaded as a whole.
     asyncio.run(change.reshaping.load_late(places, {}))
     assert len(change.calls) == 3
+
+
+@pytest.mark.parametrize("problem", [StepFailed("No memory is left."), WorkerLost("It died.")])
+def test_a_load_that_fails_in_the_pause_is_no_loss_unless_its_worker_is_lost(
+    tiny_model: Path, problem: RingError
+) -> None:
+    change = Change(tiny_model, [("a", 0, 1), ("b", 1, 5)], full="b", problem=problem)
+    change.load()
+    places = {RankId(0, 0): change.sites["a"], RankId(1, 0): change.sites["b"]}
+    prepared: StartedWorkers = {place: cast("Any", None) for place in places}
+    late = change.reshaping.load_late(places, prepared)
+    if isinstance(problem, WorkerLost):
+        with pytest.raises(WorkerLost, match="It died"):
+            asyncio.run(late)
+        assert change.reshaping.problem is None
+    else:
+        asyncio.run(late)
+        assert change.reshaping.problem is problem
+    assert problem.node == "b"
 
 
 def test_a_failed_load_leaves_the_present_plan(tiny_model: Path) -> None:

@@ -26,6 +26,7 @@ from mlx_ring.models.model_source import find_model
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.links import Inbox, LinkSender
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker import stage
 from mlx_ring.worker.neighbours import LinkOpener, OpenedLinks
 from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.reshaping import WorkerIdentity
@@ -213,6 +214,11 @@ class Worker:
     def weight_bytes(self) -> int:
         return self.server.status(worker_pb2.StatusRequest(), cast("Any", LocalCall())).weight_bytes
 
+    @property
+    def wait(self) -> str:
+        """Kind of the wait that it reports; empty if there is none."""
+        return self.server.status(worker_pb2.StatusRequest(), cast("Any", LocalCall())).waits.kind
+
 
 class Sink:
     """Link that ends nowhere."""
@@ -322,6 +328,66 @@ def test_a_worker_frees_the_layers_that_it_loses_before_it_loads_others(
     assert worker.weight_bytes == weights_of(folder, (3, 5))
     assert worker.relink((3, 5), commit=True) == ""
     assert worker.server.hello().stage == 1
+
+
+@pytest.mark.parametrize("gain", [worker_pb2.LoadRequest.BESIDE, worker_pb2.LoadRequest.AFTER])
+def test_a_worker_says_that_it_loads_while_a_step_would_have_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gain: worker_pb2.LoadRequest.Gain
+) -> None:
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    worker = Worker(folder, monkeypatch)
+    worker.ask((0, 3), worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    seen: list[str] = []
+
+    def look_before(work: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            seen.append(worker.wait)
+            return work(*arguments)
+
+        return look
+
+    # The parts that may take minutes: to read the folder and the weights, and to compile kernels.
+    for name in ("read_folder", "warm_up"):
+        monkeypatch.setattr(stage, name, look_before(getattr(stage, name)))
+    progress = worker.ask((0, 5), gain)
+    worker.run()
+    assert last_report(progress).ready
+    assert seen == ["load", "load"]
+    assert not worker.wait
+
+
+@pytest.mark.parametrize("has_dropped", [False, True])
+def test_a_worker_that_is_prepared_for_a_stage_goes_back_to_its_own_unless_it_has_dropped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_dropped: bool
+) -> None:
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    worker = Worker(folder, monkeypatch)
+    worker.ask((0, 3), worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    # Another worker fails in the pause, or this one does.
+    worker.ask((0, 5), worker_pb2.LoadRequest.ANNOUNCED if has_dropped else worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert worker.relink((0, 5), commit=False) == ""
+    if has_dropped:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("No memory is left.")
+
+        monkeypatch.setattr(stage, "warm_up", fail)
+        progress = worker.ask((0, 5), worker_pb2.LoadRequest.AFTER)
+        worker.run()
+        assert "No memory is left" in last_report(progress).failure.message
+        assert worker.relink((0, 3), commit=False) == "NotReady"
+        return
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    worker.greet()
+    worker.execute(1)
+    worker.run()
+    assert worker.answer().step == 1
+    assert worker.weight_bytes == weights_of(folder, (0, 3))
 
 
 def test_a_load_that_fails_or_is_no_longer_wanted_leaves_the_present_stage(

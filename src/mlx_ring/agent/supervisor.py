@@ -128,9 +128,9 @@ class Worker:
 
     @property
     def computes(self) -> bool:
-        """True if it answered just now that it waits for its device, or computes a step with the other ranks of its stage."""
+        """True if it answered just now that it waits for its device, loads layers, or computes a step with its group."""
         waits = "" if self.status is None or self.unresponsive.seconds else self.status.waits.kind
-        return waits == "device" or (waits == "collective" and self.assignment.tp_size > 1)
+        return waits in {"device", "load"} or (waits == "collective" and self.assignment.tp_size > 1)
 
     @property
     def grace_s(self) -> float:

@@ -33,7 +33,7 @@ class Policy:
     kv_disk: int | None = None
     """Bytes of KV that each machine keeps on its disk; None: none is saved or restored."""
     kv_owners: frozenset[str] = frozenset()
-    """Digests of the API keys; KV on disks of other keys is removed. Empty: none is."""
+    """Owners of KV on disks, as `owner_of` names them; that of others is removed. Empty: none is."""
     num_speculative_tokens: int
     """Most tokens that prompt lookup proposes in one step; 0: no speculative decoding."""
     step_deadline_s: float

@@ -46,7 +46,7 @@ class WaitUse:
     """Cause for which a worker waits."""
 
     kind: str
-    """Kind: `collective`, `link` or `device`."""
+    """Kind: `collective`, `link`, `device` or `load`."""
     backend: str
     """MLX's backend of a collective; empty for other kinds."""
     peer: str

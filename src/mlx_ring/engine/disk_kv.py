@@ -35,7 +35,7 @@ from mlx_ring.engine.prefix_cache import (
     split_text,
 )
 from mlx_ring.engine.resumption import KvInMemory
-from mlx_ring.engine.rows import Restores, drop_operation, release
+from mlx_ring.engine.rows import Restore, Restores, drop_operation, release
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
@@ -125,7 +125,7 @@ class DiskKv:
             ranks: all ranks.
             kv: their KV memory.
             measured: measurements of earlier engines, which this changes.
-            owners: digests of the API keys; the ranks remove KV of other keys. Empty: they remove none.
+            owners: owners of KV, as `owner_of` names them; the ranks remove KV of others. Empty: they remove none.
         """
         self._ranks = frozenset(ranks)
         given = list((kv or {}).values())
@@ -285,6 +285,11 @@ class DiskKv:
     def take_operations(self, busy_s: float | None, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
         """Return the operations that restore and save the next parts, if there are any, as `take_saves`."""
         return [*self._restores.take(is_prefill=is_prefill), *self.take_saves(busy_s)]
+
+    @property
+    def newest_restore(self) -> tuple[int, Restore] | None:
+        """Restore that was begun last, with the id of what it fills; None if none is under way."""
+        return self._restores.newest
 
     # ---- save
 

@@ -390,9 +390,9 @@ class Engine:
         """Reason why the engine no longer answers; None while it does."""
         return self._ended
 
-    def record_started(self, rank: RankId, begun: int) -> None:
-        """Record, from a heartbeat, that a rank started a step: its deadline counts from now."""
-        self._scheduler.in_flight.record_started(rank, begun, self._clock())
+    def record_started(self, rank: RankId, begun: int, *, is_loading: bool = False) -> None:
+        """Record, from a heartbeat, that a rank started a step, or loads before it: its deadline counts from now."""
+        self._scheduler.in_flight.record_started(rank, begun, self._clock(), is_loading=is_loading)
 
     def limit_kv(self, limits: Mapping[RankId, int]) -> None:
         """Set the bytes of KV that each rank may hold from now on. Running requests continue."""

@@ -141,6 +141,8 @@ class _Progress:
     begun: int = 0
     """Last step that it is known, from heartbeats, to have started."""
     begun_at: float = 0.0
+    loading_at: float = 0.0
+    """Time of the last heartbeat in which it was loading layers, so that steps had to wait."""
     answered_at: float = 0.0
     totals: RankTotals = field(default_factory=RankTotals)
 
@@ -276,11 +278,15 @@ class StepsInFlight:
     def recent(self) -> tuple[StepTiming, ...]:
         return tuple(self._recent)
 
-    def record_started(self, rank: RankId, begun: int, now: float) -> None:
-        """Record, from a heartbeat, that a rank started a step."""
+    def record_started(self, rank: RankId, begun: int, now: float, *, is_loading: bool = False) -> None:
+        """Record, from a heartbeat, that a rank started a step, or that it is loading layers between two of them."""
         progress = self._progress.get(rank)
-        if progress is not None and begun > progress.begun:
+        if progress is None:
+            return
+        if begun > progress.begun:
             progress.begun, progress.begun_at = begun, now
+        if is_loading:
+            progress.loading_at = now
 
     def oldest_unanswered(self, now: float) -> Unanswered | None:
         """Return the rank that all others wait for; None if no answer is owed.
@@ -293,8 +299,12 @@ class StepsInFlight:
             return None
         sent_step = self._in_flight[number]
         rank = min(rank for rank, progress in self._progress.items() if progress.step < number)
-        begun_at = self._progress[rank].begun_at if self._progress[rank].begun == number else 0.0
-        since = max(sent_step.sent_at, sent_step.answered_at, self._completed_at, begun_at)
+        progress = self._progress[rank]
+        begun_at = progress.begun_at if progress.begun == number else 0.0
+        since = max(
+            *(sent_step.sent_at, sent_step.answered_at, self._completed_at),
+            *(begun_at, progress.loading_at),
+        )
         return Unanswered(rank, number, now - since, self._deadlines.of(rank.stage, sent_step.size))
 
 

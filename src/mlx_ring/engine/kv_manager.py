@@ -375,17 +375,18 @@ class KvManager:
 
     # ---- end
 
-    def free(self, sequence: int) -> None:
+    def free(self, sequence: int, *, is_opened: bool = True) -> None:
         """Free a sequence's memory, or only its reservation if it was never opened."""
         self._forget(sequence)
         if (taken := self._taken.pop(sequence, None)) is not None:
             self._free_on_ranks(taken)
             self.budget.release(sequence, self._next_step)
-        elif sequence in self.held:
+        elif sequence in self.held and is_opened:
             self.held.discard(sequence)
             self._operations.append(messages.free_operation(sequence))
             self.budget.release(sequence, self._next_step)
         else:
+            self.held.discard(sequence)
             self.budget.drop(sequence)
 
     def _forget(self, sequence: int) -> None:

@@ -44,7 +44,8 @@ _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 600.0, 4.0
 """Time after which a move has failed: so many seconds at least and at most, and so many times the predicted time."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
-_LOOK_S = 0.25
+_LOOK_S, _STEP_LOOK_S = 0.25, 0.002
+"""Time between two looks at the engine during a fetch, and while ranks execute a step."""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class KvMoves:
         try:
             self._executor.fetch_kv(wanted)
             if not (problem := await self._result(fetch, within_s + _ANSWER_S)):
-                problem = self._adopt(id_, tokens, start)
+                problem = await self._adopt(id_, tokens, start, within_s + _ANSWER_S)
                 is_adopted = not problem
             return problem
         finally:
@@ -198,8 +199,8 @@ class KvMoves:
         # A look-up leaves one token over to compute.
         return self._scheduler.kv.match((*tokens, *tokens[-1:]), self._scheduler.running)
 
-    def _adopt(self, id_: int, tokens: tuple[int, ...], start: int) -> str:
-        """Keep what the ranks have read as KV of an ended sequence; return the reason if that is impossible."""
+    async def _adopt(self, id_: int, tokens: tuple[int, ...], start: int, within_s: float) -> str:
+        """Let the ranks keep what they have read as KV of an ended sequence; return the reason if that failed."""
         kv, match = self._scheduler.kv, self._match(tokens)
         shared, source = (0, None) if match is None else (match.length, match.source)
         if shared < start:
@@ -209,10 +210,27 @@ class KvMoves:
         entry = kv.begin_entry(tokens, spare=source)
         if entry is None:
             return "there is no room for it"
+        # The next step takes all operations along.
+        step = self._scheduler.in_flight.sent + 1
         kv.add_operations(moved_operations(id_, tokens, start, source, entry))
         kv.offer_entry(entry, tokens, len(tokens))
-        kv.moved_tokens += len(tokens) - start
         self._send(self.clock())
+        if problem := await self._until_executed(step, within_s):
+            return problem
+        if entry not in kv.held:
+            return "a worker could not keep it, or its memory was needed"
+        kv.moved_tokens += len(tokens) - start
+        return ""
+
+    async def _until_executed(self, step: int, within_s: float) -> str:
+        """Wait until every rank has answered a step; return the reason if that does not happen."""
+        end_s = self.clock() + within_s
+        while self._scheduler.in_flight.completed < step:
+            if (error := self._error()) is not None:
+                return f"the instance was lost: {error}"
+            if self.clock() > end_s:
+                return f"workers have not taken it over within {within_s:.0f} s"
+            await asyncio.sleep(_STEP_LOOK_S)
         return ""
 
     # ---- the source

@@ -142,6 +142,10 @@ class KvInMemory(Protocol):
         """Keep KV that the ranks have under an id of its own, as of an ended sequence."""
         ...
 
+    def free(self, entry: int, /, *, is_opened: bool) -> None:
+        """Free the memory of KV that has an id of its own; on the ranks, if they have opened it."""
+        ...
+
     def add_operations(self, operations: Iterable[step_pb2.CacheOperation]) -> None:
         """Add operations that change no sequence."""
         ...

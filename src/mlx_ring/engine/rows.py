@@ -281,6 +281,11 @@ class Restores:
     def has_parts(self) -> bool:
         return bool(self._by_entry)
 
+    @property
+    def newest(self) -> tuple[int, Restore] | None:
+        """Restore that was begun last, with its entry; None if none is under way."""
+        return next(reversed(self._by_entry.items()), None)
+
     def begin(
         self,
         entry: int,

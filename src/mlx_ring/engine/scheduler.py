@@ -218,11 +218,11 @@ class Scheduler:
         return step
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Reserve `tokens` for a running sequence, preempting the newest others if needed; return False if it must wait."""
+        """Reserve `tokens` for a running sequence; return False if it must wait. Restores give way, then the newest others."""
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False
-            if self._preempt_newest() is sequence:
+            if not self.ways.give_up_restore() and self._preempt_newest() is sequence:
                 return False
         return True
 
@@ -277,7 +277,7 @@ class Scheduler:
     def _admit_alone(self, suspect: Sequence, now: float) -> None:
         """Admit a suspect beside sequences that are held still; preempt some of them if there is no room."""
         while len(self._running) >= self._most_running or not self._kv.admit(suspect, self._running):
-            if not self._running or self._kv.budget.being_freed:
+            if not self._running or self._kv.budget.being_freed or self.ways.give_up_restore():
                 return
             self._preempt_newest()
         self._join(suspect, now)

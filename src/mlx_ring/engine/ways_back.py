@@ -63,6 +63,21 @@ class Ways:
         self._kv.add_operations(self._disk.restore(result, self._kv))
         return True
 
+    def give_up_restore(self) -> bool:
+        """Free what is being restored for sequences that wait, for one that runs; return False if there is none.
+
+        They compute it. The restore that was begun last is given up first.
+        """
+        newest = None if self._disk is None else self._disk.newest_restore
+        if newest is None:
+            return False
+        entry, restore = newest
+        for sequence in restore.waiting:
+            if sequence.back is not None:
+                sequence.back.turn("recompute", None)
+        self._kv.free(entry, is_opened=restore.sent > 0)
+        return True
+
     def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:
         """Choose between the disk and computing, as `Choose`."""
         first = sequences[0]

@@ -142,7 +142,7 @@ class Instance:
         }
         """Ranks that are loaded: those that stay, and all once the others are."""
         self.is_dropped = False
-        """True if it was dropped before its ranks were linked, because the lost ones of the epoch before answer again."""
+        """True if it was dropped before its ranks were linked: lost ones of the epoch before answer, or all go back to it."""
         self.remains: Remains | None = None
         """Ranks that it leaves loaded after a loss, for the caller to patch or stop."""
         self.loss: RingError | None = None
@@ -346,6 +346,9 @@ class Instance:
         at, reshaping = sites_of(self._epoch.placement), self._epoch.reshaping
         if reshaping is not None:
             await self._unless_lost(reshaping.load_late(at, prepared))
+            if reshaping.problem is not None:
+                self.is_dropped = True
+                raise NotReady(f"The workers of {self._epoch.instance} go back to their stages.")
         loading = load_lost(at, assignments, prepared, hello, self._report)
         loaded = await self._unless_lost(unless_returned(self._epoch.returning, loading))
         if loaded is None:

@@ -38,6 +38,8 @@ SUSPECT_S = 2.0
 """Silence of a node or a worker after which the instance is suspect."""
 WORKER_SILENCE_S = 3.0
 """Silence of a worker after which it counts as stuck."""
+_LONGEST_PART_S = 600.0
+"""Time that a part of a load between steps may take: kernels are compiled, or a slow disk is read."""
 _FIRST_REPORT_S = 60.0
 """Time until an agent must have reported; one of this machine may have to start."""
 
@@ -397,7 +399,9 @@ class InstanceWatch:
         elif state.silent_s >= SUSPECT_S:
             self._silent_workers[rank] = f"{label} has not answered for {state.silent_s:.1f} s"
         elif self._engine is not None:
-            self._engine.record_started(rank, state.status.last_step)
+            waits = state.status.waits
+            is_loading = waits.kind == "load" and waits.seconds < _LONGEST_PART_S
+            self._engine.record_started(rank, state.status.last_step, is_loading=is_loading)
 
     def blame_reset(self, loss: LinkLost) -> RingError:
         """Return the error for a group's connection that broke although all workers run, which end then."""

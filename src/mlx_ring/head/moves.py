@@ -86,7 +86,7 @@ class Moves:
             may_pause: True to load the model again if the machines turn out to have no room for both.
 
         Raises:
-            RingError: the other split cannot be loaded. The present one serves, unless answers have paused.
+            RingError: the other split cannot be loaded. The present one serves, or the model is loaded again.
         """
         self._check_running()
         return await self._to_its_end(
@@ -140,6 +140,8 @@ class Moves:
         paused, requests = time.monotonic(), reshaping.paused_requests
         log.warning("%s pauses while its workers change to another split. %s", hosted.model_id, why)
         await self._until_served(replica, before)
+        if reshaping.problem is not None:
+            raise reshaping.problem
         now = time.monotonic()
         # After a loss in the pause, it may have been loaded as a whole.
         way: MoveWay = "ranges" if _epoch_of(replica)[0] == before[0] else "after"

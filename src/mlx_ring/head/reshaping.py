@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Source
 from mlx_ring.cluster.deployment import Site, StartedWorkers, blaming, close_sites, start_on, together
-from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.core.errors import PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, Room, sites_of
@@ -121,6 +121,8 @@ class Reshaping:
         self._loaded: dict[RankId, int] = {}
         self.paused_requests = 0
         """Requests that were running or waiting when the pause began."""
+        self.problem: RingError | None = None
+        """Reason why layers could not be loaded in the pause, so that the workers go back to the present plan."""
 
     def _assign(self, placement: Placement, number: int) -> list[worker_pb2.StageAssignment]:
         order = self._order
@@ -259,13 +261,25 @@ class Reshaping:
         )
 
     async def load_late(self, sites: Mapping[RankId, Site], prepared: StartedWorkers) -> None:
-        """Load what had no room before; the workers drop the layers that they lose first.
+        """Load what had no room before; the workers drop the layers that they lose first. If one cannot, set `problem`.
 
         Args:
             sites: the site of every rank.
             prepared: the ranks that stay.
 
         Raises:
-            RingError: a machine could not.
+            WorkerLost: a worker was lost, which others can replace in the next plan.
+            WorkerStuck: a worker hangs.
         """
-        await together(self._load_on(place, sites[place], _AFTER) for place in self.late if place in prepared)
+        try:
+            await together(
+                self._load_on(place, sites[place], _AFTER) for place in self.late if place in prepared
+            )
+        except (WorkerLost, WorkerStuck):
+            raise
+        except RingError as error:
+            self.problem = error
+            log.warning(
+                "%s goes back to its present split, because layers could not be loaded: %s",
+                *(self._present.instance, error),
+            )

@@ -123,12 +123,13 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def _kv_owners(settings: Settings) -> frozenset[str]:
-    """Return the owners of KV on disks; none if it is not saved, or if the keys cannot be read now."""
+    """Return the owners of KV on disks, also the empty one; none if it is not saved, or if the keys cannot be read now."""
+    if settings.kv_disk is None:
+        return frozenset()
     try:
-        keys = () if settings.kv_disk is None else api_keys(settings)
+        return frozenset(["", *(owner_of(f"key {key}") for key in api_keys(settings))])
     except ConfigError:
-        keys = ()
-    return frozenset(owner_of(f"key {key}") for key in keys)
+        return frozenset()
 
 
 def memory_for_weights(folder: ModelFolder, settings: Settings) -> int:

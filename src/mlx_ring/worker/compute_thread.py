@@ -68,7 +68,7 @@ class JobQueue(Generic[Job]):
 class Wait:
     """Cause for which a thread waits."""
 
-    kind: Literal["collective", "link", "device"]
+    kind: Literal["collective", "link", "device", "load"]
     backend: str = ""
     """MLX's backend of a collective."""
     peer: str = ""

@@ -26,7 +26,7 @@ from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, make_hello
 from mlx_ring.rpc.links import OPENING_LIMIT_S, Opening
 from mlx_ring.rpc.protos import hello_pb2, step_pb2, worker_pb2
-from mlx_ring.worker.compute_thread import JobQueue, complete, end_process
+from mlx_ring.worker.compute_thread import JobQueue, Wait, Waits, complete, end_process
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.kv.transfer import KvTransfers
 from mlx_ring.worker.neighbours import Neighbours, OpenedLinks, PeerAccess
@@ -38,6 +38,7 @@ from mlx_ring.worker.step import Halt
 log = logging.getLogger(__name__)
 
 _ProgressQueue = queue.SimpleQueue[worker_pb2.LoadProgress | None]
+_LOADS = Wait("load")
 
 
 class NextStages:
@@ -52,6 +53,8 @@ class NextStages:
         """
         self._jobs, self._before_part = jobs, before_part
         self.stage: NextStage | None = None
+        self.waits = Waits()
+        """Waits of the compute thread for parts of a load; other threads may read it."""
 
     def find(self, wanted: worker_pb2.StageAssignment) -> NextStage | None:
         """Return the next stage if an assignment is for it."""
@@ -102,7 +105,8 @@ class NextStages:
     def _load_next(self, parts: Parts) -> bool:
         """Load a part; return False if there was none left."""
         self._before_part()
-        return next(parts, self) is not self
+        with self.waits.during(_LOADS):
+            return next(parts, self) is not self
 
     def _fail(self, stage: NextStage, progress: _ProgressQueue, error: Exception) -> None:
         progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
@@ -315,6 +319,11 @@ class StageHolder:
         log.info("Linked with the neighbours of epoch %d", assignment.epoch)
 
     # Another stage
+
+    def _waits_in(self) -> worker_pb2.Wait | None:
+        """Return the wait of the compute thread, for a step or a part of a load; None if there is none."""
+        of_step = None if (runner := self._runner) is None else runner.waits.status()
+        return self._next.waits.status() if of_step is None else of_step
 
     def _gain(self, request: worker_pb2.LoadRequest) -> Iterator[worker_pb2.LoadProgress]:
         """Expect the stage of a later epoch, or load what the present one lacks of it."""

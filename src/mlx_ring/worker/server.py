@@ -300,5 +300,5 @@ class WorkerServer(StageHolder):
             group_host=self._access.group.host if self._access.group else "",
             means=self._access.capabilities,
             group=group_use(self._request.assignment) if self._request else None,
-            waits=runner.waits.status() if runner else None,
+            waits=self._waits_in(),
         )

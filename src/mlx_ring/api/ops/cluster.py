@@ -98,7 +98,7 @@ class WaitStatus(JsonObject):
     """Cause for which a worker waits."""
 
     kind: str
-    """`collective` of MLX, `link` over gRPC, or `device`."""
+    """`collective` of MLX, `link` over gRPC, `device`, or `load` of layers for the next plan."""
     backend: str | None
     """MLX's backend of a collective."""
     peer: str | None

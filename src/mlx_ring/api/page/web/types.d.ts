@@ -863,7 +863,7 @@ export interface UsedMemory {
 
 /** Cause for which a worker waits. */
 export interface WaitStatus {
-  /** `collective` of MLX, `link` over gRPC, or `device`. */
+  /** `collective` of MLX, `link` over gRPC, `device`, or `load` of layers for the next plan. */
   kind: string;
   /** MLX's backend of a collective. */
   backend: string | null;

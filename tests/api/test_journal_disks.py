@@ -1,0 +1,158 @@
+"""Kept answers on disks that are full, hang, are damaged, or belong to another head."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from tests.api.journal_heads import (
+    Head,
+    events_of,
+    request_of,
+    running,
+)
+
+from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.core.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("patient_disk")
+
+
+def test_oldest_answers_go_when_the_journal_is_full(tmp_path: Path) -> None:
+    size = 128 << 10
+
+    async def run() -> tuple[list[int], int]:
+        async with running(tmp_path, size=size) as head:
+            ids: list[str] = []
+            for number in range(40):
+                _, text = await head.call("POST", "/v1/responses", {"input": f"{number}" + "x" * 3000})
+                ids.append(json.loads(text)["id"])
+            return [
+                (await head.call("GET", f"/v1/responses/{id_}"))[0] for id_ in ids
+            ], head.journal.stats().lost
+
+    statuses, lost = asyncio.run(run())
+    kept = statuses.count(200)
+    assert 3 <= kept < 40
+    assert statuses == [404] * (40 - kept) + [200] * kept
+    assert lost == 0
+    assert (tmp_path / FILE).stat().st_size <= size
+
+
+def test_request_that_is_too_large_for_the_journal_is_answered_without_ids(tmp_path: Path) -> None:
+    async def run() -> tuple[tuple[int, str], tuple[int, str], int]:
+        async with running(tmp_path, size=128 << 10) as head:
+            large = {"input": "y" * 3000, "instructions": "x" * 200, "metadata": {"m": "z" * 200_000}}
+            streamed = await head.call("POST", "/v1/responses", {**large, "stream": True})
+            refused = await head.call("POST", "/v1/responses", {**large, "background": True})
+            return streamed, refused, head.journal.stats().lost
+
+    streamed, refused, lost = asyncio.run(run())
+    assert streamed[0] == 200
+    assert "response.completed" in streamed[1]
+    assert events_of(streamed[1]) == []
+    assert refused[0] == 429
+    assert "journal" in json.loads(refused[1])["error"]["message"]
+    assert lost == 2
+
+
+def test_answers_go_on_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.api.disk_thread._SLOWEST_S", 0.05)
+    answers_again = threading.Event()
+
+    def hang(*_: object) -> list[str]:
+        answers_again.wait()
+        return []
+
+    monkeypatch.setattr(JournalDatabase, "append", hang)
+
+    async def run() -> tuple[tuple[int, str], tuple[int, str], int]:
+        async with running(tmp_path) as head:
+            try:
+                body = request_of("/v1/chat/completions")
+                first = await head.call("POST", "/v1/chat/completions", body)
+                # The disk is known to hang, so that this one does not wait.
+                second = await head.call("POST", "/v1/chat/completions", body)
+                return first, second, head.journal.stats().lost
+            finally:
+                answers_again.set()
+
+    first, second, lost = asyncio.run(run())
+    assert lost == 2
+    assert first[1].count('"delta"') == second[1].count('"delta"')
+    assert first[1].endswith("[DONE]\n\n")
+    assert events_of(second[1]) == []
+
+
+def test_folder_that_disappears_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+
+    async def run() -> list[int]:
+        async with running(folder) as head:
+            before = json.loads((await head.call("POST", "/v1/responses", {"input": "a"}))[1])["id"]
+            shutil.rmtree(folder)
+            after = json.loads((await head.call("POST", "/v1/responses", {"input": "b"}))[1])["id"]
+        async with running(folder) as head:
+            return [(await head.call("GET", f"/v1/responses/{id_}"))[0] for id_ in (before, after)]
+
+    assert asyncio.run(run()) == [404, 200]
+
+
+def test_second_head_says_which_folder_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_ring.api.journal_database._BUSY_S", 0.01)
+
+    async def run() -> None:
+        async with running(tmp_path):
+            with pytest.raises(ConfigError, match=r"--journal-dir"):
+                await Head(tmp_path).journal.open()
+
+    asyncio.run(run())
+
+
+def test_database_that_is_damaged_while_it_is_open_begins_anew(tmp_path: Path) -> None:
+    async def run() -> list[int]:
+        async with running(tmp_path) as head:
+            path = f"/v1/responses/{json.loads((await head.call('POST', '/v1/responses', {'input': 'a'}))[1])['id']}"
+            problem = sqlite3.DatabaseError("database disk image is malformed")
+            head.journal._writer._note(problem)  # pyright: ignore[reportPrivateUsage]
+            missing = await head.call("GET", path)
+            after = await head.call("POST", "/v1/responses", {"input": "b"})
+            kept = await head.call("GET", f"/v1/responses/{json.loads(after[1])['id']}")
+            return [missing[0], after[0], kept[0]]
+
+    statuses = asyncio.run(run())
+    assert statuses[1:] == [200, 200]
+    assert (tmp_path / "journal.damaged").exists()
+
+
+def test_folder_that_cannot_be_used_costs_no_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+
+    async def run() -> list[int]:
+        async with running(folder) as head:
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+            answers = [await head.call("POST", "/v1/responses", {"input": "a"})]
+            answers.append(await head.call("POST", "/v1/responses", {"input": "a", "background": True}))
+            folder.unlink()
+            answers.append(await head.call("POST", "/v1/responses", {"input": "a", "background": True}))
+            return [status for status, _ in answers]
+
+    assert asyncio.run(run()) == [200, 429, 200]
+
+
+def test_large_request_does_not_remove_the_answers_of_others(tmp_path: Path) -> None:
+    async def run() -> tuple[int, int]:
+        async with running(tmp_path, size=256 << 10) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello."})
+            await head.call("POST", "/v1/responses", {"input": "x", "metadata": {"m": "z" * 300_000}})
+            return (await head.call("GET", f"/v1/responses/{json.loads(text)['id']}"))[
+                0
+            ], head.journal.stats().lost
+
+    assert asyncio.run(run()) == (200, 1)
