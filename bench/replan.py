@@ -3,7 +3,7 @@
     python bench/replan.py [MODEL] [--streams 4] [--cores 0.25] [--then 120]
     python bench/replan.py [MODEL] --oscillate 20 --then 300
 
-A control group gives the worker of one machine a share of a core in mid-stream. The table has the tokens per second of all
+A control group gives the worker of the last stage a share of a core in mid-stream. The table has the tokens per second of all
 streams: before, while it is slow, and after the move, beside the new plan's prediction. Moves are counted until `--then`
 seconds after the first one. With `--oscillate`, the share is given and taken away in turn, each for that many seconds, and
 moves are counted for `--then` seconds. It needs the right to make control groups.
@@ -30,7 +30,7 @@ from tests.processes import Server, client_of
 
 _WINDOW_S = 15.0
 """Time over which a speed is measured."""
-_LONGEST_S = 180.0
+_LONGEST_S = 600.0
 
 
 class Streams:
@@ -39,6 +39,8 @@ class Streams:
     def __init__(self, server: Server, count: int, prompt: int) -> None:
         self.tokens = 0
         self.errors = 0
+        self.each = [0] * count
+        """Tokens of each stream."""
         self._server, self._prompt = server, prompt
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -74,6 +76,7 @@ class Streams:
                         if line.startswith("data: {"):
                             with self._lock:
                                 self.tokens += 1
+                                self.each[number] += 1
                                 self.errors += "error" in json.loads(line.removeprefix("data: "))
 
 
@@ -96,6 +99,9 @@ def main() -> None:
         "auto",
         "--replicas",
         "1",
+        # Predictions count no drafts.
+        "--num-speculative-tokens",
+        "0",
     )
     with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
         ports = free_pair_of_ports()
@@ -106,7 +112,7 @@ def main() -> None:
         streams = Streams(server, given.streams, given.prompt)
         stack.callback(streams.end)
         _wait(lambda: streams.tokens > 50 * given.streams, "tokens")
-        print(f"before     {streams.pace():8.1f} tokens/s", flush=True)
+        _compare("before", server, streams.pace())
         group = stack.enter_context(limited(8 << 30, 1.0))
         _slow_down(server, group)
         if given.oscillate:
@@ -117,27 +123,27 @@ def main() -> None:
 
 
 def _slow_down(server: Server, group: ControlGroup) -> None:
-    """Move the worker of the other machine into the group."""
-    other = next(node["id"] for node in server.status()["nodes"] if not node["is_head"])
-    for instance in server.status()["instances"]:
-        for stage in instance["stages"]:
-            if stage["node"] == other:
-                group.add(stage["pid"])
+    """Move the worker of the last stage into the group. It is on the other machine, unless one has all layers."""
+    group.add(server.status()["instances"][-1]["stages"][-1]["pid"])
 
 
 def _throttle(server: Server, streams: Streams, group: ControlGroup, cores: float, then_s: float) -> None:
     first = _instance(server)
     group.set_cores(cores)
     began = time.monotonic()
-    print(f"slow       {streams.pace():8.1f} tokens/s", flush=True)
+    _compare("slow", server, streams.pace())
     _wait(lambda: _instance(server) != first, "a move")
     _wait(lambda: len(server.status()["instances"]) == 1, "the end of the first instance")
     print(f"moved      {time.monotonic() - began:8.1f} s later", flush=True)
+    # Streams whose tokens are computed again have none meanwhile.
+    before = [*streams.each]
+    _wait(
+        lambda: all(now > then + 20 for now, then in zip(streams.each, before, strict=True)),
+        "tokens of each stream",
+    )
     pace = streams.pace()
     _show("loaded", server)
-    (instance,) = server.status()["instances"]
-    predicted = instance["promise"]["tokens_per_s"]
-    print(f"after      {pace:8.1f} tokens/s, predicted {predicted:.1f}: {pace / predicted:.2f}", flush=True)
+    _compare("after", server, pace)
     print(f"then       {1 + _moves(server, then_s):8d} moves", flush=True)
 
 
@@ -180,6 +186,23 @@ def _show(what: str, server: Server) -> None:
             f"{stage['node']} {stage['layers'][0]}-{stage['layers'][1] - 1}" for stage in stages
         )
         print(f"{what:10} {layers}", flush=True)
+
+
+def _compare(what: str, server: Server, pace: float) -> None:
+    """Print a measured speed beside the one that was promised when the instance was planned, and the times of its stages."""
+    instance = server.status()["instances"][-1]
+    promised = instance["promise"]["tokens_per_s"]
+    print(f"{what:10} {pace:8.1f} tokens/s, predicted {promised:.1f}: {pace / promised:.2f}", flush=True)
+    for node in server.status()["nodes"]:
+        print(f"  {node['name']:10} {node['step_time_ratios']}", flush=True)
+    for stage in instance["stages"]:
+        for step in stage["times"]["decode"]:
+            times = ", ".join(
+                f"{name.removesuffix('_ms')} {step[name]:.2f}"
+                for name in ("measured_ms", "predicted_ms", "corrected_ms", "link_wait_ms", "link_send_ms")
+                if step[name] is not None
+            )
+            print(f"  {stage['node']:10} {step['rows']} rows, {step['steps']} steps: {times} ms", flush=True)
 
 
 def _wait(until: Callable[[], bool], what: str) -> None:
