@@ -99,10 +99,24 @@ def rounds_of(*steps: tuple[int, int, int, int], drafts: int = 0) -> DecodeRound
 def test_a_round_is_measured_between_steps_of_one_micro_batch(drafts: int) -> None:
     turns = [(step, 1 + 2 * (step % 2), 2, 500 * step + 90 * (step % 2)) for step in range(1, 9)]
     assert rounds_of(*turns, drafts=drafts) == DecodeRound(
-        batches=2, rows=2, tokens=2 + drafts, rounds=6, context_tokens=0, round_us=1000, compute_us=(5, 6)
+        batches=2,
+        rows=2,
+        tokens=2 + drafts,
+        rounds=6,
+        context_tokens=0,
+        round_us=1000,
+        compute_us=(5, 6),
+        mean_us=(5, 6),
     )
     assert rounds_of(*((step, 7, 1, 30 * step) for step in range(1, 4))) == DecodeRound(
-        batches=1, rows=1, tokens=1, rounds=2, context_tokens=0, round_us=30, compute_us=(5, 6)
+        batches=1,
+        rows=1,
+        tokens=1,
+        rounds=2,
+        context_tokens=0,
+        round_us=30,
+        compute_us=(5, 6),
+        mean_us=(5, 6),
     )
 
 

@@ -150,7 +150,7 @@ def test_a_model_moves_by_itself_where_no_answer_pauses() -> None:
 
 
 def test_a_gain_has_to_pay_for_the_weights_that_are_fetched() -> None:
-    """A machine with another link joins, which makes the model about three times as fast."""
+    """Let a fast machine join, over a fast or a slow link."""
 
     async def run(link: LinkProfile) -> tuple[float, float]:
         head = Head("auto")

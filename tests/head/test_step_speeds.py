@@ -181,7 +181,7 @@ class WithRounds(Instance):
         return StepTimes(
             tuple(StageTimes(stage, each, (), each) for stage, each in enumerate(steps)),
             round=DecodeRound(
-                1, 1, 1, self.rounds, 100, 1e6 * round_s, tuple(1e6 * each for each in seconds)
+                1, 1, 1, self.rounds, 100, 1e6 * round_s, *(tuple(1e6 * each for each in seconds),) * 2
             ),
         )
 

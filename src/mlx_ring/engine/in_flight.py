@@ -403,8 +403,7 @@ def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
         (before, after)
         for before, after in pairwise(last_stage)
         if before.rows == after.rows == 1
-        and before.sequence
-        and before.sequence == after.sequence
+        and before.sequence == after.sequence > 0
         and after.step == before.step + 1
     ]
     if not pairs:
@@ -419,7 +418,7 @@ def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
 def _round(stages: list[Collection[StepTiming]]) -> DecodeRound | None:
     """Return the time between steps of one micro-batch, from those with only decode steps between them.
 
-    Sequences that go on stay in the order of a micro-batch's rows, so the first one tells which it is.
+    Sequences that continue stay in the order of a micro-batch's rows, so the first one tells which it is.
     """
     compute_us = [{timing.step: timing.compute_us for timing in stage} for stage in stages]
     kinds: dict[tuple[int, int], list[tuple[int, StepTiming]]] = defaultdict(list)
@@ -442,6 +441,7 @@ def _round(stages: list[Collection[StepTiming]]) -> DecodeRound | None:
         context_tokens=int(median(timing.context_tokens for _, timing in found)),
         round_us=_mean_without_stalls([round_us for round_us, _ in found]),
         compute_us=tuple(median(each[timing.step] for _, timing in found) for each in compute_us),
+        mean_us=tuple(_mean_without_stalls([each[one.step] for _, one in found]) for each in compute_us),
     )
 
 

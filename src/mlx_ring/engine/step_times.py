@@ -369,6 +369,8 @@ class DecodeRound:
     """Mean microseconds, all stages, hops and waits included. It is what streams wait; a rare long stall counts in part."""
     compute_us: tuple[float, ...]
     """Median microseconds in which each stage computed."""
+    mean_us: tuple[float, ...]
+    """Mean ones, which show at once that a machine has become slower."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,12 +285,12 @@ def _round(view: MeasuredInstance, workers: Mapping[str, int]) -> Round | None:
     profile, found = view.forecast.corrected({}), list[StageStep]()
     if len(profile) != len(measured.compute_us):
         return None
-    for stage, compute_us in enumerate(measured.compute_us):
-        node, seconds = profile.node(stage), compute_us / 1e6
+    for stage, (compute_us, mean_us) in enumerate(zip(measured.compute_us, measured.mean_us, strict=True)):
+        node = profile.node(stage)
         if node.cpu_quota is not None or workers[node.name] > 1:
             return None
         predicted_s = profile.decode_s(stage, measured.tokens, measured.context_tokens)
-        found.append(StageStep(node.name, seconds, seconds / predicted_s))
+        found.append(StageStep(node.name, compute_us / 1e6, mean_us / 1e6 / predicted_s))
     hops_s = profile.pipeline.around_s(measured.tokens)
     return Round(tuple(found), measured.batches, measured.round_us / 1e6, hops_s)
 

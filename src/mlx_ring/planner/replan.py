@@ -10,6 +10,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Literal
 
 from mlx_ring.core.errors import PlanError
@@ -303,6 +304,8 @@ _MOST_OVERHEAD_S = 0.2
 """Longest time of a step beside computing that counts."""
 _NOISE = 0.05
 """Change of that time, over the time of a step, that counts as noise."""
+_MEASUREMENTS = 7
+"""Number of last measurements whose median counts: a machine that becomes slower is noticed before half of them show it."""
 _SLOWED = 1.5
 """Factor by which a machine has become slower than the others, so that the rest of the time is its own."""
 
@@ -314,7 +317,7 @@ class StageStep:
     node: str
     computing_s: float
     ratio: float
-    """Measured over predicted time of computing."""
+    """Mean over predicted time of computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +360,18 @@ class StepOverheads:
     """Seconds that each decode step of a stage takes beside computing: messages, scheduling, and waits for a core.
 
     They count on every machine, because they come with each step of any split. If one machine has become much slower than
-    the others, what has been added counts on that machine alone, and what was learned before still counts on all of them.
-    Otherwise, a split without it would be predicted with its waits.
+    the others, the time that was added since counts on that machine alone. Otherwise, a split without it would be predicted
+    with its waits.
     """
 
     def __init__(self, clock: Callable[[], float], forget_s: float) -> None:
         """Start without any; they count for `forget_s` seconds without new rounds, by a clock of seconds."""
         self._clock, self._forget_s = clock, forget_s
         self._common: _Overhead | None = None
+        self._measured_s: deque[float] = deque(maxlen=_MEASUREMENTS)
+        """The last measurements of the common time."""
         self._added: Mapping[str, _Overhead] = {}
-        """What counts on single machines. It is replaced, as plans read it in other threads."""
+        """Times that count on single machines. It is replaced, as plans read it in other threads."""
         self._least: dict[str, dict[str, float]] = {}
         """Least ratio of each machine, by instance."""
 
@@ -385,7 +390,7 @@ class StepOverheads:
 
         Args:
             rounds: the last rounds, by instance. The least time of all instances is common to their steps.
-            instances: all instances. What is known of others is forgotten.
+            instances: all instances. Others are forgotten.
         """
         self._least = {name: self._least.get(name, {}) for name in instances}
         common: list[tuple[float, float]] = []
@@ -401,8 +406,13 @@ class StepOverheads:
                 self._added = {**self._added, slowed.node: self._noted(before, added_s, found.step_s)}
         if not common:
             return False
-        before, self._common = self._common, self._noted(self._common, *min(common))
-        return (0.0 if before is None else before.counted_s) != self._common.counted_s
+        before, (measured_s, step_s) = self._common, min(common)
+        if before is not None and before.measured_s == measured_s:
+            return False
+        self._measured_s.append(measured_s)
+        counted_s = self._noted(before, median(self._measured_s), step_s).counted_s
+        self._common = _Overhead(counted_s, measured_s, self._clock())
+        return (0.0 if before is None else before.counted_s) != counted_s
 
     def _slowed(self, instance: str, found: Round) -> StageStep | None:
         """Return the longest step of machines that have become slower than others; None if there are none."""
