@@ -3,7 +3,7 @@
     python bench/replan.py [MODEL] [--streams 4] [--cores 0.25] [--then 120]
     python bench/replan.py [MODEL] --oscillate 20 --then 300
 
-A control group gives the worker of one machine a share of a core in mid-stream. The table has the tokens per second of all
+A control group gives the worker of the last stage a share of a core in mid-stream. The table has the tokens per second of all
 streams: before, while it is slow, and after the move, beside the new plan's prediction. Moves are counted until `--then`
 seconds after the first one. With `--oscillate`, the share is given and taken away in turn, each for that many seconds, and
 moves are counted for `--then` seconds. It needs the right to make control groups.
@@ -30,14 +30,14 @@ from tests.processes import Server, client_of
 
 _WINDOW_S = 15.0
 """Time over which a speed is measured."""
-_LONGEST_S = 180.0
+_GENERATED = "mlx_ring_generation_tokens_total{"
+_LONGEST_S = 600.0
 
 
 class Streams:
     """Streams that are asked for again whenever they end."""
 
     def __init__(self, server: Server, count: int, prompt: int) -> None:
-        self.tokens = 0
         self.errors = 0
         self._server, self._prompt = server, prompt
         self._ended = threading.Event()
@@ -46,16 +46,24 @@ class Streams:
         for thread in self._threads:
             thread.start()
 
+    def __len__(self) -> int:
+        return len(self._threads)
+
     def end(self) -> None:
         self._ended.set()
         for thread in self._threads:
             thread.join()
 
     def pace(self, seconds: float = _WINDOW_S) -> float:
-        """Return the tokens per second from now on."""
-        before, began = self.tokens, time.monotonic()
+        """Return the tokens per second from now on, as the server counts them: a token may add no text to a stream."""
+        before, began = self.generated(), time.monotonic()
         time.sleep(seconds)
-        return (self.tokens - before) / (time.monotonic() - began)
+        return (self.generated() - before) / (time.monotonic() - began)
+
+    def generated(self) -> float:
+        """Return the number of tokens that were generated."""
+        lines = self._server.http.get("/metrics").raise_for_status().text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(_GENERATED))
 
     def _keep(self, number: int) -> None:
         with client_of(self._server.url) as client:
@@ -73,7 +81,6 @@ class Streams:
                             break
                         if line.startswith("data: {"):
                             with self._lock:
-                                self.tokens += 1
                                 self.errors += "error" in json.loads(line.removeprefix("data: "))
 
 
@@ -96,6 +103,9 @@ def main() -> None:
         "auto",
         "--replicas",
         "1",
+        # Predictions count no drafts.
+        "--num-speculative-tokens",
+        "0",
     )
     with tempfile.TemporaryDirectory(prefix="mlx-ring-bench-") as folder, ExitStack() as stack:
         ports = free_pair_of_ports()
@@ -105,8 +115,8 @@ def main() -> None:
         _show("loaded", server)
         streams = Streams(server, given.streams, given.prompt)
         stack.callback(streams.end)
-        _wait(lambda: streams.tokens > 50 * given.streams, "tokens")
-        print(f"before     {streams.pace():8.1f} tokens/s", flush=True)
+        _wait(lambda: streams.generated() > 50 * given.streams, "tokens")
+        _compare("before", server, streams.pace())
         group = stack.enter_context(limited(8 << 30, 1.0))
         _slow_down(server, group)
         if given.oscillate:
@@ -117,27 +127,24 @@ def main() -> None:
 
 
 def _slow_down(server: Server, group: ControlGroup) -> None:
-    """Move the worker of the other machine into the group."""
-    other = next(node["id"] for node in server.status()["nodes"] if not node["is_head"])
-    for instance in server.status()["instances"]:
-        for stage in instance["stages"]:
-            if stage["node"] == other:
-                group.add(stage["pid"])
+    """Move the worker of the last stage into the group. It is on the other machine, unless one has all layers."""
+    group.add(server.status()["instances"][-1]["stages"][-1]["pid"])
 
 
 def _throttle(server: Server, streams: Streams, group: ControlGroup, cores: float, then_s: float) -> None:
     first = _instance(server)
     group.set_cores(cores)
     began = time.monotonic()
-    print(f"slow       {streams.pace():8.1f} tokens/s", flush=True)
+    _compare("slow", server, streams.pace())
     _wait(lambda: _instance(server) != first, "a move")
     _wait(lambda: len(server.status()["instances"]) == 1, "the end of the first instance")
     print(f"moved      {time.monotonic() - began:8.1f} s later", flush=True)
+    # Streams whose tokens are computed again have none meanwhile.
+    before = streams.generated()
+    _wait(lambda: streams.generated() - before > 50 * len(streams), "tokens after the move")
     pace = streams.pace()
     _show("loaded", server)
-    (instance,) = server.status()["instances"]
-    predicted = instance["promise"]["tokens_per_s"]
-    print(f"after      {pace:8.1f} tokens/s, predicted {predicted:.1f}: {pace / predicted:.2f}", flush=True)
+    _compare("after", server, pace)
     print(f"then       {1 + _moves(server, then_s):8d} moves", flush=True)
 
 
@@ -180,6 +187,23 @@ def _show(what: str, server: Server) -> None:
             f"{stage['node']} {stage['layers'][0]}-{stage['layers'][1] - 1}" for stage in stages
         )
         print(f"{what:10} {layers}", flush=True)
+
+
+def _compare(what: str, server: Server, pace: float) -> None:
+    """Print a measured speed beside the one that was promised when the instance was planned, and the times of its stages."""
+    instance = server.status()["instances"][-1]
+    promised = instance["promise"]["tokens_per_s"]
+    print(f"{what:10} {pace:8.1f} tokens/s, predicted {promised:.1f}: {pace / promised:.2f}", flush=True)
+    for node in server.status()["nodes"]:
+        print(f"  {node['name']:10} {node['step_time_ratios']}", flush=True)
+    for stage in instance["stages"]:
+        for step in stage["times"]["decode"]:
+            times = ", ".join(
+                f"{name.removesuffix('_ms')} {step[name]:.2f}"
+                for name in ("measured_ms", "predicted_ms", "corrected_ms", "link_wait_ms", "link_send_ms")
+                if step[name] is not None
+            )
+            print(f"  {stage['node']:10} {step['rows']} rows, {step['steps']} steps: {times} ms", flush=True)
 
 
 def _wait(until: Callable[[], bool], what: str) -> None:

@@ -14,7 +14,8 @@ from tests.examples import examples
 
 from mlx_ring.core.engine_stats import StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.engine.step_times import SMALLEST_CHUNK, ChunkSizer, ChunkTimes, StepWindow
+from mlx_ring.engine.in_flight import StepWindow
+from mlx_ring.engine.step_times import SMALLEST_CHUNK, ChunkSizer, ChunkTimes, DecodeRound
 
 
 def window(*timings: StepTiming) -> StepWindow:
@@ -72,6 +73,68 @@ def test_time_per_token_needs_a_sequence_that_ran_alone() -> None:
     assert window(timing(1, 5, sequence=1)).read().stream is None
     assert window(timing(1, 5, rows=2, tokens=2), timing(2, 5, rows=2, tokens=2)).read().stream is None
     assert window().read().stream is None
+
+
+def rounds_of(*steps: tuple[int, int, int, int], drafts: int = 0) -> DecodeRound | None:
+    """Return the round of decode steps on two stages: number, first sequence, rows, and the end in microseconds."""
+
+    def on(stage: int) -> list[StepTiming]:
+        return [
+            timing(
+                step,
+                5 + stage,
+                rank=RankId(stage, 0),
+                sequence=sequence,
+                rows=rows,
+                tokens=rows + drafts,
+                finished_us=finished_us,
+            )
+            for step, sequence, rows, finished_us in steps
+        ]
+
+    return window(*on(0), *on(1)).read().round
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_round_is_measured_between_steps_of_one_micro_batch(drafts: int) -> None:
+    turns = [(step, 1 + 2 * (step % 2), 2, 500 * step + 90 * (step % 2)) for step in range(1, 9)]
+    assert rounds_of(*turns, drafts=drafts) == DecodeRound(
+        batches=2,
+        rows=2,
+        tokens=2 + drafts,
+        rounds=6,
+        context_tokens=0,
+        round_us=1000,
+        compute_us=(5, 6),
+        mean_us=(5, 6),
+    )
+    assert rounds_of(*((step, 7, 1, 30 * step) for step in range(1, 4))) == DecodeRound(
+        batches=1,
+        rows=1,
+        tokens=1,
+        rounds=2,
+        context_tokens=0,
+        round_us=30,
+        compute_us=(5, 6),
+        mean_us=(5, 6),
+    )
+
+
+def test_a_round_is_the_mean_of_those_that_stall_now_and_then() -> None:
+    ends = [0, 10, 20, 30, 50, 60, 70, 80, 100]
+    found = rounds_of(*((step, 7, 1, end_us) for step, end_us in enumerate(ends, 1)))
+    assert found is not None
+    assert found.round_us == 12.5
+    found = rounds_of(*((step, 7, 1, end_us) for step, end_us in enumerate([*ends, 9_000_000], 1)))
+    assert found is not None
+    assert found.round_us == pytest.approx((100 + 4 * 10) / 9)
+
+
+def test_a_round_with_other_steps_or_rows_does_not_count() -> None:
+    assert rounds_of((1, 1, 2, 10), (3, 1, 2, 20)) is None
+    assert rounds_of((1, 1, 2, 10), (2, 1, 1, 20)) is None
+    assert rounds_of((1, 1, 2, 10), (2, 3, 2, 20)) is None
+    assert rounds_of() is None
 
 
 def step_timing(stage: int, *, rows: int, tokens: int, compute_us: int) -> StepTiming:

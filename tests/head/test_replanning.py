@@ -27,6 +27,7 @@ from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
 from mlx_ring.planner.replan import Comparison, Situation, StageChange, compare, stages_of
+from mlx_ring.rpc.link_profile import LinkProfile
 
 LOOK_S = 10.0
 
@@ -148,6 +149,26 @@ def test_a_model_moves_by_itself_where_no_answer_pauses() -> None:
     asyncio.run(run())
 
 
+def test_a_gain_has_to_pay_for_the_weights_that_are_fetched() -> None:
+    """Let a fast machine join, over a fast or a slow link."""
+
+    async def run(link: LinkProfile) -> tuple[float, float]:
+        head = Head("auto")
+        await head.look_for(20)
+        head.change(replace(machines(1, 1, 0.1), links={}, usual_link=link))
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert proposal.gain is not None
+        while not head.moves and head.clock.now < 4000:
+            await head.look_for(LOOK_S)
+        return head.clock.now - 20, proposal.fetch_s / proposal.gain
+
+    fast_s, least_s = asyncio.run(run(LinkProfile(100e-6, 1e10)))
+    assert least_s < 10
+    slow_s, least_s = asyncio.run(run(LinkProfile(100e-6, 1e7)))
+    assert slow_s > least_s > fast_s
+
+
 def test_a_model_that_would_pause_asks() -> None:
     async def run() -> None:
         head = Head("auto")
@@ -196,9 +217,10 @@ def test_workers_change_their_stages_by_themselves_if_the_pause_is_short(
 
 
 def yielding_to(share: float) -> ClusterProfile:
-    """Return two equal machines of which the second one's user leaves it a share of its speed."""
+    """Return two equal machines of which the second one's user leaves it a share of its speed, on a fast link."""
     first, second = machines(1, 1 / share).nodes
-    return cluster_of(first, replace(second, speed_share=share))
+    cluster = cluster_of(first, replace(second, speed_share=share))
+    return replace(cluster, links={}, usual_link=LinkProfile(500e-6, 1e10))
 
 
 def layers_of(head: Head) -> list[int]:

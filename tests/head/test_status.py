@@ -14,7 +14,8 @@ from mlx_ring.cluster.membership import Joined, Member, Membership, SessionEnded
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import MEMORY, REPORTED, WorkerInfo
-from mlx_ring.engine.step_times import StepTimes, StepWindow
+from mlx_ring.engine.in_flight import StepWindow
+from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,

@@ -13,7 +13,7 @@ from tests.profiles import made_up_profile
 
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
+from mlx_ring.engine.step_times import AlikeSteps, DecodeRound, StageTimes, StepTimes
 from mlx_ring.head.plan_requests import measured_cluster
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_speeds import StepSpeeds, stage_times, step_speeds
@@ -36,6 +36,7 @@ class Instance:
     decode: Sequence[float] = ()
     prefill: Sequence[float] = ()
     steps: int = 40
+    name: str = "demo-1"
     forecast: Forecast | None = PLAIN
     nodes: Sequence[Sequence[str]] = field(default_factory=lambda: (("a",), ("b",)))
 
@@ -160,6 +161,64 @@ def test_a_machine_that_yields_counts_as_slow_as_its_user_leaves_it_or_as_it_is(
     assert speeds.of("a", profile, 0.5).decode == pytest.approx(6.0)
     speeds.learn([], MEMBERS)
     assert speeds.of("a", profile).decode == pytest.approx(1.5)
+
+
+@dataclass
+class WithRounds(Instance):
+    """Instance of two stages, whose rounds have time beside computing."""
+
+    overhead_s: float = 0.004
+    ratios: Sequence[float] = (1.5, 1.2)
+    rounds: int = 40
+
+    @property
+    def times(self) -> StepTimes:
+        """Steps of both stages, and their rounds: of a single stream, so that all of them take part."""
+        seconds = [ratio * PLAIN.decode_s(stage, 1, 100) for stage, ratio in enumerate(self.ratios)]
+        steps = [(alike(1, each, 100, self.steps),) for each in seconds]
+        around_s = PLAIN.pipeline.around_s(1)
+        round_s = sum(seconds) + around_s + 2 * self.overhead_s
+        return StepTimes(
+            tuple(StageTimes(stage, each, (), each) for stage, each in enumerate(steps)),
+            round=DecodeRound(
+                1, 1, 1, self.rounds, 100, 1e6 * round_s, *(tuple(1e6 * each for each in seconds),) * 2
+            ),
+        )
+
+
+def test_time_beside_computing_is_learned_apart_from_the_ratios(tmp_path: Path) -> None:
+    speeds = StepSpeeds(tmp_path, learns=True)
+    speeds.learn([WithRounds()], MEMBERS)
+    for node, ratio in (("a", 1.5), ("b", 1.2), ("c", 1.0)):
+        found = speeds.of(node, made_up_profile())
+        assert (found.decode, found.overhead_s) == (pytest.approx(ratio), pytest.approx(0.004)), node
+    # The stream of a plan that counts both is as fast as the measured one.
+    corrected = PLAIN.corrected(speeds.by_node(MEMBERS))
+    assert 1e6 * corrected.token_s(100) == pytest.approx(WithRounds().times.round.round_us)  # pyright: ignore[reportOptionalMemberAccess]
+    shown = stage_times(corrected, 0, WithRounds().times, speeds.by_node(MEMBERS)).decode[0]
+    assert shown.measured_ms == pytest.approx(shown.corrected_ms)
+
+
+def test_time_beside_computing_needs_rounds_and_machines_of_ones_own(tmp_path: Path) -> None:
+    speeds = StepSpeeds(tmp_path, learns=True)
+    beside = Instance(name="other-1", forecast=None, nodes=(("a",),))
+    for instances in ([WithRounds(rounds=31)], [WithRounds(forecast=None)], [WithRounds(), beside]):
+        speeds.learn(instances, MEMBERS)
+        assert speeds.of("a", made_up_profile()).overhead_s == 0.0
+    off = StepSpeeds(tmp_path, learns=False)
+    off.learn([WithRounds()], MEMBERS)
+    assert off.of("a", made_up_profile()).overhead_s == 0.0
+
+
+def test_the_wait_of_a_slow_machine_ends_with_its_session(tmp_path: Path) -> None:
+    speeds = StepSpeeds(tmp_path, learns=True)
+    speeds.learn([WithRounds()], MEMBERS)
+    speeds.learn([WithRounds(ratios=(1.5, 6.0), overhead_s=0.02)], MEMBERS)
+    assert speeds.of("a", made_up_profile()).overhead_s == pytest.approx(0.004)
+    # A single stream shows how long both stages wait together.
+    assert speeds.of("b", made_up_profile()).overhead_s == pytest.approx(0.004 + 2 * 0.016)
+    speeds.learn([], [replace(one, session=one.session + 1) for one in MEMBERS])
+    assert speeds.of("b", made_up_profile()).overhead_s == pytest.approx(0.004)
 
 
 def test_few_steps_and_small_changes_are_not_learned(tmp_path: Path) -> None:

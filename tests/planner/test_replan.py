@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,19 +14,24 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.place import LoadedStages, place
-from mlx_ring.planner.profiles import ClusterProfile, StepRatios
+from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.place import LoadedStages, place, plan_loaded
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
     Comparison,
     Patience,
+    Round,
     Situation,
+    StageStep,
+    StepOverheads,
     compare,
     stage_changes,
     stages_of,
 )
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE
 
 MODEL = model_of(28)
 REQUEST = PlanRequest(Demand(4096, 8), objective="throughput", users=8)
@@ -99,6 +105,27 @@ def test_answers_pause_where_the_machines_have_no_room_for_both() -> None:
     assert whole is not None
     assert (whole.way, whole.changes) == ("after", ())
     assert whole.why.endswith(" Links are collectives.")
+
+
+def test_weights_that_machines_lack_are_fetched_from_the_heads_machine() -> None:
+    loaded, layer_s = loaded_on(machines(1, 1)), MODEL.layers[0].weight_bytes / ETHERNET.bandwidth
+
+    def fetch_s(now: ClusterProfile, head: str, had: range = range(0)) -> float:
+        earlier = {"node-0": frozenset(had), "node-1": frozenset(had)}
+        found = compare(Situation(MODEL, REQUEST, loaded, now, now, head=head, had=earlier))
+        assert found is not None
+        return found.fetch_s
+
+    now = replace(machines(1, 40), links={}, usual_link=ETHERNET)
+    found = compared(loaded, now)
+    assert found is not None
+    assert layers(stages_of(found.planned)) == [28]
+    assert fetch_s(now, "node-0") == 0.0
+    assert fetch_s(now, "node-1") == pytest.approx(14 * layer_s)
+    assert fetch_s(now, "node-1", range(10, 20)) == pytest.approx(8 * layer_s)
+    # Weights reach it from the head's machine in any case.
+    cut_off = replace(now, links={frozenset(("node-0", "elsewhere")): UNREACHABLE})
+    assert fetch_s(cut_off, "elsewhere") == pytest.approx(14 * layer_s)
 
 
 def stages(*ranges: tuple[str, int, int]) -> LoadedStages:
@@ -300,3 +327,138 @@ def test_a_machine_that_is_slow_from_now_on_moves_the_split_once() -> None:
     assert cluster.moves == [660.0]
     cluster.run((1, 1, 0.25), 3600)
     assert cluster.moves == [660.0, 4200.0 + 240.0]
+
+
+# ---- time beside computing
+
+
+def with_overheads(overheads: StepOverheads, *ratios: float) -> ClusterProfile:
+    """Return machines as plans count them after these measurements."""
+    now = machines(*ratios)
+    return replace(now, nodes=tuple(counted(node, overheads.of(node.name)) for node in now.nodes))
+
+
+def counted(node: NodeProfile, overhead_s: float) -> NodeProfile:
+    return replace(node, ratios=replace(node.ratios, overhead_s=overhead_s))
+
+
+def round_on(loaded: LoadedStages, ratios: Sequence[float], *overheads_s: float) -> Round:
+    """Return the round of machines whose steps take these multiples of the predicted time, and these times beside it."""
+    now = machines(*ratios)
+    nodes = tuple(counted(node, each) for node, each in zip(now.nodes, overheads_s, strict=True))
+    speed = speed_of(loaded, replace(now, nodes=nodes))
+    by_name = {node.name: node for node in now.nodes}
+    given = [(by_name[name], layers) for layers, ((name, _),) in loaded]
+    forecast, batches = Forecast(MODEL, REQUEST.demand, now, given), len(loaded)
+    rows = REQUEST.streams // batches
+    return Round(
+        tuple(
+            StageStep(
+                node.name,
+                forecast.decode_s(stage, rows, REQUEST.demand.mean_context_tokens),
+                node.ratios.decode,
+            )
+            for stage, (node, _) in enumerate(given)
+        ),
+        batches,
+        REQUEST.streams / speed,
+        forecast.pipeline.around_s(rows),
+    )
+
+
+def learn(overheads: StepOverheads, found: Round, times: int = 7, instance: str = "demo-1") -> None:
+    """Learn from rounds that take nearly as long."""
+    for number in range(times):
+        overheads.learn({instance: replace(found, round_s=found.round_s + 1e-9 * number)}, [instance])
+
+
+def speed_of(loaded: LoadedStages, now: ClusterProfile) -> float:
+    return plan_loaded(MODEL, now, REQUEST, (loaded,))[0].prediction.tokens_per_s
+
+
+@pytest.mark.parametrize("overhead_ms", [0.0, 2.0, 20.0])
+def test_the_promise_of_another_split_comes_true_with_the_learned_overhead(overhead_ms: float) -> None:
+    loaded, overheads = loaded_on(machines(1, 1)), StepOverheads(Clock(), 1800.0)
+    overhead_s, slow = overhead_ms / 1e3, (1.0, 6.0)
+    learn(overheads, round_on(loaded, (1, 1), overhead_s, overhead_s))
+    # At first, its waits are not known from those of other steps.
+    learn(overheads, round_on(loaded, (1, 1.4), overhead_s, overhead_s + 0.01), times=3)
+    # The slow machine also answers late, which says nothing about the other one.
+    overheads.learn({"demo-1": round_on(loaded, slow, overhead_s, overhead_s + 0.03)}, ["demo-1"])
+    assert overheads.of("node-0") == pytest.approx(overhead_s)
+    assert overheads.of("node-1") == pytest.approx(overhead_s + 0.03)
+    found = compared(loaded, with_overheads(overheads, *slow))
+    assert found is not None
+    truth = machines(*slow)
+    truth = replace(
+        truth, nodes=(counted(truth.nodes[0], overhead_s), counted(truth.nodes[1], overhead_s + 0.03))
+    )
+    for plan in (found.loaded, found.planned):
+        assert plan is not None
+        assert plan.prediction.tokens_per_s == pytest.approx(speed_of(stages_of(plan), truth))
+
+
+def test_an_overhead_that_nobody_counts_promises_too_much() -> None:
+    loaded = loaded_on(machines(1, 1))
+    found = compared(loaded, machines(1, 6))
+    assert found is not None
+    truth = machines(1, 6)
+    truth = replace(truth, nodes=tuple(counted(node, 0.02) for node in truth.nodes))
+    assert speed_of(stages_of(found.planned), truth) < 0.9 * found.planned.prediction.tokens_per_s
+
+
+def test_machines_that_all_become_slower_share_the_overhead() -> None:
+    loaded, overheads = loaded_on(machines(1, 1)), StepOverheads(Clock(), 1800.0)
+    learn(overheads, round_on(loaded, (1, 1), 0.001, 0.001))
+    learn(overheads, round_on(loaded, (3, 3), 0.05, 0.05))
+    assert [overheads.of(node) for node in ("node-0", "node-1", "node-2")] == [pytest.approx(0.05)] * 3
+
+
+def test_an_overhead_is_bounded_and_changes_by_more_than_noise() -> None:
+    loaded, overheads = loaded_on(machines(1, 1)), StepOverheads(Clock(), 1800.0)
+
+    def learned(overhead_s: float) -> float:
+        learn(overheads, round_on(loaded, (1, 1), overhead_s, overhead_s))
+        return overheads.of("node-0")
+
+    assert learned(9.0) == 0.2
+    assert learned(0.01) == pytest.approx(0.01)
+    assert learned(0.0101) == pytest.approx(0.01)
+    assert learned(0.02) == pytest.approx(0.02)
+    learn(overheads, replace(round_on(loaded, (1, 1), 0.0, 0.0), round_s=1e-6))
+    assert overheads.of("node-0") == 0.0
+
+
+def test_an_overhead_counts_for_a_time_without_new_rounds_and_the_slow_machines_part_until_it_is_fast() -> (
+    None
+):
+    loaded, clock = loaded_on(machines(1, 1)), Clock()
+    overheads = StepOverheads(clock, 1800.0)
+    usual = round_on(loaded, (1, 1), 0.01, 0.01)
+    overheads.learn({"demo-1": usual}, ["demo-1"])
+    overheads.learn({"demo-1": round_on(loaded, (1, 6), 0.01, 0.04)}, ["demo-1"])
+    overheads.learn({"demo-1": usual}, ["demo-1"])
+    assert overheads.of("node-1") == pytest.approx(0.01)
+    clock.now = 1799.0
+    assert overheads.of("node-1") == pytest.approx(0.01)
+    # The same rounds again say nothing new.
+    overheads.learn({"demo-1": usual}, ["demo-1"])
+    clock.now = 1801.0
+    assert overheads.of("node-1") == 0.0
+
+
+@given(st.floats(0.0, 0.05), st.floats(0.0, 0.05), RATIOS, RATIOS)
+def test_a_learned_overhead_moves_a_split_at_most_once(
+    first_s: float, then_s: float, before: tuple[float, ...], after: tuple[float, ...]
+) -> None:
+    """Let machines have two overheads and speeds in turn. With the second ones, the best split stays the best."""
+    loaded, overheads = loaded_on(machines(*before)), StepOverheads(Clock(), 1800.0)
+    overheads.learn({"demo-1": round_on(loaded, before, *[first_s] * 3)}, ["demo-1"])
+    moves = 0
+    for _ in range(4):
+        learn(overheads, round_on(loaded, after, *[then_s] * 3), instance=f"demo-{moves}")
+        found = compared(loaded, with_overheads(overheads, *after))
+        if found is None or found.gain < LEAST_GAIN:
+            break
+        loaded, moves = stages_of(found.planned), moves + 1
+    assert moves <= 1

@@ -225,6 +225,8 @@ def replan(
     for moved in [] if answer["moved"] is None else [answer["moved"]]:
         print(_moved(moved))
     if dry_run:
+        if proposal["fetch_s"] >= 1:
+            print(f"Machines fetch weights that they lack, in about {proposal['fetch_s']:.0f} s.")
         _show_way(proposal)
 
 

@@ -95,7 +95,7 @@ class StepTiming:
     context_tokens: int = 0
     """Mean length of the context that its rows attended to."""
     sequence: int = 0
-    """Sequence of its only row; 0 if it had several rows or none."""
+    """Sequence of its first row; 0 without rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps in flight, the progress of each rank, and the deadlines of their answers. Pure.
+"""Steps in flight, the progress of each rank, the deadlines of their answers, and the times of the last ones. Pure.
 
 A deadline detects a rank that will never answer, not a slow one. So it is many times the predicted or measured time of
 the step, whichever is longer. It is never shorter than the time in which a machine recovers from a short load.
@@ -6,9 +6,11 @@ the step, whichever is longer. It is never shorter than the time in which a mach
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
 
 from mlx_ring.core.engine_stats import RankTotals, StepTiming
 from mlx_ring.core.errors import ProtocolError
@@ -17,11 +19,17 @@ from mlx_ring.engine.decode import MicroBatch
 from mlx_ring.engine.resumption import PredictChunk
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.step_times import StepWindow
+from mlx_ring.engine.step_times import AlikeSteps, DecodeRound, StageTimes, StepTimes, StreamPace
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
 _FIRST = RankId(0, 0)
+_KEPT = 128
+"""Number of last steps of each kind that are kept for each stage."""
+_KINDS = 8
+"""Number of kinds that are reported: the most frequent ones, because each length of a chunk is a kind."""
+_STALL = 4
+"""Multiple of the median round as which a longer one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,5 +338,123 @@ def _timing(rank: RankId, sent_step: SentStep, timings: step_pb2.Timings) -> Ste
         compute_us=timings.compute_us,
         link_send_us=timings.link_send_us,
         context_tokens=sent_step.size.context_tokens,
-        sequence=sent_step.sequences[0].id if len(sent_step.sequences) == 1 else 0,
+        sequence=sent_step.sequences[0].id if sent_step.sequences else 0,
     )
+
+
+# ---- times of the last steps
+
+
+class StepWindow:
+    """The last comparable steps, of each kind and stage."""
+
+    def __init__(self) -> None:
+        self._decode: dict[int, deque[StepTiming]] = defaultdict(_window)
+        self._chunks: dict[int, deque[StepTiming]] = defaultdict(_window)
+        self._last: dict[int, deque[StepTiming]] = defaultdict(_window)
+
+    def record(self, timing: StepTiming) -> None:
+        """Record a step that did not fail."""
+        stage, rank = timing.rank
+        if rank or not timing.rows:
+            return
+        if timing.is_decode:
+            self._last[stage].append(timing)
+        if timing.is_decode and timing.tokens == timing.rows:
+            self._decode[stage].append(timing)
+        elif not timing.is_decode and timing.rows == 1:
+            self._chunks[stage].append(timing)
+
+    def read(self) -> StepTimes:
+        """Return the times of the recorded steps."""
+        stages = sorted({*self._last, *self._chunks})
+        times = tuple(
+            StageTimes(
+                stage,
+                _alike(self._decode.get(stage, ()), by_rows=True),
+                _alike(self._chunks.get(stage, ()), by_rows=False),
+                _alike(self._last.get(stage, ()), by_rows=False),
+            )
+            for stage in stages
+        )
+        pace = _pace(self._decode.get(max(stages, default=0), ()))
+        return StepTimes(times, pace, _round([self._last.get(stage, ()) for stage in stages]))
+
+
+def _window() -> deque[StepTiming]:
+    return deque(maxlen=_KEPT)
+
+
+def _alike(timings: Iterable[StepTiming], *, by_rows: bool) -> tuple[AlikeSteps, ...]:
+    """Return the most frequent kinds, in order of their size."""
+    kinds: dict[int, list[StepTiming]] = defaultdict(list)
+    for timing in timings:
+        kinds[timing.rows if by_rows else timing.tokens].append(timing)
+    frequent = sorted(kinds.values(), key=len, reverse=True)[:_KINDS]
+    return tuple(sorted(map(_medians, frequent), key=lambda steps: (steps.rows, steps.tokens)))
+
+
+def _medians(alike: list[StepTiming]) -> AlikeSteps:
+    return AlikeSteps(
+        rows=alike[0].rows,
+        tokens=alike[0].tokens,
+        steps=len(alike),
+        context_tokens=int(median(timing.context_tokens for timing in alike)),
+        compute_us=median(timing.compute_us for timing in alike),
+        link_wait_us=median(timing.link_wait_us for timing in alike),
+        link_send_us=median(timing.link_send_us for timing in alike),
+        queue_us=median(timing.queue_us for timing in alike),
+    )
+
+
+def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
+    """Return the speed from consecutive steps of one sequence, without other steps between them."""
+    pairs = [
+        (before, after)
+        for before, after in pairwise(last_stage)
+        if before.rows == after.rows == 1
+        and before.sequence == after.sequence > 0
+        and after.step == before.step + 1
+    ]
+    if not pairs:
+        return None
+    return StreamPace(
+        token_us=median(after.finished_us - before.finished_us for before, after in pairs),
+        tokens=len(pairs),
+        context_tokens=int(median(after.context_tokens for _, after in pairs)),
+    )
+
+
+def _round(stages: list[Collection[StepTiming]]) -> DecodeRound | None:
+    """Return the time between steps of one micro-batch, from those with only decode steps between them.
+
+    Sequences that continue stay in the order of a micro-batch's rows, so the first one tells which it is.
+    """
+    compute_us = [{timing.step: timing.compute_us for timing in stage} for stage in stages]
+    kinds: dict[tuple[int, int], list[tuple[int, StepTiming]]] = defaultdict(list)
+    latest: dict[int, tuple[int, StepTiming]] = {}
+    for place, timing in enumerate(stages[-1] if stages else ()):
+        since, before = latest.get(timing.sequence, (place, timing))
+        steps = timing.step - before.step
+        is_alike = before.rows == timing.rows and all(timing.step in each for each in compute_us)
+        if timing.sequence and is_alike and 0 < steps == place - since:
+            kinds[steps, timing.rows].append((timing.finished_us - before.finished_us, timing))
+        latest[timing.sequence] = place, timing
+    if not kinds:
+        return None
+    (batches, rows), found = max(kinds.items(), key=lambda kind: len(kind[1]))
+    return DecodeRound(
+        batches=batches,
+        rows=rows,
+        tokens=int(median(timing.tokens for _, timing in found)),
+        rounds=len(found),
+        context_tokens=int(median(timing.context_tokens for _, timing in found)),
+        round_us=_mean_without_stalls([round_us for round_us, _ in found]),
+        compute_us=tuple(median(each[timing.step] for _, timing in found) for each in compute_us),
+        mean_us=tuple(_mean_without_stalls([each[one.step] for _, one in found]) for each in compute_us),
+    )
+
+
+def _mean_without_stalls(times_us: list[int]) -> float:
+    most = _STALL * median(times_us)
+    return fmean(min(each, most) for each in times_us)

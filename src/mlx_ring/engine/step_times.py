@@ -1,8 +1,8 @@
 """Measured times of steps, and the sizes of prefill chunks that follow from them. Pure.
 
-A step's time depends on its content, so `StepWindow` groups only comparable steps. Decode steps are grouped by their
-rows, one token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of
-several prompts, and steps with drafts, because a row then has several tokens.
+A step's time depends on its content, so only comparable steps are grouped. Decode steps are grouped by their rows, one
+token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of several prompts,
+and steps with drafts, because a row then has several tokens.
 
 A chunk delays every running sequence by its own time on the slowest stage. The time of a token without chunks is known
 from decode steps; the promised ratio leaves the rest to chunks. Unused time is saved for some steps, so that a short
@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 from mlx_ring.core.engine_stats import StepTiming
 
@@ -314,12 +312,6 @@ class ChunkSizer:
         return max(ratios, default=1.0)
 
 
-_KEPT = 128
-"""Number of last steps of each kind that are kept for each stage."""
-_KINDS = 8
-"""Number of kinds that are reported: the most frequent ones, because each length of a chunk is a kind."""
-
-
 @dataclass(frozen=True, slots=True)
 class AlikeSteps:
     """Comparable steps of one stage. Times are medians, microseconds."""
@@ -361,86 +353,32 @@ class StreamPace:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeRound:
+    """Time of a micro-batch from one decode step to its next, while only decode steps ran."""
+
+    batches: int
+    """Number of micro-batches that took turns."""
+    rows: int
+    """Sequences of the micro-batch."""
+    tokens: int
+    """Median number of tokens of a step. With drafts, rows have several."""
+    rounds: int
+    """Number of measured rounds."""
+    context_tokens: int
+    round_us: float
+    """Mean microseconds, all stages, hops and waits included. It is what streams wait; a rare long stall counts in part."""
+    compute_us: tuple[float, ...]
+    """Median microseconds in which each stage computed."""
+    mean_us: tuple[float, ...]
+    """Mean ones, which show at once that a machine has become slower."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """Times of all stages."""
 
     stages: tuple[StageTimes, ...] = ()
     stream: StreamPace | None = None
     """Speed of a single stream; None before there was one."""
-
-
-class StepWindow:
-    """The last comparable steps, of each kind and stage."""
-
-    def __init__(self) -> None:
-        self._decode: dict[int, deque[StepTiming]] = defaultdict(_window)
-        self._chunks: dict[int, deque[StepTiming]] = defaultdict(_window)
-        self._last: dict[int, deque[StepTiming]] = defaultdict(_window)
-
-    def record(self, timing: StepTiming) -> None:
-        """Record a step that did not fail."""
-        stage, rank = timing.rank
-        if rank or not timing.rows:
-            return
-        if timing.is_decode:
-            self._last[stage].append(timing)
-        if timing.is_decode and timing.tokens == timing.rows:
-            self._decode[stage].append(timing)
-        elif not timing.is_decode and timing.rows == 1:
-            self._chunks[stage].append(timing)
-
-    def read(self) -> StepTimes:
-        """Return the times of the recorded steps."""
-        stages = sorted({*self._last, *self._chunks})
-        times = tuple(
-            StageTimes(
-                stage,
-                _alike(self._decode.get(stage, ()), by_rows=True),
-                _alike(self._chunks.get(stage, ()), by_rows=False),
-                _alike(self._last.get(stage, ()), by_rows=False),
-            )
-            for stage in stages
-        )
-        return StepTimes(times, _pace(self._decode.get(max(stages, default=0), ())))
-
-
-def _window() -> deque[StepTiming]:
-    return deque(maxlen=_KEPT)
-
-
-def _alike(timings: Iterable[StepTiming], *, by_rows: bool) -> tuple[AlikeSteps, ...]:
-    """Return the most frequent kinds, in order of their size."""
-    kinds: dict[int, list[StepTiming]] = defaultdict(list)
-    for timing in timings:
-        kinds[timing.rows if by_rows else timing.tokens].append(timing)
-    frequent = sorted(kinds.values(), key=len, reverse=True)[:_KINDS]
-    return tuple(sorted(map(_medians, frequent), key=lambda steps: (steps.rows, steps.tokens)))
-
-
-def _medians(alike: Sequence[StepTiming]) -> AlikeSteps:
-    return AlikeSteps(
-        rows=alike[0].rows,
-        tokens=alike[0].tokens,
-        steps=len(alike),
-        context_tokens=int(median(timing.context_tokens for timing in alike)),
-        compute_us=median(timing.compute_us for timing in alike),
-        link_wait_us=median(timing.link_wait_us for timing in alike),
-        link_send_us=median(timing.link_send_us for timing in alike),
-        queue_us=median(timing.queue_us for timing in alike),
-    )
-
-
-def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
-    """Return the speed from consecutive steps of one sequence, without other steps between them."""
-    pairs = [
-        (before, after)
-        for before, after in pairwise(last_stage)
-        if before.sequence and before.sequence == after.sequence and after.step == before.step + 1
-    ]
-    if not pairs:
-        return None
-    return StreamPace(
-        token_us=median(after.finished_us - before.finished_us for before, after in pairs),
-        tokens=len(pairs),
-        context_tokens=int(median(after.context_tokens for _, after in pairs)),
-    )
+    round: DecodeRound | None = None
+    """The most frequent kind of rounds; None before two steps of a micro-batch in a row."""

@@ -67,6 +67,8 @@ class _Watched:
     """Grants of each machine when the instance was loaded, or when there was no better split."""
     last: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
     """The same at the last look."""
+    had: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    """Layers that each machine has had."""
     times: StepTimes = field(default_factory=StepTimes)
     basis: object = None
     """Facts on which the last comparison depends."""
@@ -143,10 +145,10 @@ class Replanning:
         times = service.engine.step_times()
         is_measured, watched.times = times != watched.times, times
         found, was_due = watched.found, watched.is_due
-        gain = 0.0 if found is None else found.gain
+        gain, fetch_s = (0.0, 0.0) if found is None else (found.gain, found.fetch_s)
         watched.is_due = watched.patience.look(
             gain,
-            service.recoveries.load_s or _USUAL_LOAD_S,
+            (service.recoveries.load_s or _USUAL_LOAD_S) + fetch_s,
             is_measured=is_measured,
             has_changed=granted != watched.granted,
         )
@@ -231,7 +233,11 @@ class Replanning:
 
     async def _compare(self, hosted: HostedModel, now: Present) -> Comparison | None:
         """Compare in a thread, where the sizes of the layers are read, too."""
-        served, before = hosted.served, self._of(hosted).granted
+        served, watched, machines = hosted.served, self._of(hosted), self._machines()
+        before, had = watched.granted, _with_loaded(watched.had, now.loaded)
+        watched.had = had
+        view = ClusterView("") if machines is None else machines.cluster_view()
+        head = readable_names(view).get(view.own, view.own)
 
         def work() -> Comparison | None:
             sizes = sizes_of(served.folder, served.names[0], now.cluster)
@@ -240,7 +246,7 @@ class Replanning:
                 for node, each in _granted(now).items()
             )
             only_whole = why_only_whole(hosted.settings.link)
-            return compare(Situation(sizes, *now, has_less_memory=has_less, only_whole=only_whole))
+            return compare(Situation(sizes, *now, has_less_memory=has_less, only_whole=only_whole, head=head))
 
         return await asyncio.to_thread(work)
 
@@ -370,6 +376,15 @@ def _loaded(hosted: HostedModel, view: ClusterView) -> LoadedStages:
     return next(iter(hosted.loaded_stages(readable_names(view))), ())
 
 
+def _with_loaded(had: Mapping[str, frozenset[int]], loaded: LoadedStages) -> dict[str, frozenset[int]]:
+    """Return the layers that each machine has had, with those that it has now."""
+    found = dict(had)
+    for layers, ranks in loaded:
+        for node, _ in ranks:
+            found[node] = found.get(node, frozenset()) | frozenset(range(layers.start, layers.end))
+    return found
+
+
 def _known(cluster: ClusterProfile) -> object:
     """Return the facts that may change of machines. The memory of mlx-ring's own processes changes all the time."""
     return [(node.name, node.memory_bytes, node.ratios) for node in cluster.nodes]
@@ -405,6 +420,7 @@ def _status(hosted: HostedModel, found: Comparison, *, is_due: bool) -> Proposal
         why=found.why or None,
         gain=None if math.isinf(found.gain) else found.gain,
         load_s=load_s,
+        fetch_s=found.fetch_s,
         pause_s=pause_s(found, load_s),
         needs_pause=needs_pause(found, load_s),
         gained_bytes=sum(change.gained_bytes for change in found.changes) if found.changes else None,

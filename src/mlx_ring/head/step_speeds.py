@@ -6,6 +6,9 @@ it cannot add up. Decode steps and prompts have one each.
 
 A ratio far from 1 of a machine that had another one says that something slows it down just now. It counts while it lasts,
 and is not kept.
+
+Stages compute for a part of the time from token to token. The rest does not grow with a stage's layers, so it is learned as
+a time of each step, apart from the ratios.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.profiles import StepRatios
+from mlx_ring.planner.replan import Round, StageStep, StepOverheads
 from mlx_ring.settings.config import Settings
 
 StepKind = Literal["decode", "prefill"]
@@ -52,6 +56,8 @@ _FORGET_S = 1800.0
 """Time for which such a ratio counts without new measurements: a machine without layers has no steps."""
 _CHANGE = 0.05
 """Relative change of a ratio that is kept, so that plans do not differ by noise."""
+_LEAST_ROUNDS = 32
+"""Number of measured rounds from which the rest of their time counts."""
 
 
 class _Kept(TypedDict):
@@ -79,6 +85,11 @@ class MeasuredInstance(Protocol):
     """Instance whose steps are measured."""
 
     @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
     def nodes(self) -> Sequence[Sequence[str]]:
         """Nodes of each stage's ranks."""
         ...
@@ -104,6 +115,7 @@ class StepSpeeds:
         self._kept = self._read() if learns else {}
         self._now: dict[str, dict[StepKind, _Now]] = {}
         """Ratios outside the bounds, by node. The inner ones are replaced, as plans read them in other threads."""
+        self._overheads = StepOverheads(clock, _FORGET_S)
         self._sessions: dict[str, tuple[int, bool]] = {}
         """Session of each node, and whether it yields to its user."""
         self._usual = set[tuple[str, StepKind]]()
@@ -118,12 +130,13 @@ class StepSpeeds:
         now: Mapping[str, float] = {
             kind: one.ratio for kind, one in self._now.get(node, {}).items() if one.at >= since
         }
-        kept = self._kept_of(node, profile)
+        kept = replace(self._kept_of(node, profile), overhead_s=self._overheads.of(node))
         if speed_share == 1.0:
             return replace(kept, **now)
-        least = StepRatios(kept.decode / speed_share, kept.prefill / speed_share)
-        return StepRatios(
-            max(least.decode, now.get("decode", 0.0)), max(least.prefill, now.get("prefill", 0.0))
+        return replace(
+            kept,
+            decode=max(kept.decode / speed_share, now.get("decode", 0.0)),
+            prefill=max(kept.prefill / speed_share, now.get("prefill", 0.0)),
         )
 
     def _kept_of(self, node: str, profile: MachineProfile) -> StepRatios:
@@ -146,6 +159,14 @@ class StepSpeeds:
             if self._sessions.get(node) != session:
                 self._sessions[node] = session
                 self._now.pop(node, None)
+                self._overheads.forget(node)
+        workers = _workers(instances)
+        rounds = {view.name: found for view in instances if (found := _round(view, workers)) is not None}
+        if self._overheads.learn(rounds, {view.name for view in instances}):
+            log.info(
+                "Decode steps take %.1f ms beside computing, which the next plan counts",
+                1e3 * self._overheads.of(""),
+            )
         for (node, kind), ratio in _ratios(instances, are_last=True):
             self._note_now(node, kind, ratio)
         changed = [
@@ -241,7 +262,7 @@ def _ratios(
     views: Sequence[MeasuredInstance], *, are_last: bool
 ) -> Iterator[tuple[tuple[str, StepKind], float]]:
     """Yield node and kind of steps that are enough, with their median ratio; `are_last` as in `_measured`."""
-    workers = Counter(node for view in views for stage in view.nodes for node in stage)
+    workers = _workers(views)
     found: dict[tuple[str, StepKind], list[_Measured]] = defaultdict(list)
     for view in views:
         for node, kind, measured in _measured(view, workers, are_last=are_last):
@@ -249,6 +270,29 @@ def _ratios(
     for (node, kind), measured in found.items():
         if _are_enough(kind, measured):
             yield (node, kind), _median(measured)
+
+
+def _workers(views: Sequence[MeasuredInstance]) -> Counter[str]:
+    """Return the number of workers of each node, of all instances together."""
+    return Counter(node for view in views for stage in view.nodes for node in stage)
+
+
+def _round(view: MeasuredInstance, workers: Mapping[str, int]) -> Round | None:
+    """Return a measured round; None without enough of them, or where workers or a quota share a machine's speed."""
+    measured = view.times.round
+    if view.forecast is None or measured is None or measured.rounds < _LEAST_ROUNDS:
+        return None
+    profile, found = view.forecast.corrected({}), list[StageStep]()
+    if len(profile) != len(measured.compute_us):
+        return None
+    for stage, (compute_us, mean_us) in enumerate(zip(measured.compute_us, measured.mean_us, strict=True)):
+        node = profile.node(stage)
+        if node.cpu_quota is not None or workers[node.name] > 1:
+            return None
+        predicted_s = profile.decode_s(stage, measured.tokens, measured.context_tokens)
+        found.append(StageStep(node.name, compute_us / 1e6, mean_us / 1e6 / predicted_s))
+    hops_s = profile.pipeline.around_s(measured.tokens)
+    return Round(tuple(found), measured.batches, measured.round_us / 1e6, hops_s)
 
 
 def _measured(
@@ -306,7 +350,8 @@ def stage_times(
     """Return the measured, predicted and corrected times of a stage's steps."""
     found = next((each for each in times.stages if each.stage == stage), StageTimes(stage, (), ()))
     decode = found.decode or (() if forecast is None else (_half_way(forecast),))
-    both = None if forecast is None else (forecast.corrected({}), forecast.corrected(ratios))
+    computing = {node: replace(each, overhead_s=0.0) for node, each in ratios.items()}
+    both = None if forecast is None else (forecast.corrected({}), forecast.corrected(computing))
     return StageTimesStatus(
         decode=[_step(both, stage, steps, "decode") for steps in decode],
         prefill=[_step(both, stage, steps, "prefill") for steps in found.chunks],

@@ -88,10 +88,12 @@ def lone_stream(
 
 @dataclass(frozen=True, slots=True)
 class StepRatios:
-    """Measured over predicted time of a machine's steps, by their kind."""
+    """Measured over predicted time of a machine's steps, by their kind, and what the time of their stage leaves out."""
 
     decode: float = 1.0
     prefill: float = 1.0
+    overhead_s: float = 0.0
+    """Seconds that each decode step of a stage takes beside computing: messages, scheduling, and waits for a core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,16 @@
-"""Comparison of a loaded plan with the best one for the machines as they are now, and when a move pays. Pure."""
+"""Comparison of a loaded plan with the best one for the machines as they are now, and when a move pays. Pure.
+
+A measured split shows what predictions of another one leave out: the time of a step beside computing, which stays when
+layers move.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Literal
 
 from mlx_ring.core.errors import PlanError
@@ -15,6 +20,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.rpc.link_profile import UNREACHABLE
 
 LEAST_GAIN = 0.15
 """Predicted gain from which another plan is proposed: predictions are off by about as much."""
@@ -46,6 +52,10 @@ class Situation:
     """True if one of its machines has less memory than when it was loaded."""
     only_whole: str = ""
     """Reason why no worker may load a part of its next stage; empty if they may."""
+    head: str = ""
+    """Machine of the head, which has all weights."""
+    had: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    """Layers that each machine has had since the model was first loaded, and whose weights it keeps on its disk."""
 
 
 class UnchangeableWorkers(PlanError):
@@ -80,6 +90,8 @@ class Comparison:
     """Reason why they would pause."""
     changes: tuple[StageChange, ...] = ()
     """With `ranges`, the change of each machine of the best plan."""
+    fetch_s: float = 0.0
+    """Predicted seconds in which machines fetch weights that they lack."""
 
     @property
     def gain(self) -> float:
@@ -96,6 +108,11 @@ def compare(now: Situation) -> Comparison | None:
     best = place(now.model, now.cluster, now.request)
     if stages_of(best) == now.loaded:
         return None
+    found = _compared(now, best)
+    return replace(found, fetch_s=_fetch_s(now, stages_of(found.planned)))
+
+
+def _compared(now: Situation, best: Plan) -> Comparison:
     loaded = _predict_loaded(now)
     if now.refusal:
         return _with_pause(now, loaded, best, now.refusal)
@@ -108,6 +125,27 @@ def compare(now: Situation) -> Comparison | None:
     return _with_pause(
         now, loaded, best, "Beside the present instance, the machines have no room for a faster one."
     )
+
+
+def _fetch_s(now: Situation, planned: LoadedStages) -> float:
+    """Return the seconds in which the head's machine sends others the weights that they lack, one after the other."""
+    model, present = (
+        now.model,
+        defaultdict[str, set[int]](set, {node: {*had} for node, had in now.had.items()}),
+    )
+    for layers, ranks in now.loaded:
+        for node, _ in ranks:
+            present[node].update(range(layers.start, layers.end))
+    seconds, last = 0.0, len(model.layers) - 1
+    for layers, ranks in planned:
+        for node, share in ranks:
+            gained = set(range(layers.start, layers.end)) - present[node]
+            nbytes = sum(model.layers[layer].weight_bytes for layer in gained)
+            nbytes += model.ends_bytes(is_first=0 in gained, is_last=last in gained)
+            link = now.cluster.link(now.head, node)
+            usual = now.cluster.usual_link if link == UNREACHABLE else link
+            seconds += 0.0 if node == now.head else share * nbytes / usual.bandwidth
+    return seconds
 
 
 def _with_pause(now: Situation, loaded: Plan | None, best: Plan, why: str) -> Comparison:
@@ -231,7 +269,7 @@ class Patience:
 
         Args:
             gain: predicted gain of the best plan; 0 if the present one is the best.
-            move_s: time of a move, in which answers are slower or pause.
+            move_s: time of a move, weights that machines fetch included. Until its end, nothing is gained.
             is_measured: True if steps were measured since the last look. Without steps, nothing is known of the speeds.
             has_changed: True if machines or their memory are others than when the instance was loaded.
         """
@@ -258,3 +296,141 @@ class Patience:
     def forget(self) -> None:
         """Begin anew, with the same moves: there was nothing to compare, or another instance was loaded."""
         self._better_s = self._looked_at = None
+
+
+# ---- time beside computing
+
+_MOST_OVERHEAD_S = 0.2
+"""Longest time of a step beside computing that counts."""
+_NOISE = 0.05
+"""Change of that time, over the time of a step, that counts as noise."""
+_MEASUREMENTS = 7
+"""Number of last measurements whose median counts: a machine that becomes slower is noticed before half of them show it."""
+_SLOWED = 1.5
+"""Factor by which a machine has become slower than the others, so that the rest of the time is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStep:
+    """Measured decode step of a stage."""
+
+    node: str
+    computing_s: float
+    ratio: float
+    """Mean over predicted time of computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Measured time of a micro-batch from one token of its sequences to the next."""
+
+    stages: tuple[StageStep, ...]
+    batches: int
+    """Number of micro-batches that take turns."""
+    round_s: float
+    hops_s: float
+    """Predicted seconds of all hops."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from one step of a stage to the next, whichever micro-batch it is of."""
+        return self.round_s / self.batches
+
+    def rest_s(self, known_s: float) -> float:
+        """Return the seconds of the round that neither computing, hops nor `known_s` on each stage take."""
+        computing_s = sum(stage.computing_s for stage in self.stages)
+        return self.round_s - self.hops_s - computing_s - len(self.stages) * known_s
+
+    def common_s(self) -> float:
+        """Return the seconds that each step of a stage takes beside computing, so that this round is predicted."""
+        longest_s = max(stage.computing_s for stage in self.stages)
+        return min(self.rest_s(0.0) / len(self.stages), self.step_s - longest_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Overhead:
+    counted_s: float
+    """Seconds that plans count. They stay if the measured ones hardly change."""
+    measured_s: float
+    at: float
+    """Time of the measurement."""
+
+
+class StepOverheads:
+    """Seconds that each decode step of a stage takes beside computing: messages, scheduling, and waits for a core.
+
+    They count on every machine, because they come with each step of any split. If one machine has become much slower than
+    the others, the time that was added since counts on that machine alone. Otherwise, a split without it would be predicted
+    with its waits.
+    """
+
+    def __init__(self, clock: Callable[[], float], forget_s: float) -> None:
+        """Start without any; they count for `forget_s` seconds without new rounds, by a clock of seconds."""
+        self._clock, self._forget_s = clock, forget_s
+        self._common: _Overhead | None = None
+        self._measured_s: deque[float] = deque(maxlen=_MEASUREMENTS)
+        """The last measurements of the common time."""
+        self._added: Mapping[str, _Overhead] = {}
+        """Times that count on single machines. It is replaced, as plans read it in other threads."""
+        self._least: dict[str, dict[str, float]] = {}
+        """Least ratio of each machine, by instance."""
+
+    def of(self, node: str) -> float:
+        """Return the seconds of a step on a machine, known or not."""
+        since = self._clock() - self._forget_s
+        both = self._common, self._added.get(node)
+        return sum(each.counted_s for each in both if each is not None and each.at >= since)
+
+    def forget(self, node: str) -> None:
+        """Forget what was added on a machine."""
+        self._added = {other: each for other, each in self._added.items() if other != node}
+
+    def learn(self, rounds: Mapping[str, Round], instances: Collection[str]) -> bool:
+        """Learn from the rounds of instances, and return True if the time that is common to all steps has changed.
+
+        Args:
+            rounds: the last rounds, by instance. The least time of all instances is common to their steps.
+            instances: all instances. Others are forgotten.
+        """
+        self._least = {name: self._least.get(name, {}) for name in instances}
+        common: list[tuple[float, float]] = []
+        for name, found in rounds.items():
+            slowed = self._slowed(name, found)
+            if slowed is None:
+                common.append((found.common_s(), found.step_s))
+                for stage in found.stages:
+                    self.forget(stage.node)
+            else:
+                added_s = self._added_s(found, slowed)
+                before = self._added.get(slowed.node)
+                self._added = {**self._added, slowed.node: self._noted(before, added_s, found.step_s)}
+        if not common:
+            return False
+        before, (measured_s, step_s) = self._common, min(common)
+        if before is not None and before.measured_s == measured_s:
+            return False
+        self._measured_s.append(measured_s)
+        counted_s = self._noted(before, median(self._measured_s), step_s).counted_s
+        self._common = _Overhead(counted_s, measured_s, self._clock())
+        return (0.0 if before is None else before.counted_s) != counted_s
+
+    def _slowed(self, instance: str, found: Round) -> StageStep | None:
+        """Return the longest step of machines that have become slower than others; None if there are none."""
+        least = self._least.setdefault(instance, {})
+        for stage in found.stages:
+            least[stage.node] = min(stage.ratio, least.get(stage.node, stage.ratio))
+        slower = {stage.node: stage.ratio / least[stage.node] for stage in found.stages}
+        slowed = [stage for stage in found.stages if slower[stage.node] > _SLOWED * min(slower.values())]
+        return max(slowed, key=lambda stage: stage.computing_s, default=None)
+
+    def _added_s(self, found: Round, slowed: StageStep) -> float:
+        common_s = self.of("")
+        return min(found.rest_s(common_s), found.step_s - slowed.computing_s - common_s)
+
+    def _noted(self, before: _Overhead | None, measured_s: float, step_s: float) -> _Overhead:
+        if before is not None and before.measured_s == measured_s:
+            return before
+        counted_s = min(max(measured_s, 0.0), _MOST_OVERHEAD_S)
+        if before is not None and abs(counted_s - before.counted_s) < _NOISE * step_s:
+            counted_s = before.counted_s
+        return _Overhead(counted_s, measured_s, self._clock())

@@ -194,11 +194,12 @@ def prefill_factor(node: NodeProfile) -> float:
 
 
 def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
-    """Return the wall-clock times of computations in decode steps on a machine."""
-    computing = computing * node.ratios.decode
+    """Return the wall-clock times of decode steps on a machine, by the time of their computations."""
+    computing, overhead_s = computing * node.ratios.decode, node.ratios.overhead_s
     if node.cpu_quota is None:
-        return Times(computing, computing)
-    return Times(node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing))
+        return Times(computing + overhead_s, computing + overhead_s)
+    unhindered, steady = node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing)
+    return Times(unhindered + overhead_s, steady + overhead_s)
 
 
 def layer_seconds(

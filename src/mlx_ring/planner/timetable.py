@@ -184,7 +184,7 @@ class MeanLayers:
         prompt_s = costs.prefill_seconds(node, 0, self._layers, self._request.prompt_tokens)
         held = costs.memory(node)[0]
         each = max(1.0, (held[-1] - held[1]) / max(1, self._layers - 1))
-        own_s = node.costs.step_s * node.ratios.decode
+        own_s = _own_seconds(node)
         return MeanLayer(
             (place,),
             (decode_s - own_s) / self._layers,
@@ -216,7 +216,7 @@ class MeanLayers:
             members,
             step_s / self._layers + SUMS_PER_LAYER * ring.sum_s(rows * row_bytes),
             prompt_s / self._chunks / self._layers + SUMS_PER_LAYER * ring.sum_s(chunk_rows * row_bytes),
-            max(self._nodes[place].costs.step_s * self._nodes[place].ratios.decode for place in members),
+            max(_own_seconds(self._nodes[place]) for place in members),
             self._room(members),
         )
 
@@ -341,6 +341,11 @@ class MeanLayers:
         if rows not in self._hop_of:
             self._hop_of[rows] = self._times.hops(rows) if rows else self._times.back(1)
         return self._hop_of[rows]
+
+
+def _own_seconds(node: NodeProfile) -> float:
+    """Return the seconds of a decode step beside its layers."""
+    return node.costs.step_s * node.ratios.decode + node.ratios.overhead_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,9 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
         [sample for node in nodes for sample in one_of(get_args(NodeState), node.state, (node.id,))],
     )
     ratios = {
-        (node.id, kind): ratio for node in nodes for kind, ratio in node.step_time_ratios.model_dump().items()
+        (node.id, kind): ratio
+        for node in nodes
+        for kind, ratio in node.step_time_ratios.model_dump(exclude={"overhead_s"}).items()
     }
     yield gauge(
         "step_time_ratio",

@@ -70,6 +70,8 @@ class StepTimeRatios(_Status):
 
     decode: float = 1.0
     prefill: float = 1.0
+    overhead_s: float = 0.0
+    """Seconds that a decode step of a stage takes beside computing, as the next plan counts; 0 before enough steps."""
 
 
 class EnergyStatus(_Status):
@@ -367,6 +369,8 @@ class ProposalStatus(_Status):
     """Relative gain in speed: with 0.25, the same takes 1.25 times as long now. Null if the memory no longer suffices now."""
     load_s: float | None
     """Longest time that a load took."""
+    fetch_s: float = 0.0
+    """Predicted seconds in which machines fetch weights that they do not have. Nothing is gained until the move's end."""
     pause_s: float | None
     """Predicted pause of answers, until the other split serves. Null if it is unknown."""
     needs_pause: bool

@@ -577,6 +577,8 @@ export interface ProposalStatus {
   gain: number | null;
   /** Longest time that a load took. */
   load_s: number | null;
+  /** Predicted seconds in which machines fetch weights that they do not have. Nothing is gained until the move's end. */
+  fetch_s: number;
   /** Predicted pause of answers, until the other split serves. Null if it is unknown. */
   pause_s: number | null;
   /** True if the move needs `pause`, because answers would pause for long. */
@@ -820,6 +822,8 @@ export interface StepStatus {
 export interface StepTimeRatios {
   decode: number;
   prefill: number;
+  /** Seconds that a decode step of a stage takes beside computing, as the next plan counts; 0 before enough steps. */
+  overhead_s: number;
 }
 
 /** Speed of a single stream without speculative decoding. */
