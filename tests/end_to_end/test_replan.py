@@ -176,6 +176,28 @@ def test_a_worker_that_dies_in_the_pause_is_replaced_and_no_answer_changes(tmp_p
         assert expected(server) == texts
 
 
+@pytest.mark.faults
+def test_the_present_split_serves_on_if_a_worker_cannot_load_in_the_pause(tmp_path: Path) -> None:
+    with stopping_at_steps() as hooks, growing_cluster(tmp_path) as (server, join):
+        texts, before = expected(server), stages_of(server)
+        name = server.status()["instances"][0]["name"]
+        join()
+        (hooks / f"drop-{before[-1]['pid']}").touch()
+        with asking(server, texts):
+            answer = server.http.post("/cluster/replan", json={"pause": True}, timeout=120)
+        assert answer.status_code >= 400
+        assert "No memory is left" in answer.text
+        after = stages_of(server)
+        assert [(each["node"], each["layers"]) for each in after] == [
+            (each["node"], each["layers"]) for each in before
+        ]
+        # Only the worker that had dropped its layers is another one.
+        assert after[0]["pid"] == before[0]["pid"]
+        assert after[-1]["pid"] != before[-1]["pid"]
+        assert server.status()["instances"][0]["name"] == name
+        assert expected(server) == texts
+
+
 def streamed(client: httpx.Client, number: int) -> str:
     """Return the text of a stream, with what ends it too early."""
     body, parts = body_of(number, TOKENS, stream=True), list[str]()

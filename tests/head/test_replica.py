@@ -299,6 +299,9 @@ class FakeReshaping:
     def left(self, remains: Remains) -> Remains:
         return replace(remains, epoch=7)
 
+    def back(self, remains: Remains, _now: Placement) -> Remains:
+        return remains
+
     async def abandon(self) -> None:
         self.calls.append("abandon")
 

@@ -218,7 +218,7 @@ class Scheduler:
         return step
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Reserve `tokens` for a running sequence; return False if it must wait. Restores give way, then the newest others."""
+        """Reserve `tokens` for a running sequence, ending restores or preempting the newest; return False if it must wait."""
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
             if self._kv.budget.being_freed:
                 return False

@@ -93,6 +93,10 @@ class Epoch:
         """Bytes of weights that ranks which stay load before they are linked."""
         return {} if self.reshaping is None else self.reshaping.late
 
+    def all_stay(self, remains: Remains) -> Remains:
+        """Return what is left of the epoch before, if this one was dropped before its ranks were linked."""
+        return remains.as_whole() if self.reshaping is None else self.reshaping.back(remains, self.placement)
+
     @property
     def workers(self) -> EpochWorkers:
         """Its workers, to end them."""

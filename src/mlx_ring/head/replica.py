@@ -292,7 +292,7 @@ class Replica:
                 loss = await self._serve(running, epoch, ready)
                 if running.is_dropped:
                     self._in_progress, self._left = before
-                    remains = remains and (remains.as_whole() if epoch.reshaping is None else remains)
+                    remains = remains and epoch.all_stay(remains)
                 else:
                     if not isinstance(loss, NodeDrained):
                         self.meter.count_loss(loss)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Source
 from mlx_ring.cluster.deployment import Site, StartedWorkers, blaming, close_sites, start_on, together
@@ -259,6 +259,15 @@ class Reshaping:
             remains.silent_nodes & {site.node for site in sites.values()},
             {place: self._pids[site.node] for place, site in sites.items()},
         )
+
+    def back(self, remains: Remains, now: Placement) -> Remains:
+        """Return what is left of the present plan, with the connections of the next one, because those before are closed."""
+        sites = {site.node: site for site in now.nodes}
+        ranks = tuple(
+            tuple(replace(placed, site=sites.get(placed.site.node, placed.site)) for placed in stage)
+            for stage in remains.placement.ranks
+        )
+        return replace(remains, placement=replace(remains.placement, ranks=ranks))
 
     async def load_late(self, sites: Mapping[RankId, Site], prepared: StartedWorkers) -> None:
         """Load what had no room before; the workers drop the layers that they lose first. If one cannot, set `problem`.

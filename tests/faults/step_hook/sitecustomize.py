@@ -11,7 +11,8 @@ is one. If the condition has a `schema`, it kills itself before it compiles a sc
 `load` in the folder, a worker that has loaded its weights waits until a client has opened and
 closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one.
 
-A worker with a file `change-PID` there kills itself when it is about to enter another stage.
+A worker with a file `change-PID` there kills itself when it is about to enter another stage. One with a file `drop-PID`
+has to drop its stage before it loads another one, which then fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
-_FATAL, _LOAD, _INPUT, _CHANGE = "fatal.json", "load", "input-", "change-"
+_FATAL, _LOAD, _INPUT, _CHANGE, _DROP = "fatal.json", "load", "input-", "change-", "drop-"
 
 
 class _Steps:
@@ -44,6 +45,7 @@ class _Steps:
         self._sequences: dict[int, dict[str, int]] = {}
         """Each open sequence: its prompt's length, and the start and number of draft tokens of its last row."""
         self._epoch = 0
+        self._folder = folder
         self._load, self._input = folder / _LOAD, folder / f"{_INPUT}{os.getpid()}"
         self._change = folder / f"{_CHANGE}{os.getpid()}"
         self._client: tuple[Any, dict[str, int]] | None = None
@@ -80,6 +82,14 @@ class _Steps:
     def before_change(self) -> None:
         if self._change.exists():
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def has_to_drop(self, pid: int) -> bool:
+        """Return True for a worker that has to drop its stage before it loads another one."""
+        return (self._folder / f"{_DROP}{pid}").exists()
+
+    def after_drop(self) -> None:
+        if self.has_to_drop(os.getpid()):
+            raise RuntimeError("No memory is left.")
 
     def before(self, step: Any) -> None:
         """Note the sequences of a step, and stop if it satisfies the condition."""
@@ -180,7 +190,7 @@ def _hold_input(steps: _Steps, links_module: Any) -> None:
     links_module.Inbox.put = wait_and_put
 
 
-def _die_at_changes(steps: _Steps, reshaping_module: Any) -> None:
+def _fail_at_changes(steps: _Steps, reshaping_module: Any) -> None:
     enter = reshaping_module.StageHolder._enter
 
     def die_or_enter(holder: Any, *arguments: Any) -> None:
@@ -188,11 +198,34 @@ def _die_at_changes(steps: _Steps, reshaping_module: Any) -> None:
         enter(holder, *arguments)
 
     reshaping_module.StageHolder._enter = die_or_enter
+    drop = reshaping_module.StageHolder._drop_present
+
+    def drop_and_fail(holder: Any) -> None:
+        drop(holder)
+        if (stage := holder._next.stage) is not None and not stage.is_loaded:
+            steps.after_drop()
+
+    reshaping_module.StageHolder._drop_present = drop_and_fail
+
+
+def _load_in_the_pause(steps: _Steps, reshaping_module: Any) -> None:
+    reserve = reshaping_module.Reshaping._reserve
+
+    def reserve_less(reshaping: Any) -> None:
+        reserve(reshaping)
+        reshaping.late |= {
+            place: reshaping._changes[site.node].gained_bytes
+            for place, site in reshaping_module.sites_of(reshaping.placement).items()
+            if steps.has_to_drop(reshaping._pids.get(site.node, 0))
+        }
+
+    reshaping_module.Reshaping._reserve = reserve_less
 
 
 _CHANGES = {
+    "mlx_ring.head.reshaping": _load_in_the_pause,
     "mlx_ring.rpc.links": _hold_input,
-    "mlx_ring.worker.reshaping": _die_at_changes,
+    "mlx_ring.worker.reshaping": _fail_at_changes,
     "mlx_ring.worker.runner": _hold_loads,
     "mlx_ring.worker.server": _stop_at_steps,
     "mlx_ring.worker.grammars.compiler": _look_at_schemas,
