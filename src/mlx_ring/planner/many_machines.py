@@ -61,7 +61,7 @@ class ManyMachines:
         self._alone: dict[tuple[int, int], float] = {}
         """Throughput of one machine, by kind, with a share of the sequences; 0 if it does not hold a replica."""
         self._bounds = (
-            None if _may_share(model, cluster, request) else _PipelineBounds(self._first_ones, model, request)
+            None if _may_share(model, cluster, request) else PipelineBounds(self._first_ones, model, request)
         )
 
     def plans(self, count: int | None) -> tuple[Plan, ...]:
@@ -327,7 +327,7 @@ class ManyMachines:
         )
 
 
-class _PipelineBounds:
+class PipelineBounds:
     """Bounds of the throughput of pipelines of single machines, as if layers were divisible and hops took no time."""
 
     def __init__(self, kinds: Sequence[NodeProfile], model: ModelProfile, request: PlanRequest) -> None:
