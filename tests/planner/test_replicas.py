@@ -12,6 +12,7 @@ from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.many_machines import PipelineBounds
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import NodeProfile
@@ -118,6 +119,18 @@ def test_no_pair_of_single_machines_has_a_higher_throughput(nodes: list[NodeProf
             continue
         # The bound by the slowest stage ignores hops, so a pipeline can be a little below it.
         assert total >= 0.9 * sum(plan.prediction.tokens_per_s for plan in singles)
+
+
+@examples(0.25)
+@given(NODES, st.integers(1, 12))
+def test_no_pipeline_exceeds_the_bound_of_its_machines(nodes: list[NodeProfile], sequences: int) -> None:
+    model, request = model_of(12), replace(THROUGHPUT, demand=Demand(512, sequences))
+    try:
+        plan = place(model, cluster_of(*nodes), request)
+    except PlanError:
+        reject()
+    bound = PipelineBounds(nodes, model, request).tokens_per_s(range(len(nodes)), sequences)
+    assert plan.prediction.tokens_per_s <= bound * (1 + 1e-9)
 
 
 def test_of_many_machines_alike_ones_become_replicas_of_the_same_size() -> None:

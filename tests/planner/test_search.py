@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.planner.clusters import NODES, cluster_of, model_of
 
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.search import (
     MachineLayers,
     Partition,
@@ -22,6 +25,7 @@ from mlx_ring.planner.search import (
     steadiest_costs,
 )
 from mlx_ring.planner.stage_costs import Table
+from mlx_ring.planner.timetable import Timetable
 
 
 @st.composite
@@ -165,3 +169,26 @@ def test_machines_are_alike_if_exchanging_them_changes_no_cost() -> None:
     hops[0, 2] = 3
     assert kinds_of("aaaa", hops) == [[0], [1], [2], [3]]
     assert [len(sets) for sets in sets_by_size([[0, 1, 2], [3]])] == [1, 2, 2, 2, 1]
+
+
+@examples(0.25)
+@given(NODES, st.sampled_from(["latency", "first-token", "throughput"]), st.integers(1, 5))
+def test_the_times_of_many_pipelines_at_once_are_those_of_each(
+    nodes: list[NodeProfile], objective: Objective, users: int
+) -> None:
+    cluster, demand = cluster_of(*nodes), Demand(1024, users)
+    request = PlanRequest(demand, objective=objective, users=users, prompt_tokens=700)
+    times = Timetable(model_of(12), cluster, demand)
+    pipelines = [
+        tuple(
+            MachineLayers(node, 12 * place // stages, 12 * (place + 1) // stages)
+            for place, node in enumerate(order)
+        )
+        for stages in range(1, len(nodes) + 1)
+        for order in permutations(range(len(nodes)), stages)
+    ]
+    for seconds, pieces in zip(times.requests_s(pipelines, request), pipelines, strict=True):
+        fits = all(np.isfinite(times.tables(1)[piece.node][piece.first, piece.end]) for piece in pieces)
+        assert np.isfinite(seconds) == fits
+        if fits:
+            assert seconds == pytest.approx(times.request_s(pieces, request), rel=1e-12)

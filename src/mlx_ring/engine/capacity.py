@@ -26,6 +26,8 @@ _HEAD_REQUEST_S, _HEAD_TOKEN_S = 3e-3, 0.3e-3
 detokenizing. Measured as its CPU time per request of one token, and per token of 8 to 64 streams of the model demo, on
 an AMD EPYC. The head computes on one core, whatever the number of replicas."""
 _FULL = 0.999
+_FAR_BELOW = 0.5
+"""Part of the rate without any waiting up to which a replica probably serves what the head can handle."""
 _HEAD = "The head computes all of the time: it handles no more requests, however many machines there are."
 _NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
@@ -153,6 +155,8 @@ class CapacityMeter:
 
     def _within_head(self, searches: Sequence[Search]) -> list[Found]:
         """Return what is found of each kind, at as many requests as the head can handle."""
+        if (known := self._at_head_limit(searches)) is not None:
+            return [known]
         found = self._results(searches)
         if self._question.rate is not None:
             return found
@@ -164,6 +168,17 @@ class CapacityMeter:
             search.at(each.rate * most / total) if each.rate else each
             for each, search in zip(found, searches, strict=True)
         ]
+
+    def _at_head_limit(self, searches: Sequence[Search]) -> Found | None:
+        """Return what is found where the head surely is the limit: the highest rate of a replica need not be searched."""
+        if self._question.rate is not None or len(searches) > 1:
+            return None
+        (search,) = searches
+        rate = 1 / _head_s(self._question.load) / search.replicas.count
+        if search.replicas.kind in self._found or rate > _FAR_BELOW * search.most:
+            return None
+        found = search.at(rate)
+        return found if self._question.level.holds(found.outcome) else None
 
     def _results(self, searches: Sequence[Search]) -> list[Found]:
         if self._question.rate is not None:

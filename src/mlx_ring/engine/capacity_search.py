@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, Span
+from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel, SimulatedRequest, Span
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.forecast import StepTable, forecast_plan
 from mlx_ring.planner.plan import Plan
@@ -98,6 +100,27 @@ def _replicas(
 # ---- the highest rate
 
 
+class _Drawn:
+    """Requests of a load, each drawn once for all rates."""
+
+    def __init__(self, load: Load) -> None:
+        self._made: list[SimulatedRequest] = []
+        self._more = load.at_one_per_second()
+
+    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
+        """Return the first requests of the load, `rate` of them per second on average."""
+        self._made += islice(self._more, max(0, count - len(self._made)))
+        return [
+            SimulatedRequest(at_s / rate, prompt, answer, cached)
+            for at_s, prompt, answer, cached in self._made[:count]
+        ]
+
+
+@lru_cache(maxsize=1)
+def _drawn(load: Load) -> _Drawn:
+    return _Drawn(load)
+
+
 @dataclass(frozen=True)
 class Found:
     """Highest rate of one replica at which the level holds."""
@@ -127,7 +150,7 @@ class Search:
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
         return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
-            self.load.requests(count, rate), skipped=skipped, drains=False
+            _drawn(self.load).requests(count, rate), skipped=skipped, drains=False
         )
 
     def alone(self) -> Outcome:

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import ceil, inf
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -356,16 +356,18 @@ class Load:
             count: number of requests.
             rate: requests per second on average.
         """
+        return [each._replace(at_s=each.at_s / rate) for each in islice(self.at_one_per_second(), count)]
+
+    def at_one_per_second(self) -> Iterator[SimulatedRequest]:
+        """Yield the requests without end, one per second on average."""
         random, moments = np.random.default_rng(self.seed), self._moments()
-        made: list[SimulatedRequest] = []
-        for number in range(count):
+        for number, at_s in enumerate(moments):
             if self.recorded:
                 prompt, answer, _ = self.recorded[number % len(self.recorded)]
             else:
                 prompt, answer = self.prompt.draw(random), self.answer.draw(random)
             cached = min(prompt - 1, int(self.prefix_hits * prompt))
-            made.append(SimulatedRequest(next(moments) / rate, prompt, answer, cached))
-        return made
+            yield SimulatedRequest(at_s, prompt, answer, cached)
 
     def _moments(self) -> Iterator[float]:
         """Yield the times of arrival for one request per second."""

@@ -84,6 +84,7 @@ class ChunkTimes:
         """Measured sizes, one of each class."""
         self._us: list[float] = []
         """Their times; none is less than that of a smaller size."""
+        self._known: dict[int, float] = {}  # Times by size, since the last chunk.
 
     @property
     def is_measured(self) -> bool:
@@ -109,13 +110,16 @@ class ChunkTimes:
                 sizes.append((size, us))
         self._tokens = [size for size, _ in sizes]
         self._us = _rising([us for _, us in sizes])
+        self._known.clear()
 
     def us(self, tokens: int) -> float:
         """Return the microseconds of a chunk; 0 before the first one."""
         if not self._tokens:
             return 0.0
-        size, us, slope = self._line(bisect_right(self._tokens, tokens))
-        return max(0.0, us + slope * (tokens - size))
+        if tokens not in self._known:
+            size, us, slope = self._line(bisect_right(self._tokens, tokens))
+            self._known[tokens] = max(0.0, us + slope * (tokens - size))
+        return self._known[tokens]
 
     def most(self, us: float) -> int:
         """Return the largest size to try within a time; call it after the first chunk."""

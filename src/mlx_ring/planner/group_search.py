@@ -146,19 +146,32 @@ class GroupSearch:
         return None
 
 
-def cut(tables: Sequence[Table], *, adds: bool) -> list[tuple[int, int]] | None:
-    """Return the layers of stages in this order with the smallest sum or maximum; None if memory does not suffice."""
-    join = np.add if adds else np.maximum
-    costs, firsts = tables[0][0], [np.zeros(len(tables[0]), np.intp)]
+KnownCuts = dict[tuple[int, ...], tuple[Table, Ends]]
+"""Cost by end, and first layer of the last stage, of the best cut of stages in order, by the objects of their tables."""
+
+
+def cut(
+    tables: Sequence[Table], *, adds: bool, known: KnownCuts | None = None
+) -> list[tuple[int, int]] | None:
+    """Return the layers of stages in this order with the smallest sum or maximum; None if memory does not suffice.
+
+    Calls with the same objects as tables may share what is `known` of the first stages.
+    """
+    join, reached = np.add if adds else np.maximum, {} if known is None else known
+    costs, key, firsts = tables[0][0], (id(tables[0]),), list[Ends]()
     for table in tables[1:]:
-        together = join(costs[:, None], table)
-        firsts.append(together.argmin(axis=0))
-        costs = together.min(axis=0)
+        key = (*key, id(table))
+        if key not in reached:
+            together = join(costs[:, None], table)
+            best = together.argmin(axis=0)
+            reached[key] = together[best, np.arange(len(best))], best
+        costs, first = reached[key]
+        firsts.append(first)
     if not np.isfinite(costs[-1]):
         return None
     end, found = len(costs) - 1, list[tuple[int, int]]()
-    for place in reversed(range(len(tables))):
-        first = int(firsts[place][end])
+    for before in (*reversed(firsts), None):
+        first = 0 if before is None else int(before[end])
         found.append((first, end))
         end = first
     return found[::-1]

@@ -1,22 +1,27 @@
 """Replicas over more than eight machines. Pure.
 
-Alike machines join in replicas of equal size, and the rest in mixed ones. The sizes are improved kind by kind.
+Alike machines join in replicas of equal size, and the rest in mixed ones. The sizes are improved kind by kind. A division is
+planned only while bounds of its replicas say that it may have a higher throughput than the best one.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES, Kinds, any_partition, kinds_of
+from mlx_ring.planner.stage_costs import StageTables, Table
+from mlx_ring.planner.tensor_plans import with_left_undone
 from mlx_ring.planner.timetable import Timetable
 
 _KINDS_IMPROVED = 16
@@ -28,6 +33,8 @@ _FEW = 64
 _MOST_TRIES = 400
 """Number of replicas that are planned to improve a division."""
 
+_ROUNDING = 1 + 1e-9
+"""Factor by which bounds of throughputs are raised, because times are rounded."""
 _BETTER = 1.001
 """Factor by which a move must raise the throughput."""
 
@@ -44,10 +51,18 @@ class ManyMachines:
         self._request = request
         self._kinds = _kinds(cluster)
         self._kind_of = {place: number for number, kind in enumerate(self._kinds) for place in kind}
+        self._first_ones = [cluster.nodes[kind[0]] for kind in self._kinds]
+        """A machine of each kind."""
         self._plans: dict[tuple[tuple[int, ...], int], Plan | None] = {}
         """Plan of machines, by kinds, with a share of the sequences; it names them by their order."""
+        self._with_remarks: dict[tuple[tuple[int, ...], int], Plan | None] = {}
         self._pipelines: dict[tuple[tuple[int, ...], int], bool] = {}
         """True for machines, by kinds, that hold a replica as a pipeline with a share of the sequences."""
+        self._alone: dict[tuple[int, int], float] = {}
+        """Throughput of one machine, by kind, with a share of the sequences; 0 if it does not hold a replica."""
+        self._bounds = (
+            None if _may_share(model, cluster, request) else PipelineBounds(self._first_ones, model, request)
+        )
 
     def plans(self, count: int | None) -> tuple[Plan, ...]:
         """Return a plan for each replica; None chooses their number by the throughput of all. There are none if none fits.
@@ -78,7 +93,7 @@ class ManyMachines:
         best: tuple[float, Division, list[int]] = (0.0, [], [])
         tried, few = 0, len(self._cluster.nodes) <= _FEW
         for size in range(1, MOST_NODES + 1):
-            best = max(best, self._tried([size] * len(self._kinds)), key=lambda one: one[0])
+            best = max(best, self._tried([size] * len(self._kinds), best[0]), key=lambda one: one[0])
             tried += bool(best[1])
             if tried == _SIZES and not few:
                 break
@@ -86,16 +101,17 @@ class ManyMachines:
             for kind in range(len(self._kinds)):
                 for size in range(1, MOST_NODES + 1):
                     sizes = [*best[2][:kind], size, *best[2][kind + 1 :]]
-                    best = max(best, self._tried(sizes), key=lambda one: one[0])
+                    best = max(best, self._tried(sizes, best[0]), key=lambda one: one[0])
         return self._improved(best[1]) if few else best[1]
 
     def _improved(self, division: Division) -> Division:
         """Return the division after moves of one machine, and joined or dropped replicas, while the throughput rises."""
         most = len(self._plans) + _MOST_TRIES
-        best = self._throughput(division), division
+        best = self._throughput(division, 0.0), division
         while len(self._plans) < most:
-            tried = ((self._throughput(each), each) for each in self._moved(best[1]))
-            better = next((one for one in tried if one[0] > best[0] * _BETTER), None)
+            least = best[0] * _BETTER
+            tried = ((self._throughput(each, least), each) for each in self._moved(best[1]))
+            better = next((one for one in tried if one[0] > least), None)
             if better is None:
                 break
             best = better
@@ -121,49 +137,78 @@ class ManyMachines:
             if len(division) > 1:
                 yield [each for each in division if each != members]
 
-    def _throughput(self, division: Division) -> float:
-        """Return the tokens per second of all replicas together; 0 if one does not hold its share."""
+    def _throughput(self, division: Division, least: float) -> float:
+        """Return the tokens per second of all replicas together; 0 if one does not hold its share, or if it is `least` at most."""
         if not 0 < len(division) <= self._request.demand.sequences:
             return 0.0
         share = self._request.share(len(division))
-        return self._together(division, share) if all(self._speed(each, share) for each in division) else 0.0
+        speeds = self._speeds(division, share, least)
+        return self._together(speeds, share) if speeds and all(speeds) else 0.0
 
-    def _together(self, division: Division, share: int) -> float:
+    def _speeds(self, division: Division, share: int, least: float) -> list[float]:
+        """Return the throughput of each replica; none once all together surely have `least` at most."""
+        keys = [self._key(members) for members in division]
+        members_of, numbers = dict(zip(keys, division, strict=True)), Counter(keys)
+        bounds = {key: self._bound(key, share) for key in numbers}
+        most = sum(bounds[key] * number for key, number in numbers.items())
+        speeds: dict[tuple[int, ...], float] = {}
+        for key, number in numbers.items():
+            if most <= least:
+                return []
+            speeds[key] = self._speed(members_of[key], share)
+            if math.isfinite(most):
+                most -= number * max(0.0, bounds[key] - speeds[key])
+        return [speeds[key] for key in keys]
+
+    def _bound(self, key: tuple[int, ...], share: int) -> float:
+        """Return a throughput that machines of these kinds cannot exceed."""
+        if len(key) == 1:
+            return self._speed_alone(key[0], share) * _ROUNDING
+        return math.inf if self._bounds is None else self._bounds.tokens_per_s(key, share) * _ROUNDING
+
+    def _together(self, speeds: Sequence[float], share: int) -> float:
         """Return the tokens per second of the request's sequences, which may be fewer than all shares."""
-        promised = max(1, share * len(division))
-        return (
-            sum(self._speed(members, share) for members in division)
-            * self._request.demand.sequences
-            / promised
-        )
+        promised = max(1, share * len(speeds))
+        return sum(speeds) * self._request.demand.sequences / promised
 
     def _key(self, members: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(self._kind_of[place] for place in members))
 
-    def _tried(self, sizes: list[int]) -> tuple[float, Division, list[int]]:
-        """Return the throughput and the division for these sizes, by kind; no more replicas than sequences."""
+    def _tried(self, sizes: list[int], least: float) -> tuple[float, Division, list[int]]:
+        """Return the throughput and the division for these sizes, by kind; no more replicas than sequences.
+
+        There is none if its throughput is `least` at most.
+        """
         sequences = self._request.demand.sequences
         # As if each machine were a replica's share of its own, then with the shares of the replicas that were found.
         found = self._division(sizes, self._request.share(max(1, len(self._cluster.nodes) // max(sizes))))
         share = self._request.share(max(1, min(len(found), sequences)))
+        # Shares of the replicas that hold one are whole sequences, so together they do not exceed the sum of all.
+        speeds = self._speeds(found, share, least)
         fastest = sorted(
-            (members for members in found if self._speed(members, share)),
-            key=lambda members: -self._speed(members, share),
+            ((speed, members) for speed, members in zip(speeds, found, strict=bool(speeds)) if speed),
+            key=lambda one: -one[0],
         )[:sequences]
         if self._request.share(max(1, len(fastest))) > share:
             return 0.0, [], sizes
-        return self._together(fastest, share), fastest, sizes
+        together = self._together([speed for speed, _ in fastest], share)
+        return together, [members for _, members in fastest], sizes
 
     def _division(self, sizes: Sequence[int], share: int) -> Division:
         """Return replicas of alike machines, and mixed ones of the rest; machines too small for any are left out."""
         found: Division = []
         rest: list[int] = []
         for kind, size in zip(self._kinds, sizes, strict=True):
-            for group in _in_parts(kind, size):
-                if len(group) == size and self._holds(group, share):
-                    found.append(group)
-                else:
-                    rest += group
+            groups = list(_in_parts(kind, size))
+            # All but the last, which may be smaller, are alike.
+            if len(groups[0]) < size or not self._holds(groups[0], share):
+                rest += kind
+                continue
+            found += groups[:-1]
+            if len(groups[-1]) == size:
+                found.append(groups[-1])
+            else:
+                rest += groups[-1]
         nodes = self._cluster.nodes
         joined: tuple[int, ...] = ()
         for one in sorted(rest, key=lambda one: -nodes[one].usable_bytes):
@@ -177,6 +222,8 @@ class ManyMachines:
 
     def _holds(self, members: tuple[int, ...], share: int) -> bool:
         """Return True if these machines have the memory for a replica."""
+        if any(self._speed_alone(self._kind_of[place], share) for place in members):
+            return True
         key = self._key(members), share
         if key in self._plans or not self._holds_stages(key, members, share):
             return self._plan(members, share) is not None
@@ -196,8 +243,20 @@ class ManyMachines:
 
     def _speed(self, members: tuple[int, ...], share: int) -> float:
         """Return the throughput of these machines as a replica, in tokens per second; 0 if it does not fit."""
+        if len(members) == 1:
+            return self._speed_alone(self._kind_of[members[0]], share)
         plan = self._plan(members, share)
         return 0.0 if plan is None else plan.prediction.tokens_per_s
+
+    def _speed_alone(self, kind: int, share: int) -> float:
+        """Return the throughput of a machine as a replica, as its plan has it; 0 if it does not fit."""
+        if (kind, share) not in self._alone:
+            demand = replace(self._request.demand, sequences=share)
+            times = StageTables(self._model, demand).seconds(
+                self._first_ones[kind], share, demand.mean_context_tokens
+            )
+            self._alone[kind, share] = share / max(float(times.unhindered[0, -1]), float(times.steady[0, -1]))
+        return self._alone[kind, share]
 
     def _plan(self, members: tuple[int, ...], share: int) -> Plan | None:
         """Return the plan of machines like these; None if their memory does not suffice."""
@@ -213,23 +272,39 @@ class ManyMachines:
         nodes = [self._cluster.nodes[place] for place in members]
         if sum(node.usable_bytes for node in nodes) < self._model.weight_bytes:
             return None
-        names = {node.name: _stand_in(place) for place, node in enumerate(nodes)}
-        links = {
-            frozenset(names[name] for name in pair): link
-            for pair, link in self._cluster.links.items()
-            if pair <= names.keys()
-        }
-        renamed = tuple(replace(node, name=names[node.name]) for node in nodes)
-        each = replace(self._request, demand=replace(self._request.demand, sequences=share))
         try:
-            return place_if_it_fits(self._model, replace(self._cluster, nodes=renamed, links=links), each)
+            return place_if_it_fits(*self._alike(members, share), explains=False)
         except PlanError:
             return None
+
+    def _alike(self, members: Sequence[int], share: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest]:
+        """Return what is planned for machines like these."""
+        nodes = [self._cluster.nodes[place] for place in members]
+        names = {node.name: _stand_in(place) for place, node in enumerate(nodes)}
+        pairs = map(frozenset, combinations(names, 2))
+        links = {
+            frozenset(names[name] for name in pair): self._cluster.links[pair]
+            for pair in pairs
+            if pair in self._cluster.links
+        }
+        renamed = tuple(replace(node, name=names[node.name]) for node in nodes)
+        request = replace(self._request, demand=replace(self._request.demand, sequences=share))
+        return self._model, replace(self._cluster, nodes=renamed, links=links), request
+
+    def _explained(self, members: tuple[int, ...], share: int) -> Plan | None:
+        """Return the plan of machines like these with all remarks."""
+        key = self._key(members), share
+        if key not in self._with_remarks:
+            plan = self._plan(members, share)
+            self._with_remarks[key] = plan and with_left_undone(
+                *self._alike(self._by_kind(members), share), plan
+            )
+        return self._with_remarks[key]
 
     def _named(self, members: tuple[int, ...], share: int) -> Plan | None:
         """Return the plan of exactly these machines."""
         names = [self._cluster.nodes[place].name for place in self._by_kind(members)]
-        plan = self._plan(members, share)
+        plan = self._explained(members, share)
 
         def named(text: str) -> str:
             for number, name in enumerate(names):
@@ -250,6 +325,48 @@ class ManyMachines:
             left_out=tuple(LeftOut(named(left.node), named(left.why)) for left in plan.left_out),
             remarks=tuple(map(named, plan.remarks)),
         )
+
+
+class PipelineBounds:
+    """Bounds of the throughput of pipelines of single machines, as if layers were divisible and hops took no time."""
+
+    def __init__(self, kinds: Sequence[NodeProfile], model: ModelProfile, request: PlanRequest) -> None:
+        self._kinds = kinds
+        self._costs = StageTables(model, request.demand)
+        self._context_tokens = request.demand.mean_context_tokens
+        self._first: dict[int, Table] = {}
+        """Seconds of each layer on a machine of the first kind, by rows."""
+        self._pace: dict[tuple[int, int], float] = {}
+
+    def tokens_per_s(self, kinds: Sequence[int], share: int) -> float:
+        """Return a throughput of `share` sequences that machines of these kinds cannot exceed."""
+        highest = 0.0
+        for stages in range(1, len(kinds) + 1):
+            groups = min(stages, share)
+            rows = -(-share // groups)
+            # The slowest stage takes least if the fastest machines all take equally long.
+            paces = sorted(self._relative(kind, rows) for kind in kinds)[:stages]
+            slowest_s = float(self._first[rows].sum()) / sum(1 / pace for pace in paces)
+            highest = max(highest, share / (groups * slowest_s))
+        return highest
+
+    def _relative(self, kind: int, rows: int) -> float:
+        """Return the least time of a layer on a machine, relative to a machine of the first kind."""
+        if rows not in self._first:
+            self._first[rows] = self._layer_seconds(0, rows)
+        if (kind, rows) not in self._pace:
+            self._pace[kind, rows] = float((self._layer_seconds(kind, rows) / self._first[rows]).min())
+        return self._pace[kind, rows]
+
+    def _layer_seconds(self, kind: int, rows: int) -> Table:
+        return self._costs.layer_seconds(self._kinds[kind], rows, self._context_tokens)
+
+
+def _may_share(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
+    """Return True if two machines might compute layers together, which has no such bound."""
+    links = (cluster.usual_link, *cluster.links.values())
+    is_trusted = any(link.trusted for link in links) or sum(node.trusted for node in cluster.nodes) > 1
+    return request.allows_tensor and model.shared is not None and is_trusted
 
 
 def _stand_in(place: int) -> str:

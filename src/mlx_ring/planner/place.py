@@ -162,8 +162,12 @@ def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) ->
     return plan
 
 
-def place_if_it_fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan | None:
+def place_if_it_fits(
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, *, explains: bool = True
+) -> Plan | None:
     """Return the plan that `place` makes; None, without a search for the reason, if the memory does not suffice.
+
+    Without `explains`, it lacks the remark what tensor parallelism would gain where it is not possible.
 
     Raises:
         PlanError: the request contradicts itself, or its strategy cannot be used with these machines.
@@ -178,7 +182,7 @@ def place_if_it_fits(model: ModelProfile, cluster: ClusterProfile, request: Plan
         _check_hops(cluster, request, partition.pieces)
     plan = None if partition is None else _explained(times, request, partition)
     if method.chooses_nodes:
-        plan = best_of_both(model, cluster, request, plan)
+        plan = best_of_both(model, cluster, request, plan, explains=explains)
     return None if plan is None else _with_left_out(times, request, plan)
 
 

@@ -3,6 +3,11 @@
 Layers count as alike and divisible. So a bound of the pace says how many a machine or a group gets. The fastest ones get
 as many as the bound and their memory allow. Pipelines and groups are compared by that, and improved by small changes. The best
 few are divided and predicted exactly.
+
+It is no restriction of the exact searches. Their states are sets of machines with every first layer and end, which takes their
+time. Mean layers have no such states. Their times are no lower bounds either, because layers are unlike, and shares come in
+whole heads. So the exact searches could not leave out anything by them without losing plans. Both divide layers by the same
+functions (`cut`, `divided`), and predict plans by the same `Pipeline`.
 """
 
 from __future__ import annotations

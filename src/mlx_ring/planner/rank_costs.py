@@ -70,6 +70,7 @@ class RankCosts:
         weights = layers.by_layer([layer.weight_bytes for layer in self._kinds])
         kv = layers.by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         self._seconds: dict[tuple[int, int], Table] = {}
+        self._prefill: dict[tuple[int, int], Table] = {}
         self._weights_before, self._kv_before = before(weights), before(kv)
 
     def seconds_before(self, rows: int, context_tokens: int) -> Table:
@@ -94,8 +95,11 @@ class RankCosts:
 
     def prefill_s(self, first: int, end: int, tokens: int, context: int = 0) -> float:
         """Return the seconds of a stage's prefill, without the exchange between ranks."""
-        computing = prefill_layers(self._layers, self._kinds, self.node, tokens, context)[first:end].sum()
-        return float(computing) * prefill_factor(self.node)
+        if (tokens, context) not in self._prefill:
+            self._prefill[tokens, context] = prefill_layers(
+                self._layers, self._kinds, self.node, tokens, context
+            )
+        return float(self._prefill[tokens, context][first:end].sum()) * prefill_factor(self.node)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Return the bytes of weights, including embedding and part of the head if the stage has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -94,14 +95,16 @@ def proportional_counts(layers: int, shares: Sequence[float]) -> tuple[int, ...]
             f"{len(shares)} shares were given, but the model has {layers} layers: each machine needs a layer."
         )
     exact = [Fraction(share) for share in shares]
-    total = sum(exact)
-    wanted = [share * layers / total for share in exact]
-    counts = [max(1, int(count)) for count in wanted]
+    scale = math.lcm(*(share.denominator for share in exact))
+    parts = [int(share * scale) for share in exact]
+    total = sum(parts)
+    counts = [max(1, part * layers // total) for part in parts]
     while sum(counts) != layers:
         step = 1 if sum(counts) < layers else -1
         candidates = [place for place, count in enumerate(counts) if count + step >= 1]
         # The earlier of two with the same remainder gets the layer.
-        place = max(candidates, key=lambda place: (step * (wanted[place] - counts[place]), -step * place))
+        rest = [step * (part * layers - count * total) for part, count in zip(parts, counts, strict=True)]
+        place = max(candidates, key=lambda place: (rest[place], -step * place))
         counts[place] += step
     return tuple(counts)
 

@@ -1,21 +1,24 @@
 """Exact search for the best pipeline: which machines, in which order, with which layers. Pure.
 
 It is dynamic programming over sets of machines (Held and Karp's algorithm, with the layers as a second axis). The best partition
-of the layers before `b` over a set of machines, ending on one of them, is the best over that machine's first layer `a`.
-Eight machines and 128 layers take some tenths of a second. Machines that are alike can be exchanged, so of those only the
-first ones are tried: their number counts, not which they are. So 64 alike machines have 64 sets.
+of the layers before `b` over a set, ending on one of its machines, is the best over that machine's first layer `a`. Of machines
+that are alike only the first ones are tried: their number counts, not which they are. So 64 alike machines have 64 sets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 
+from mlx_ring.planner.group_search import KnownCuts, cut
 from mlx_ring.planner.stage_costs import Table
+
+_Made = TypeVar("_Made")
 
 MOST_NODES = 8
 """Number of machines up to which searches are exact, whatever the machines are."""
@@ -59,7 +62,7 @@ class _Search:
                 self._earlier[other] = 1 << one
         self._nodes = range(len(tables))
         # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
-        self._tables = [np.ascontiguousarray(table.T) for table in tables]
+        self._tables = once(lambda each: np.ascontiguousarray(each[0].T), tables)
         self._hops = hops
         self._join = np.add if adds else np.maximum
         self._starts = len(tables) if starts_apart else 1
@@ -173,8 +176,22 @@ def _has_few_sets(kinds: Kinds) -> bool:
     return math.prod(len(kind) + 1 for kind in kinds) <= _MOST_SETS
 
 
-def _by_tables(tables: Sequence[Table], *between: Table) -> Kinds:
-    return kinds_of([table.tobytes() for table in tables], *between)
+def once(make: Callable[[tuple[Table, ...]], _Made], *tables: Sequence[Table]) -> list[_Made]:
+    """Return what is made of each machine's tables, once for machines that have the same objects."""
+    each: list[tuple[Table, ...]] = list(zip(*tables, strict=True))
+    distinct = {tuple(map(id, one)): one for one in each}
+    made = {key: make(one) for key, one in distinct.items()}
+    return [made[tuple(map(id, one))] for one in each]
+
+
+def _within(slowest_s: float, tables: Sequence[Table], paces: Sequence[Table]) -> list[Table]:
+    """Return the tables, infinite where the pace is slower."""
+    return once(lambda each: np.where(each[1] <= slowest_s, each[0], np.inf), tables, paces)
+
+
+def _by_tables(tables: Sequence[Sequence[Table]], *between: Table) -> Kinds:
+    """Return the machines in lists of those with the same tables, of one or several sorts, and costs to others."""
+    return kinds_of(once(lambda each: tuple(table.tobytes() for table in each), *tables), *between)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +243,7 @@ def quickest_partition(
         back: seconds from machine to machine on the way back to the first; None if hops are the same there.
     """
     back = hops if back is None else back
-    pace_of = tables if paces is None else paces
-    kinds = kinds_of(
-        [(one.tobytes(), pace.tobytes()) for one, pace in zip(tables, pace_of, strict=True)], hops, back
-    )
+    kinds = _by_tables([tables, tables if paces is None else paces], hops, back)
     partition = _quickest(tables, hops, back, kinds, stages)
     if partition is None or paces is None or all(map(np.array_equal, tables, paces)):
         return partition
@@ -238,8 +252,7 @@ def quickest_partition(
     low = max(partition.cost, least)
     bound = low * (1 + _CLOSE / 2)
     while best.cost > low * (1 + _CLOSE):
-        allowed = [np.where(pace <= bound, table, np.inf) for table, pace in zip(tables, paces, strict=True)]
-        found = _quickest(allowed, hops, back, kinds, stages)
+        found = _quickest(_within(bound, tables, paces), hops, back, kinds, stages)
         if found is not None and (paced := _paced(found, paces)).cost < best.cost:
             best = paced
         if found is None or found.cost > bound:
@@ -267,7 +280,7 @@ def _quickest(
 def steadiest_costs(tables: Sequence[Table], hops: Table, most: int) -> dict[int, float]:
     """Return the slowest stage of the best split by set of up to `most` machines, as bits; for `MOST_NODES` at most."""
     walls = _walls(hops)
-    kinds = _by_tables(tables, walls)
+    kinds = _by_tables([tables], walls)
     found: dict[int, float] = {}
     for circle in _circles(tables, walls, walls, kinds, most, adds=False):
         found[circle.members] = min(circle.cost, found.get(circle.members, np.inf))
@@ -295,8 +308,7 @@ class RequestTables:
 
     def kinds(self) -> Kinds:
         """Return the machines, in lists of those that are alike."""
-        keys = [(one.tobytes(), pace.tobytes()) for one, pace in zip(self.sums, self.paces, strict=True)]
-        return kinds_of(keys, self.hops, self.back, self.link_paces)
+        return _by_tables([self.sums, self.paces], self.hops, self.back, self.link_paces)
 
     @property
     def is_exact(self) -> bool:
@@ -320,10 +332,7 @@ class RequestTables:
 
     def quickest(self, kinds: Kinds, slowest_s: float = np.inf) -> Partition | None:
         """Return the partition with the least sum, whose stages and links all keep the pace `slowest_s`."""
-        allowed = [
-            np.where(pace <= slowest_s, table, np.inf)
-            for table, pace in zip(self.sums, self.paces, strict=True)
-        ]
+        allowed = _within(slowest_s, self.sums, self.paces)
         hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
         if not _has_few_sets(kinds):
             return _chain(allowed, hops, self.back)
@@ -403,12 +412,12 @@ def _layer_s(table: Table) -> float:
 
 def any_partition(tables: Sequence[Table], hops: Table) -> Partition | None:
     """Return any partition; None if there is none, or if none is found over many unlike machines."""
-    free, walls = [np.where(np.isfinite(table), 0.0, np.inf) for table in tables], _walls(hops)
+    free, walls = once(lambda each: _walls(each[0]), tables), _walls(hops)
     if sum(map(_longest, free)) < len(free[0]) - 1:
         return None
     if np.isfinite(walls).all() and (partition := in_order(free)) is not None:
         return partition
-    kinds = _by_tables(free, walls)
+    kinds = _by_tables([free], walls)
     if not _has_few_sets(kinds):
         return _chain(free, walls, walls)
     most = min(len(free), len(free[0]) - 1)
@@ -427,22 +436,13 @@ def _walls(hops: Table) -> Table:
     return np.where(np.isfinite(hops), 0.0, np.inf)
 
 
-def in_order(tables: Sequence[Table]) -> Partition | None:
-    """Return the split over all machines, in the given order, with the fastest slowest stage."""
-    costs = tables[0][0]
-    firsts: list[np.ndarray] = [np.zeros(len(costs), np.intp)]
-    for table in tables[1:]:
-        together = np.maximum(costs[:, None], table)
-        firsts.append(together.argmin(axis=0))
-        costs = together.min(axis=0)
-    if not np.isfinite(costs[-1]):
+def in_order(tables: Sequence[Table], known: KnownCuts | None = None) -> Partition | None:
+    """Return the split over all machines, in the given order, with the fastest slowest stage; `known` as for `cut`."""
+    found = cut(tables, adds=False, known=known)
+    if found is None:
         return None
-    end, pieces = len(costs) - 1, list[MachineLayers]()
-    for node in reversed(range(len(tables))):
-        first = int(firsts[node][end])
-        pieces.append(MachineLayers(node, first, end))
-        end = first
-    return Partition(tuple(reversed(pieces)), float(costs[-1]))
+    pieces = tuple(MachineLayers(node, *ends) for node, ends in enumerate(found))
+    return Partition(pieces, max(float(tables[node][ends]) for node, ends in enumerate(found)))
 
 
 def _all_alike(hops: Table) -> bool:

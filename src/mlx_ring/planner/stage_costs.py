@@ -166,6 +166,16 @@ class StageTables:
         each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
         return before(each)
 
+    def layer_seconds(self, node: NodeProfile, rows: int, context_tokens: int) -> Table:
+        """Return the least steady seconds of each layer in a decode step, in any form of its weights: `(layers,)`.
+
+        The output head counts to the last layer, and what a step takes beside its layers does not count.
+        """
+        each = [
+            np.diff(self._seconds_before(form, node, rows, context_tokens)) for form in self._forms.on(node)
+        ]
+        return times_on(node, np.min(each, axis=0)).steady
+
     def prefill_seconds(
         self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0
     ) -> float:

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, groupby, islice, pairwise, permutations
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.group_search import KnownCuts
 from mlx_ring.planner.request import PlanRequest, given_counts, proportional_counts
 from mlx_ring.planner.search import (
     FEW_NODES,
@@ -41,6 +42,8 @@ _MOST_CHANGES = 10_000
 _NO_BETTER, _IMPROVED, _FASTEST = 0.999, 4, 6
 """Part of the best time that a lower bound may reach, number of pipelines that are improved, and of machines that are
 searched alone."""
+_ROUNDING = 1e-12
+"""Relative difference of two times that is no difference."""
 _FULLER = 0.01
 """Share of a machine's memory that does not matter when the fullest machine is to be least full."""
 
@@ -152,31 +155,30 @@ def _improved(times: Timetable, request: PlanRequest, start: Partition) -> Parti
     nodes = len(times.cluster.nodes)
 
     @cache
-    def paces(stages: int) -> list[Table]:
-        groups = min(stages, request.streams)
+    def paces(groups: int) -> list[Table]:
         return times.request_tables(request, Users(groups, -(-request.streams // groups), 0.0)).paces
+
+    known: KnownCuts = {}
 
     def evenly(used: Sequence[int]) -> Iterator[tuple[MachineLayers, ...]]:
         """Yield the cut by which all stages take equally long."""
-        if cut := in_order([paces(len(used))[node] for node in used]):
+        of_groups = paces(min(len(used), request.streams))
+        if cut := in_order([of_groups[node] for node in used], known):
             yield tuple(replace(piece, node=used[piece.node]) for piece in cut.pieces)
 
     while left > 0:
         used = [piece.node for piece in best.pieces]
         changed = chain(
             _changed(best.pieces, nodes),
-            chain.from_iterable(map(evenly, [used, *_with_other_machines(used, nodes)])),
+            chain.from_iterable(map(evenly, chain([used], _with_other_machines(used, nodes)))),
         )
-        tried = [
-            Partition(pieces, times.request_s(pieces, request))
-            for pieces in islice(changed, left)
-            if _is_possible(times, pieces)
-        ]
-        left -= len(tried)
-        better = min(tried, key=lambda each: each.cost, default=best)
-        if better.cost >= best.cost:
+        tried = list(islice(changed, left))
+        seconds = times.requests_s(tried, request)
+        left -= int(np.isfinite(seconds).sum())
+        least = int(seconds.argmin()) if tried else -1
+        if least < 0 or not seconds[least] < best.cost * (1 - _ROUNDING):
             break
-        best = better
+        best = Partition(tried[least], times.request_s(tried[least], request))
     return best
 
 

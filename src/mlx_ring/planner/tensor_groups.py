@@ -6,7 +6,8 @@ part of the logits, and rank 0 sends the others its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -49,6 +50,7 @@ class SharedModel:
         self._forms = LoadedForms(model)
         self._ends_of: dict[NodeProfile, tuple[RankCosts, RankCosts]] = {}
         self._largest: dict[tuple[NodeProfile, bytes], Table] = {}
+        self._groups: dict[tuple[object, ...], RankGroup] = {}
 
     def on(self, node: NodeProfile) -> LayerKinds:
         """Return the model as a machine holds it; one with a choice holds the smaller form, until shares are settled."""
@@ -80,6 +82,12 @@ class SharedModel:
             room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
             self._largest[key] = np.where(room > 0, np.minimum(room, 1.0), -np.inf)
         return self._largest[key]
+
+    def group(self, key: tuple[object, ...], make: Callable[[], RankGroup]) -> RankGroup:
+        """Return the group of a key, which is made once; it keeps the machines whose objects the key names."""
+        if key not in self._groups:
+            self._groups[key] = make()
+        return self._groups[key]
 
     def made(self, shares: Sequence[float]) -> tuple[list[float], list[Fractions]]:
         """Return the nearest shares that can be made, and the fractions of each rank."""
@@ -122,6 +130,15 @@ class RankGroup:
     @property
     def nodes(self) -> tuple[NodeProfile, ...]:
         return tuple(member.node for member in self.members)
+
+    def on(self, nodes: Sequence[NodeProfile], places: tuple[int, ...]) -> RankGroup:
+        """Return the group on other machines that differ by name only, in the ring's order; both share computed times."""
+        other = copy(self)
+        other.members = tuple(
+            replace(member, node=node) for member, node in zip(self.members, nodes, strict=True)
+        )
+        other.ring = replace(self.ring, nodes=places)
+        return other
 
     def exchange_s(self, rows: int) -> tuple[float, float]:
         """Return the seconds of the exchange in a step: for each layer, and after the last one."""
@@ -215,6 +232,12 @@ def group_of(
     shared: SharedModel, nodes: Sequence[NodeProfile], shares: Sequence[float], ring: Ring
 ) -> RankGroup:
     """Return the group with the shares nearest to these; `nodes` and `shares` are in the ring's order."""
+    return shared.group((*map(id, nodes), *shares, ring), lambda: _group_of(shared, nodes, shares, ring))
+
+
+def _group_of(
+    shared: SharedModel, nodes: Sequence[NodeProfile], shares: Sequence[float], ring: Ring
+) -> RankGroup:
     made, parts = shared.made(shares)
     members = [
         GroupRank(node, share, shared.costs(node, part))
@@ -262,6 +285,17 @@ def fitting_group(
         # Whole heads may exceed the share.
         caps = np.where(over, np.minimum(caps, shares) - 1 / (2 * min(shared.most_ranks, _PARTS // 8)), caps)
     return None
+
+
+def is_enough_for_all(shared: SharedModel, nodes: Sequence[NodeProfile]) -> bool:
+    """Return True if all machines together have the memory of the whole model, beside what each process needs."""
+    layers = len(shared.model.layers)
+    whole = [shared.bounds(node)[1] for node in nodes]
+    own = [costs.memory_bytes(1, 1) for costs in whole]
+    room = sum(max(0, node.usable_bytes - each) for node, each in zip(nodes, own, strict=True))
+    return layers < 2 or room >= min(  # noqa: PLR2004 - a layer between others
+        costs.memory_bytes(0, layers) - each for costs, each in zip(whole, own, strict=True)
+    )
 
 
 def quick_group(

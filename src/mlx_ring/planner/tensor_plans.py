@@ -36,7 +36,12 @@ _UNSPLIT, _UNTRUSTED, _UNSERVED = (
 
 
 def best_of_both(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan | None
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    request: PlanRequest,
+    apart: Plan | None,
+    *,
+    explains: bool = True,
 ) -> Plan | None:
     """Return the better of a plain pipeline and of the plans with tensor parallelism.
 
@@ -46,19 +51,16 @@ def best_of_both(
             layers.
         request: promised load and objective.
         apart: best pipeline without tensor parallelism; None if there is none.
+        explains: False to leave out what tensor parallelism would gain where it is not possible, which takes a search.
 
     Returns:
         The better plan; None if neither is possible.
     """
-    # Ranks that share layers hold norms, embeddings and activations each.
-    is_emptiest = request.objective == "memory" and apart is not None
-    if is_emptiest or len(cluster.nodes) == 1 or len(cluster.nodes) > MOST_ALIKE:
+    if not _is_compared(cluster, request, apart):
         return apart
+    if not _may_share(model, cluster, request):
+        return with_left_undone(model, cluster, request, apart) if explains and apart is not None else apart
     search = SharedLayers(model, cluster, request)
-    if not request.allows_tensor or not search.is_possible:
-        if apart is None or not search.is_searchable:
-            return apart
-        return _with_remark(apart, _left_undone(model, cluster, request, apart))
     if search.is_searchable:
         searches = [search]
     else:
@@ -73,6 +75,34 @@ def best_of_both(
         return plan_of(model, cluster, request, best, reason)
     times = _times(best.prediction, request)
     return _with_remark(apart, f"If {_groups(best)} computed {_what(best)} together, it would be {times}.")
+
+
+def _is_compared(cluster: ClusterProfile, request: PlanRequest, apart: Plan | None) -> bool:
+    """Return True if sharing layers is considered beside a pipeline."""
+    # Ranks that share layers hold norms, embeddings and activations each.
+    is_emptiest = request.objective == "memory" and apart is not None
+    return not is_emptiest and 1 < len(cluster.nodes) <= MOST_ALIKE
+
+
+def _may_share(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
+    """Return True if any two machines may compute layers together."""
+    pairs = combinations(cluster.nodes, 2)
+    return (
+        request.allows_tensor
+        and model.shared is not None
+        and any(cluster.trusts(one, other) for one, other in pairs)
+    )
+
+
+def with_left_undone(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, apart: Plan) -> Plan:
+    """Return a pipeline with the remark what tensor parallelism would gain, if it would and is not possible."""
+    if (
+        not _is_compared(cluster, request, apart)
+        or _may_share(model, cluster, request)
+        or not SharedLayers(model, cluster, request).is_searchable
+    ):
+        return apart
+    return _with_remark(apart, _left_undone(model, cluster, request, apart))
 
 
 def _best_shared(search: SharedLayers, apart: Plan | None) -> SharedPipeline | None:

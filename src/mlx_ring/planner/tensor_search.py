@@ -26,7 +26,7 @@ from mlx_ring.planner.group_search import (
 )
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import FEW_NODES, MOST_NODES, Kinds, kinds_of, sets_by_size
@@ -36,6 +36,7 @@ from mlx_ring.planner.tensor_groups import (
     SharedModel,
     alone,
     fitting_group,
+    is_enough_for_all,
     quick_group,
     stage_seconds,
 )
@@ -143,7 +144,7 @@ class SharedLayers:
 
     def fits(self) -> bool:
         """Return True if the memory suffices for some plan."""
-        if not self._is_enough_for_all():
+        if not is_enough_for_all(self._shared, self._cluster.nodes):
             return False
         if any(self._whole(members) for members in sorted(self._unlike_sets(), key=len, reverse=True)):
             return True
@@ -154,16 +155,6 @@ class SharedLayers:
         if changes.least < _MISSING + _NEARLY * usable:
             changes.search(enough=_MISSING)
         return changes.least < _MISSING
-
-    def _is_enough_for_all(self) -> bool:
-        """Return True if all machines together have the memory of the whole model, beside what each process needs."""
-        nodes = self._cluster.nodes
-        whole = [self._shared.bounds(node)[1] for node in nodes]
-        own = [costs.memory_bytes(1, 1) for costs in whole]
-        room = sum(max(0, node.usable_bytes - each) for node, each in zip(nodes, own, strict=True))
-        return self._layers < 2 or room >= min(  # noqa: PLR2004 - a layer between others
-            costs.memory_bytes(0, self._layers) - each for costs, each in zip(whole, own, strict=True)
-        )
 
     def _by_orders(self, *, of_all: bool) -> list[SharedPipeline]:
         """Return pipelines of the best orders of groups."""
@@ -269,19 +260,31 @@ class SharedLayers:
             return []
         rows, first, made = self._rows(len(stages)), 0, list[GroupStage]()
         for members, layers in stages:
-            key = members, first, first + layers, rows
-            if key not in self._stages:
-                self._stages[key] = self._stage_of(*key)
-            if (stage := self._stages[key]) is None:
+            if (stage := self._stage_of(members, first, first + layers, rows)) is None:
                 return []
             made.append(stage)
             first += layers
         return made
 
     def _stage_of(self, members: tuple[int, ...], first: int, end: int, rows: int) -> GroupStage | None:
-        if len(members) > self._shared.most_ranks or not (groups := self._quick(members)):
-            return None
-        return self._fitted(groups, first, end, rows)
+        key = members, first, end, rows
+        if key not in self._stages:
+            if (alike := self._first_ones(members)) != members:
+                stage = self._stage_of(alike, first, end, rows)
+                self._stages[key] = stage and replace(stage, group=self._on(members, stage.group))
+            else:
+                groups = self._quick(members) if len(members) <= self._shared.most_ranks else []
+                self._stages[key] = self._fitted(groups, first, end, rows) if groups else None
+        return self._stages[key]
+
+    def _first_ones(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first machines of a kind in place of machines of it; machines of several kinds as they are."""
+        kind = self._kind_of[members[0]]
+        is_one = all(self._kind_of[place] == kind for place in members)
+        return tuple(self._kinds[kind][: len(members)]) if is_one else members
+
+    def _on(self, members: tuple[int, ...], group: RankGroup) -> RankGroup:
+        return group.on([self._cluster.nodes[place] for place in members], members)
 
     def _weight(self, order: GroupOrder, candidates: Sequence[tuple[int, ...]]) -> float:
         """Return the cost by which orders are sorted: that of plans, with the shares and the split of the search.
@@ -309,20 +312,12 @@ class SharedLayers:
 
     def _find_kinds(self) -> Kinds:
         """Return the machines, in lists of those that are alike."""
-        nodes, link = self._cluster.nodes, self._cluster.link
-        numbers: dict[object, int] = {}
-        links = np.array(
-            [
-                [
-                    numbers.setdefault(
-                        (link(one.name, other.name), self._cluster.trusts(one, other)), len(numbers)
-                    )
-                    for other in nodes
-                ]
-                for one in nodes
-            ],
-            float,
-        )
+        nodes, numbers = self._cluster.nodes, dict[object, int]()
+
+        def number(one: NodeProfile, other: NodeProfile) -> int:
+            return numbers.setdefault(self._cluster.link(one.name, other.name), len(numbers))
+
+        links = np.array([[number(one, other) for other in nodes] for one in nodes], float)
         return kinds_of([replace(node, name="") for node in nodes], links)
 
     def _unlike_sets(self) -> Iterator[tuple[int, ...]]:
@@ -400,7 +395,12 @@ class SharedLayers:
     def _quick(self, members: tuple[int, ...]) -> list[RankGroup]:
         """Return the group with shares by speed, and by memory too if the first has too little of it."""
         if members not in self._made:
-            self._made[members] = self._make_quick(members)
+            alike = self._first_ones(members)
+            self._made[members] = (
+                self._make_quick(members)
+                if alike == members
+                else [self._on(members, group) for group in self._quick(alike)]
+            )
         return self._made[members]
 
     def _make_quick(self, members: tuple[int, ...]) -> list[RankGroup]:

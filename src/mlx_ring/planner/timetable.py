@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
 _LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
 """Multiples of the shortest possible pace that are tried."""
+
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,22 @@ _LONE = Users(1, 1)
 
 
 class Timetable:
-    """Seconds of every possible stage and hop, computed once for each number of rows."""
+    """Seconds of every possible stage and hop, computed once for each number of rows and machines that differ by name only."""
 
     def __init__(self, model: ModelProfile, cluster: ClusterProfile, demand: Demand) -> None:
         self.model = model
         self.cluster = cluster
         self.demand = demand
         self.costs = StageTables(model, demand)
-        self._by_rows: dict[int, list[Times[Table]]] = {}
+        places: dict[NodeProfile, int] = {}
+        self._alike = [
+            places.setdefault(replace(node, name=""), place) for place, node in enumerate(cluster.nodes)
+        ]
+        """First machine with the same profile, for each machine."""
+        self._unhindered: dict[int, list[Table]] = {}
+        self._steady: dict[int, list[Table]] = {}
+        self._prefill: dict[int, list[Table]] = {}
+        self._hops: dict[int, Table] = {}
 
     def pipeline(self, pieces: Sequence[MachineLayers]) -> Pipeline:
         """Return the pipeline of these stages, for its predicted times."""
@@ -60,6 +73,53 @@ class Timetable:
         """Return the seconds that `auto` minimizes: of a whole request, or to its first token."""
         return self.pipeline(pieces).minimized_s(request)
 
+    def requests_s(self, pipelines: Sequence[Sequence[MachineLayers]], request: PlanRequest) -> Table:
+        """Return `request_s` of many pipelines of different machines, computed at once: `(pipelines,)`.
+
+        It is infinite where a stage does not fit or a machine does not reach the next.
+        """
+        by_stages: dict[int, list[int]] = defaultdict(list)
+        for place, pieces in enumerate(pipelines):
+            by_stages[len(pieces)].append(place)
+        seconds = np.full(len(pipelines), np.inf)
+        for places in by_stages.values():
+            seconds[places] = self._requests_s([pipelines[place] for place in places], request)
+        return seconds
+
+    def _requests_s(self, pipelines: Sequence[Sequence[MachineLayers]], request: PlanRequest) -> Table:
+        """Return the seconds of pipelines with equally many stages, by the formulas of `Pipeline`."""
+        nodes = np.array([[piece.node for piece in pieces] for pieces in pipelines])
+        pairs = nodes[:, :-1], nodes[:, 1:]
+
+        def by_stage(tables: Sequence[Table]) -> Table:
+            return np.array(
+                [[tables[piece.node][piece.first, piece.end] for piece in pieces] for pieces in pipelines]
+            )
+
+        def around_s(rows: int) -> Table | float:
+            if not pairs[0].size:
+                return 0.0
+            return self.hops(rows)[pairs].sum(axis=1) + self.back(rows)[nodes[:, -1], nodes[:, 0]]
+
+        def slowest_s(stages: Table, rows: int) -> Table:
+            links_s = rows * self._row_seconds()[pairs] if pairs[0].size else stages
+            return np.maximum(stages.max(axis=1), links_s.max(axis=1))
+
+        streams = request.streams
+        groups = min(nodes.shape[1], streams)
+        rows = -(-streams // groups)
+        round_s = by_stage(self.tables(rows)).sum(axis=1) + around_s(rows)
+        token_s = np.maximum(round_s, groups * slowest_s(by_stage(self.steady_tables(rows)), rows))
+        if request.objective == "throughput":
+            return token_s / streams
+        chunks = -(-request.prompt_tokens // CHUNK_TOKENS)
+        rows = min(request.prompt_tokens, CHUNK_TOKENS)
+        chunk_s = by_stage(self._prefill_tables(request.prompt_tokens)) / chunks
+        prompt_s = request.users * np.array([node.prompt_s for node in self.cluster.nodes])[nodes[:, 0]]
+        later_s = (request.users * chunks - 1) * slowest_s(chunk_s, rows)
+        first_token_s = prompt_s + chunk_s.sum(axis=1) + later_s + around_s(rows) + token_s
+        return first_token_s + (request.minimized_tokens and request.minimized_tokens * token_s)
+
     def request_tables(self, request: PlanRequest, users: Users = _LONE) -> RequestTables:
         """Return the parts of a request's time: a sum over stages and hops, and the slowest pace of stages and links.
 
@@ -69,17 +129,15 @@ class Timetable:
         chunks, tokens = -(-request.prompt_tokens // CHUNK_TOKENS), 1 + request.minimized_tokens
         later, rows = request.users * chunks - 1, min(request.prompt_tokens, CHUNK_TOKENS)
         in_rounds, in_paces = tokens * users.round_weight, tokens * (1 - users.round_weight) * users.groups
-        chunk_s = [
-            self.costs.prefill_table(node, request.prompt_tokens) / chunks for node in self.cluster.nodes
-        ]
+        prefill = self._prefill_tables(request.prompt_tokens)
         decode, steady = self.tables(users.rows), self.steady_tables(users.rows)
         return RequestTables(
-            sums=[chunk + _scaled(in_rounds, table) for chunk, table in zip(chunk_s, decode, strict=True)],
+            sums=self._once(lambda place: prefill[place] / chunks + _scaled(in_rounds, decode[place])),
             hops=self.hops(rows) + _scaled(in_rounds, self.hops(users.rows)),
             back=self.back(rows) + _scaled(in_rounds, self.back(users.rows)),
-            paces=[
-                later * one + _scaled(in_paces, other) for one, other in zip(chunk_s, steady, strict=True)
-            ],
+            paces=self._once(
+                lambda place: later * (prefill[place] / chunks) + _scaled(in_paces, steady[place])
+            ),
             link_paces=(later * rows + in_paces * users.rows) * self._row_seconds(),
         )
 
@@ -97,21 +155,39 @@ class Timetable:
         Args:
             rows: number of rows in the step.
         """
-        return [times.unhindered for times in self._times(rows)]
+        if rows not in self._unhindered:
+            self._add_times(rows)
+        return self._unhindered[rows]
 
     def steady_tables(self, rows: int) -> list[Table]:
         """Return for each machine the seconds of every possible stage, if the machine computes all the time."""
-        return [times.steady for times in self._times(rows)]
+        if rows not in self._steady:
+            self._add_times(rows)
+        return self._steady[rows]
 
-    def _times(self, rows: int) -> list[Times[Table]]:
-        if rows not in self._by_rows:
-            context = self.demand.mean_context_tokens
-            self._by_rows[rows] = [self.costs.seconds(node, rows, context) for node in self.cluster.nodes]
-        return self._by_rows[rows]
+    def _add_times(self, rows: int) -> None:
+        nodes, context = self.cluster.nodes, self.demand.mean_context_tokens
+        times = self._once(lambda place: self.costs.seconds(nodes[place], rows, context))
+        self._unhindered[rows] = [each.unhindered for each in times]
+        self._steady[rows] = [each.steady for each in times]
+
+    def _prefill_tables(self, tokens: int) -> list[Table]:
+        """Return for each machine the seconds of every possible stage's prefill."""
+        if tokens not in self._prefill:
+            nodes = self.cluster.nodes
+            self._prefill[tokens] = self._once(lambda place: self.costs.prefill_table(nodes[place], tokens))
+        return self._prefill[tokens]
+
+    def _once(self, value: Callable[[int], _Value]) -> list[_Value]:
+        """Return a value for each machine by its place, computed once for those that are alike."""
+        made = {place: value(place) for place in dict.fromkeys(self._alike)}
+        return [made[place] for place in self._alike]
 
     def hops(self, rows: int) -> Table:
         """Return the seconds from machine to machine, with the activations of `rows` rows."""
-        return self._messages([rows * self._row_bytes(node) for node in self.cluster.nodes])
+        if rows not in self._hops:
+            self._hops[rows] = self._messages([rows * self._row_bytes(node) for node in self.cluster.nodes])
+        return self._hops[rows]
 
     def back(self, rows: int) -> Table:
         """Return the seconds from machine to machine, with the drawn tokens of `rows` rows."""
