@@ -23,6 +23,7 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import BLOCK_TOKENS, block_digests
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as Text
+from mlx_ring.engine.ways_back import Offer
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
@@ -398,13 +399,14 @@ def test_rank_that_reads_less_than_it_has_counted_ends_a_restore_of_layers_that_
     disk.want(make_text(), 0)
     taken = WaysBack("r", computes, "").begin("disk", None, 0.0)
 
-    def reads(*_: object) -> WayBack:
-        return taken
+    def reads(_: object, offers: Sequence[Offer], __: float) -> tuple[Offer, WayBack]:
+        return offers[0], taken
 
     nowhere: list[int] = []
     for rank, ends in ((0, [1, 3]), (1, nowhere)):
         counted = worker_pb2.KvFetched(id=1, blocks=3, ends=ends)
         assert disk.answered(RankId(rank, 0), counted, 0.0, reads) is None
+    assert [len(each.blocks.digests) for each in disk.take_unsent(0.0)] == [3, 3]
     assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=1, blocks=3, ends=[3]), 0.0, computes) is None
     result = disk.answered(RankId(1, 0), worker_pb2.KvFetched(id=1, blocks=2), 0.0, computes)
     assert result is not None
@@ -508,9 +510,9 @@ def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
     text = make_text()
     disk.want(text, 0)
     assert disk.leave(text) == []
-    assert (disk.take_unsent(), text.awaits_kv) == ([], 0)
+    assert (disk.take_unsent(0.0), text.awaits_kv) == ([], 0)
     disk.want(text, 0)
-    assert [len(each.blocks.digests) for each in disk.take_unsent()] == [3]
+    assert [len(each.blocks.digests) for each in disk.take_unsent(0.0)] == [3]
     assert [each.adopt.fetch for each in disk.leave(text)] == [2]
     assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=2, blocks=3), 0.0, computes) is None
 

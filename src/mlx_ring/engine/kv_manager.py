@@ -443,6 +443,7 @@ class KvManager:
             enabled=self._enabled,
             **cache.counts(),
             restored_tokens=0 if self.disk is None else self.disk.restored_tokens,
+            peer_tokens=0 if self.disk is None else self.disk.peer_tokens,
             saved_tokens=0 if self.disk is None else self.disk.saved_tokens,
             moved_tokens=self.moved_tokens,
             ranks=self.budget.use(cache.kept()),
