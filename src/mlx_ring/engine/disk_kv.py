@@ -45,7 +45,9 @@ _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
 """Speed at which each rank saves while rows run, and least time between two blocks then: copies delay rows."""
 _MOST_READS, _MOST_READ_BYTES = 4, 1 << 30
-"""Fetches that are read at a time, and bytes on the rank with most that are read or wait to be copied; a larger text alone."""
+"""Fetches that are read at a time, and bytes on the rank with most that are read or wait to be copied.
+
+A larger text is read alone."""
 _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 120.0, 4.0
 """Time after which ranks answer with what they have read: so many seconds at least and at most, and so many times the
 predicted time."""
@@ -229,11 +231,15 @@ class DiskKv:
         if fetch.back is not None and fetch.back not in on_their_way:
             fetch.back.arrive(now if tokens else None)
         if not tokens:
-            # Where nothing can be read, what waits for its turn would wait in vain.
-            for id_ in self._queue:
-                if (other := self._fetches.pop(id_, None)) is not None:
-                    self._end_unread(other)
-            self._queue.clear()
+            self._give_up_queue(fetch.offer)
+
+    def _give_up_queue(self, failed: Offer) -> None:
+        """Let the sequences compute that wait for a turn to read from where nothing could be read."""
+        for id_ in [*self._queue]:
+            other = self._fetches.get(id_)
+            if other is not None and other.offer is not None and failed.way in ("disk", other.offer.way):
+                self._queue.remove(id_)
+                self._end_unread(self._fetches.pop(id_))
 
     def _end_unread(self, fetch: KvFetch) -> None:
         """Let the sequences of a fetch that was chosen, and not read, compute its tokens."""

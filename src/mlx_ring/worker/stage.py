@@ -244,16 +244,12 @@ def open_disk(
     if kv.unsaved_layers:
         log.warning("The KV of this model is not saved on the disk, because it has %s", kv.unsaved_layers)
         return None
-    from mlx_ring.worker.kv.block_files import (  # with NumPy, which takes 0.1 s
-        HeadShare,
-        fingerprint,
-        kinds_of,
-    )
+    # With NumPy, which takes 0.1 s.
+    from mlx_ring.worker.kv.block_files import HeadShare, content_name, kinds_of
     from mlx_ring.worker.kv.block_reader import PeerDisks
     from mlx_ring.worker.kv.disk import KvDisk
 
-    hello, kv_bits = request.hello, request.assignment.kv_bits
-    name = fingerprint(hello.model_digest, hello.mlx, hello.mlx_lm, hello.mlx_ring, dtype, kv_bits)
+    name = content_name(request.hello, dtype, request.assignment.kv_bits)
     share = None if heads is None else HeadShare(*heads)
     peers = PeerDisks(settings.node, name, settings.trust) if settings.trust else None
     return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share, peers)

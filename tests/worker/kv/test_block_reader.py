@@ -29,6 +29,7 @@ from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.types import MemberRange
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import step_pb2, weights_pb2, worker_pb2
 from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -127,9 +128,11 @@ def ask(
     answers: list[worker_pb2.KvFetched] = []
     answered = threading.Event()
 
-    def answer(found: int, ends: Sequence[int] = (), next_tokens: int = 0, *, from_peers: Any = None) -> None:
+    def answer(
+        blocks: int, ends: Sequence[int] = (), next_tokens: int = 0, *, from_peers: Any = None
+    ) -> None:
         answers.append(
-            worker_pb2.KvFetched(blocks=found, ends=ends, next_tokens=next_tokens, from_peers=from_peers)
+            worker_pb2.KvFetched(blocks=blocks, ends=ends, next_tokens=next_tokens, from_peers=from_peers)
         )
         answered.set()
 
@@ -165,7 +168,7 @@ def continues_alike(run: ModelRun, disk: Any, layers: tuple[int, int], number: i
 def test_layers_of_other_machines_are_restored_under_any_cut_and_order(
     tmp_path: Path, layers: tuple[int, int]
 ) -> None:
-    """Two machines have saved two stages; a third one that has saved nothing, or the second half, reads any layers."""
+    """Save two stages on two machines; read any layers on one that has saved nothing, or the second half."""
     run = filled()
     for number, saved in enumerate([(0, 2), (2, 4)]):
         save_by(run, tmp_path / f"{number}", [saved])
@@ -264,12 +267,12 @@ def test_faulty_machine_is_a_miss_and_another_one_is_used(
     reason: str,
     others: int,
 ) -> None:
-    """The fault comes between the count and the reading."""
+    """Cause the fault between the count and the reading."""
     monkeypatch.setattr(block_reader, "_READ_WITHIN_S", 0.5)
     run = filled()
     save_by(run, tmp_path / "0", [(0, LAYERS)])
     with agents(*[tmp_path / "0"] * (1 + others)) as running:
-        disk = open_reader(tmp_path / "empty", (0, LAYERS))
+        disk: Any = open_reader(tmp_path / "empty", (0, LAYERS))
         assert ask(disk, running, only_looks=True).from_peers.blocks == len(DIGESTS)
         monkeypatch.setattr(block_reader, "_LIST_WITHIN_S", 0.5 if fault is hang_at_list else 10.0)
         fault(running[0])
@@ -281,9 +284,9 @@ def test_faulty_machine_is_a_miss_and_another_one_is_used(
             assert continues_alike(run, disk, (0, LAYERS), 2)
         if fault is not flip:
             # Nobody waits for it again.
-            assert [peer.node for peer in disk._blocks.peers.choose([each.peer for each in running])] == [
-                f"mini-{number}" for number in range(1, 1 + others)
-            ]
+            peers: Any = disk._blocks.peers
+            asked = [peer.node for peer in peers.choose([each.peer for each in running])]
+            assert asked == ["mini-1"] * others
 
 
 def test_only_members_of_the_cluster_read_saved_kv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,7 +318,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, content: str, digest: b
     save_by(filled(), tmp_path / "kv", [(0, LAYERS)])
     (tmp_path / "kv" / NAME / "key.pem").write_text("secret")
     service = WeightsService("mini-0", None, tmp_path / "kv")
-    hello = block_reader.make_hello(node="reader")
+    hello = make_hello(node="reader")
     request = weights_pb2.ReadBlockRequest(
         hello=hello,
         content=content,

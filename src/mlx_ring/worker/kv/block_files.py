@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange, MemberRange
+from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.worker.kv.content import as_device_array
 from mlx_ring.worker.kv.kv_store import KVStore
 
@@ -49,6 +50,11 @@ Header = list[tuple[int, list[tuple[str, list[int], list[int]]]]]
 def fingerprint(*parts: object) -> str:
     """Return the name of the folder for blocks that are only equal if all these parts are."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def content_name(hello: hello_pb2.Hello, dtype: str, kv_bits: int) -> str:
+    """Return the name of the folder for KV of a head's model and versions, in a type and perhaps quantized."""
+    return fingerprint(hello.model_digest, hello.mlx, hello.mlx_lm, hello.mlx_ring, dtype, kv_bits)
 
 
 @dataclass(frozen=True, slots=True)

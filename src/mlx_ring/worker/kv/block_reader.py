@@ -3,8 +3,8 @@
 A rank joins its layers and heads from the files of any ranks on any machines, and prefers those of its own machine. Agents
 list files by the digests of blocks, and send ranges of their bytes. The checksums in a file's header are checked here.
 
-Nothing here fails a fetch. A machine that does not answer, has left, or sends wrong bytes does not have the block: the log
-says why, and another machine may have it. One that did not answer is not asked again for a minute.
+Nothing here fails a fetch. A machine that does not answer, has left, or sends wrong bytes counts as without the block.
+The log says why, and another machine may have it. One that did not answer is not asked again for a minute.
 """
 
 from __future__ import annotations
