@@ -315,7 +315,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         (
             service.handler(),
             links.handler(),
-            WeightsService(options.node, store, settings.saved_kv).handler(),
+            WeightsService(options.node, store, settings.kv_disk_dir if settings.kv_disk else None).handler(),
         )
     )
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))

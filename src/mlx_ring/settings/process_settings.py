@@ -36,11 +36,6 @@ class WorkerSettings:
     kv_disk_dir: Path | None
     """None only without `kv_disk`."""
 
-    @property
-    def saved_kv(self) -> Path | None:
-        """Folder of saved KV; None if none is saved."""
-        return self.kv_disk_dir if self.kv_disk else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings(WorkerSettings):

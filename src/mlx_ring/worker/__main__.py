@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             group_capabilities(options.in_group),
         )
     disk = (
-        DiskSettings(settings.saved_kv, settings.kv_disk, options.node, access.trust)
-        if settings.saved_kv and settings.kv_disk
+        DiskSettings(settings.kv_disk_dir, settings.kv_disk, options.node, access.trust)
+        if settings.kv_disk and settings.kv_disk_dir
         else None
     )
     worker = WorkerServer(
