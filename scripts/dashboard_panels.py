@@ -244,6 +244,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     (per_second("kv_disk_restored_tokens", "model_name"), f"{MODEL} restored tokens"),
+                    (
+                        per_second("kv_peer_restored_tokens", "model_name"),
+                        f"{MODEL} of them from other machines",
+                    ),
                     (per_second("kv_disk_saved_tokens", "model_name"), f"{MODEL} saved tokens"),
                     (per_second("kv_moved_tokens", "model_name"), f"{MODEL} tokens moved between workers"),
                 ),

@@ -125,21 +125,32 @@ def listed_files(folder: Path) -> list[Path]:
     return [*folder.glob("*/*/block")]
 
 
-def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers(tmp_path: Path) -> None:
-    folders = (tmp_path / "head-kv", tmp_path / "node-kv")
-    flags, join_flags = ("--strategy", "uniform", *FLAGS, str(folders[0])), (*FLAGS, str(folders[1]))
+def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that_of_others(
+    tmp_path: Path,
+) -> None:
+    """Save under two stages, and restore under three uneven ones, with a machine that has saved nothing."""
+    folders = [tmp_path / name / "kv" for name in ("state", "node-1/state", "node-2/state")]
 
-    def run() -> tuple[str, int, int]:
+    def run(nodes: int) -> tuple[tuple[str, int, int], int]:
+        flags = ("--strategy", "uniform", *FLAGS[:2])
         with running_cluster(
-            "demo", 2, tmp_path, free_pair_of_ports(), *flags, join_flags=join_flags
+            "demo", nodes, tmp_path, free_pair_of_ports(), *flags, join_flags=FLAGS[:2]
         ) as server:
             answer = ask(server)
-            for folder in folders:
+            for folder in folders[:nodes]:
                 eventually(partial(listed_files, folder), lambda files: len(files) == 1)
+            peer_tokens = prefix_stats(server)["peer_tokens"]
             assert server.stop() == 0
-        return answer
+        return answer, peer_tokens
 
-    text, prompt_tokens, cached = run()
-    assert cached == 0
-    assert sorted(set(saved_files(folder)).pop() for folder in folders) == ["0-4", "4-8"]
-    assert run() == (text, prompt_tokens, prompt_tokens - 1)
+    (text, prompt_tokens, cached), peer_tokens = run(2)
+    assert (cached, peer_tokens) == (0, 0)
+    assert sorted(set(saved_files(folder)).pop() for folder in folders[:2]) == ["0-4", "4-8"]
+    assert run(3) == ((text, prompt_tokens, prompt_tokens - 1), prompt_tokens - 1)
+    assert [{*saved_files(folder)} for folder in folders] == [{"0-4", "0-3"}, {"4-8", "3-6"}, {"6-8"}]
+    way = next(line for line in head_log(tmp_path).splitlines() if "Ways back of" in line and "peers" in line)
+    assert re.search(r"peers \(1\), predicted .* took .* MB of them from other machines; recompute", way)
+
+
+def head_log(folder: Path) -> str:
+    return "".join(path.read_text() for path in (folder / "logs").glob("head*.log"))

@@ -22,6 +22,7 @@ from mlx_ring.core.types import WAYS, RankId, Way
 from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.prefix_cache import BLOCK_TOKENS
 from mlx_ring.engine.resumption import (
     LEAST_MARGIN_S,
@@ -30,11 +31,13 @@ from mlx_ring.engine.resumption import (
     Candidate,
     Destination,
     PrefillSpeed,
+    ReadSpeeds,
     Silences,
     choose_destination,
     choose_way,
 )
-from mlx_ring.engine.sequence import Limits
+from mlx_ring.engine.sequence import Limits, make_sequence
+from mlx_ring.engine.ways_back import Offer, Ways
 
 SECONDS = st.floats(0.0, 1e4)
 MAYBE = st.none() | SECONDS
@@ -208,6 +211,50 @@ def test_speed_of_disks_is_measured_and_a_low_one_is_forgotten() -> None:
     measured["disk"] = [0.5, 100.0]
     assert disk.predict_s(1000, 200.0) == pytest.approx(500.0)
     assert disk.predict_s(1000, 1000.0) == pytest.approx(1.0)
+
+
+def test_speed_of_other_machines_is_measured_and_a_low_one_is_forgotten() -> None:
+    measured: dict[str, list[float]] = {}
+    speeds = ReadSpeeds(measured, 1000)
+    assert speeds.peers_s(1000, 0.5, 0.0) == pytest.approx(0.001 + 0.02 + 0.5)
+    speeds.record_peers(1000, 0.5, 5e7, 2.021, 0.0)
+    assert speeds.peers_s(1000, 0.5, 1.0) == pytest.approx(0.021 + 0.5 * (1 + 4) / 2)
+    speeds.record_peers(1000, 0.001, 1e5, 0.1, 2.0)
+    assert measured["peers"][0] == pytest.approx(2.5)
+    assert measured["peers"][1] > 0.02
+    assert speeds.peers_s(1000, 0.5, 1000.0) == pytest.approx(0.521)
+
+
+@pytest.mark.parametrize(
+    ("peers_s", "token_s", "way"),
+    [(0.1, 0.01, "peers"), (20.0, 0.01, "disk"), (20.0, 1e-6, "recompute"), (0.1, 1e-6, "recompute")],
+)
+def test_other_machines_are_asked_only_if_that_is_faster(
+    peers_s: float, token_s: float, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    measured = {"prefill 0/1": [1.0, 0.0, token_s, 0.0, 0.0]}
+    recorded: list[str] = []
+
+    def record(taken: Way, _predicted_s: float | None, _taken_s: float) -> None:
+        recorded.append(taken)
+
+    kv = KvManager({RankId(0, 0): kv_of(100_000)}, prefix_cache=True)
+    ways = Ways(PrefillSpeed(1, measured), kv, None, {}, {}, record)
+    text = make_sequence(1, replace(make_request(), prompt_tokens=PROMPT), DISK_LIMITS, 0.0)
+    offers = [Offer("disk", BLOCK_TOKENS, 1.0), Offer("peers", 3 * BLOCK_TOKENS, peers_s, 2.5e6, peers_s)]
+    chosen = ways.choose([text], offers, 0.0)
+    if way == "recompute":
+        assert chosen is None
+        assert text.back is not None
+        text.back.arrive(1.0)
+    else:
+        assert chosen is not None
+        assert chosen[0].way == way
+        chosen[1].arrive(1.0)
+    assert recorded == [way]
+    described = "2.5 MB of them from other machines"
+    assert (described in caplog.text) == (way != "disk")
 
 
 PROMPT = tuple(1 + place * 7 % 250 for place in range(3 * BLOCK_TOKENS + 40))

@@ -312,7 +312,11 @@ async def serve_as_member(options: MemberOptions) -> None:
     links = LinkService(options.node, credentials, LinkStore(folder))
     server = make_aio_server(interceptors=[guard], max_message_bytes=AGENT_MESSAGE_BYTES)
     server.add_generic_rpc_handlers(
-        (service.handler(), links.handler(), WeightsService(options.node, store).handler())
+        (
+            service.handler(),
+            links.handler(),
+            WeightsService(options.node, store, settings.kv_disk_dir if settings.kv_disk else None).handler(),
+        )
     )
     port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
     probes_guard = PeerGuard(revoked.refusal)

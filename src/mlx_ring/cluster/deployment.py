@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -88,6 +88,8 @@ class Site:
     """Interfaces on which its owner allows collectives with other nodes."""
     trusted_problem: str = ""
     """Reason why a named interface is not among them."""
+    other_agents: Callable[[], Mapping[str, str]] = dict[str, str]
+    """Function that returns the addresses of the present other nodes' agents for this one, by node."""
 
     def host_for(self, node: str) -> str:
         """Return the host at which a node reaches this one."""

@@ -130,7 +130,9 @@ class CacheStats:
     entry_tokens: int
     evictions: int
     restored_tokens: int
-    """Tokens whose KV came from the ranks' disks."""
+    """Tokens whose KV came from disks."""
+    peer_tokens: int
+    """Those of them of which a rank has read KV of another machine's disk."""
     saved_tokens: int
     """Tokens whose KV the ranks were asked to save."""
     moved_tokens: int
@@ -223,6 +225,7 @@ class StepTotals:
     cache_hit_tokens: int
     cache_evictions: int
     cache_restored_tokens: int
+    cache_peer_tokens: int
     cache_saved_tokens: int
     cache_moved_tokens: int
     resume_redrawn: int

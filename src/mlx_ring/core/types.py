@@ -129,11 +129,11 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-Way = Literal["recompute", "kept", "disk", "replica", "wait", "move"]
+Way = Literal["recompute", "kept", "disk", "peers", "replica", "wait", "move"]
 """Way of a sequence back to its next token.
 
 `recompute`: all tokens are computed again. `kept`: workers that stay have kept KV. `disk`: KV is read from disks.
-`replica`: another replica computes the tokens. `wait`: a suspect answers in time, and everything stays in place.
+`peers`: so is KV that only disks of other machines have. `replica`: another replica computes the tokens. `wait`: a suspect answers in time, and everything stays in place.
 `move`: workers of another instance, which still serve, send their KV.
 """
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -3,7 +3,11 @@
 Tokens are saved in blocks. A block's digest covers all tokens up to its end, so that it names the block's content. Every
 rank saves its own layers. Of a prompt's blocks, as many are restored as every rank has, if that is predicted to be faster
 than to compute them. So the ranks first count the blocks, and read them only if asked to. If several sequences begin
-with the same blocks, these are read once.
+with the same blocks, these are read once. Few are read at a time: what is read waits in the ranks' memory until it is
+copied with the steps.
+
+A rank may lack what another machine has saved, such as its layers after a change of the stages. It then also counts with
+the disks of other machines, and says how many bytes would come from each. That is one more way, with a time of its own.
 
 The tokens behind a text's last full block are a shorter block. It is listed by the tokens before it, and so is the block
 in which the prompt ends. A text that shares only the first tokens of a listed block uses those.
@@ -16,14 +20,10 @@ the head knows the tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 
-from mlx_ring.core.generation import WayBack
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import (
@@ -34,79 +34,27 @@ from mlx_ring.engine.prefix_cache import (
     list_block,
     split_text,
 )
-from mlx_ring.engine.resumption import KvInMemory
+from mlx_ring.engine.resumption import KvInMemory, ReadSpeeds
 from mlx_ring.engine.rows import Restore, Restores, drop_operation, release
 from mlx_ring.engine.sequence import Sequence
+from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, Offer
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
+DISK_COUNTS = ("restored_tokens", "peer_tokens", "saved_tokens")
+"""Statistics of `DiskKv`, by their names in `CacheStats`."""
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 """Blocks that are saved with one step, without rows and with them: rows wait while a rank copies blocks."""
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
 """Speed at which each rank saves while rows run, and least time between two blocks then: copies delay rows."""
-_ASSUMED_BYTES_PER_S = 1e9
-"""Speed at which a rank reads, until it was measured. It is high, so that a disk is tried."""
-_WEIGHT, _FORGET_S = 0.5, 600.0
-"""Weight of the newest measurement, and seconds after which a low speed is forgotten."""
-_SPEED = "disk"
-"""Name of the measurement: the seconds of a token, and the time of the last one."""
+_MOST_READS, _MOST_READ_BYTES = 4, 1 << 30
+"""Fetches that are read at a time, and bytes on the rank with most that are read or wait to be copied.
+
+A larger text is read alone."""
+_LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 120.0, 4.0
+"""Time after which ranks answer with what they have read: so many seconds at least and at most, and so many times the
+predicted time."""
 _REMEMBERED = 1 << 16
 """Number of saved blocks that are remembered."""
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """Blocks that the ranks count, and may then read, for sequences that begin with them."""
-
-    tokens: tuple[int, ...]
-    """Tokens that may be restored."""
-    owner: str
-    digests: list[bytes]
-    waiting: list[Sequence]
-    owed_by: set[RankId]
-    blocks: int
-    """Number that every rank has which has answered."""
-    ends: frozenset[int] | None = None
-    """Numbers of blocks after which all these ranks can continue; None: every number up to `blocks`."""
-    next_tokens: int = 0
-    """Tokens of the listed block after them, in the same way."""
-    is_held: bool = False
-    """True if a rank has read any."""
-    reads_since_s: float | None = None
-    """Time from which they are read; None while they are counted."""
-    back: WayBack | None = None
-    """Way back that ends once they are restored."""
-
-    def take(self, fetched: worker_pb2.KvFetched) -> None:
-        """Keep the largest number of blocks after which this rank can continue too."""
-        if fetched.ends:
-            ends = frozenset(fetched.ends)
-            self.ends = ends if self.ends is None else self.ends & ends
-        self.blocks = min(self.blocks, fetched.blocks)
-        self.next_tokens = min(self.next_tokens, fetched.next_tokens)
-        if self.ends is not None:
-            self.blocks = max((end for end in self.ends if end <= self.blocks), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Result of a fetch on all ranks."""
-
-    id: int
-    tokens: tuple[int, ...]
-    """Tokens that all ranks have read."""
-    waiting: list[Sequence]
-    owner: str
-    """Digest of the API key for which they were saved; empty: none."""
-    is_held: bool
-    """True if a rank may keep what it has read."""
-
-
-Choose = Callable[[Ordered[Sequence], int, float, float], WayBack | None]
-"""Function that chooses between disk and computing. It returns the first sequence's way back, if that is the disk.
-
-It receives the sequences that begin with the tokens on the disk. Then follow the number of these tokens, the predicted
-seconds to read them, and the time now.
-"""
 
 
 class DiskKv:
@@ -132,11 +80,13 @@ class DiskKv:
         self._token_bytes = max((rank.bytes_per_token for rank in given), default=0)
         self._slack = max((rank.slack for rank in given), default=0)
         self._has_states = any(rank.recurrent for rank in given)
-        self._measured = {} if measured is None else measured
+        self._speeds = ReadSpeeds({} if measured is None else measured, self._token_bytes)
         self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * self._token_bytes / _BYTES_PER_S)
         self._next_save_s = 0.0
         self._ids = count(1)
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, KvFetch] = {}
+        self._queue: list[int] = []
+        """Fetches that were chosen, and are not read yet."""
         self._unsent: list[worker_pb2.FetchKv] = []
         if known := sorted(map(bytes.fromhex, owners)):
             self._unsent.append(worker_pb2.FetchKv(id=next(self._ids), only_looks=True, owners=known))
@@ -149,7 +99,7 @@ class DiskKv:
         """Blocks that were saved or restored, the last ones last."""
         self._ends: dict[bytes, None] = {}
         """Last blocks of the texts at whose end windows and states were saved or restored."""
-        self.restored_tokens = self.saved_tokens = 0
+        self.restored_tokens = self.saved_tokens = self.peer_tokens = 0
 
     # ---- restore
 
@@ -169,26 +119,57 @@ class DiskKv:
                 sequence.awaits_kv = id_
                 return
         id_ = next(self._ids)
-        self._fetches[id_] = _Fetch(tokens, sequence.owner, digests, [sequence], set(self._ranks), most)
+        self._fetches[id_] = KvFetch(
+            tokens, sequence.owner, digests, [sequence], set(self._ranks), Found(most), Found(most)
+        )
         blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
-        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=True))
+        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, only_looks=True, asks_peers=True))
         sequence.awaits_kv = id_
 
-    def _read(self, id_: int, fetch: _Fetch) -> None:
+    def _start_reads(self, now: float) -> None:
+        """Let the ranks read the fetches that were chosen, as far as there is room for them."""
+        while self._queue:
+            id_ = self._queue[0]
+            if (fetch := self._fetches.get(id_)) is None or fetch.offer is None:
+                del self._queue[0]
+                continue
+            reading = [each for each in self._fetches.values() if each.reads_since_s is not None]
+            held = self._restores.nbytes + sum(map(self._nbytes, reading))
+            is_full = held and held + self._nbytes(fetch) > _MOST_READ_BYTES
+            if is_full or len(reading) >= _MOST_READS:
+                return
+            del self._queue[0]
+            fetch.reads_since_s = now
+            self._read(id_, fetch, fetch.offer)
+
+    def _nbytes(self, fetch: KvFetch) -> int:
+        """Return the bytes of what a fetch reads on the rank with most."""
+        return 0 if fetch.offer is None else fetch.offer.tokens * self._token_bytes
+
+    def _read(self, id_: int, fetch: KvFetch, offer: Offer) -> None:
         """Ask all ranks for the blocks that they have, and for as much as they have of the next one."""
-        digests, length = fetch.digests[: fetch.blocks], fetch.blocks * BLOCK_TOKENS
+        fetch.owed_by, fetch.found = set(self._ranks), Found(offer.tokens // BLOCK_TOKENS)
+        fetch.from_peers = {}
+        digests, length = fetch.digests[: fetch.found.blocks], offer.tokens
         rest = fetch.tokens[length : length + BLOCK_TOKENS]
         fetch.next_tokens = len(rest)
-        blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
-        next_block = None if self._forgets else list_block(digests[-1], rest, fetch.owner)
-        self._unsent.append(worker_pb2.FetchKv(id=id_, blocks=blocks, next=next_block))
+        self._unsent.append(
+            worker_pb2.FetchKv(
+                id=id_,
+                blocks=step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests),
+                next=None if self._forgets else list_block(digests[-1], rest, fetch.owner),
+                asks_peers=offer.way == "peers",
+                within_s=min(max(_LEAST_WITHIN_S, _WITHIN * offer.seconds), _MOST_WITHIN_S),
+            )
+        )
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        return bool(self._unsent or self._queue)
 
-    def take_unsent(self) -> list[worker_pb2.FetchKv]:
-        """Return the requests to send to all ranks, and forget them."""
+    def take_unsent(self, now: float) -> list[worker_pb2.FetchKv]:
+        """Return the requests to send to all ranks now, and forget them."""
+        self._start_reads(now)
         unsent, self._unsent = self._unsent, []
         return unsent
 
@@ -197,55 +178,82 @@ class DiskKv:
     ) -> Fetched | None:
         """Record a rank's answer; return the result once all have answered, or one of them with nothing.
 
-        Once all have counted the blocks, `choose` says whether they are read.
+        Once all have counted the blocks, `choose` says whether they are read, and from where.
         """
         fetch = self._fetches.get(fetched.id)
         if fetch is None:
             return None
-        fetch.owed_by.discard(rank)
-        fetch.take(fetched)
-        is_read = fetch.reads_since_s is not None
-        fetch.is_held |= is_read and fetched.blocks > 0
-        if fetch.owed_by and fetch.blocks:
+        fetch.take(rank, fetched)
+        if fetch.may_continue:
             return None
-        if fetch.blocks and not is_read:
-            tokens = fetch.blocks * BLOCK_TOKENS
-            fetch.back = choose(fetch.waiting, tokens, self.predict_s(tokens, now), now)
-            if fetch.back is not None:
-                fetch.owed_by, fetch.reads_since_s, fetch.ends = set(self._ranks), now, None
-                self._read(fetched.id, fetch)
+        is_read = fetch.reads_since_s is not None
+        if not is_read:
+            offers = self._offers(fetch, now)
+            chosen = choose(fetch.waiting, offers, now) if offers else None
+            if chosen is not None:
+                fetch.offer, fetch.back = chosen
+                self._queue.append(fetched.id)
                 return None
-            fetch.blocks = 0
+            fetch.found.blocks = 0
         del self._fetches[fetched.id]
-        self._measure(fetch, now)
-        tokens = fetch.tokens[: fetch.blocks * BLOCK_TOKENS + fetch.next_tokens if fetch.blocks else 0]
+        self._end(fetch, now)
+        blocks = fetch.found.blocks
+        tokens = fetch.tokens[: blocks * BLOCK_TOKENS + fetch.next_tokens if blocks else 0]
         is_held = fetch.is_held or (is_read and bool(fetch.owed_by))
-        return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held)
+        other_blocks = max((found.blocks for found in fetch.from_peers.values()), default=0) if is_read else 0
+        from_peers = min(len(tokens), other_blocks * BLOCK_TOKENS)
+        return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held, from_peers)
 
-    def _measure(self, fetch: _Fetch, now: float) -> None:
+    def _offers(self, fetch: KvFetch, now: float) -> list[Offer]:
+        """Return what can be read, the preferred offer first."""
+        queued = [self._fetches[id_] for id_ in self._queue if id_ in self._fetches]
+        before_s = sum(each.offer.seconds for each in queued if each.offer is not None)
+        own, all_ = fetch.found.blocks * BLOCK_TOKENS, fetch.with_peers.blocks * BLOCK_TOKENS
+        offers = [Offer("disk", own, before_s + self.predict_s(own, now))] if own else []
+        if all_ > own:
+            nbytes, link_s = fetch.links()
+            seconds = before_s + self._speeds.peers_s(all_, link_s, now)
+            offers.append(Offer("peers", all_, seconds, nbytes, link_s))
+        return offers
+
+    def _end(self, fetch: KvFetch, now: float) -> None:
         """Learn the speed from a fetch that was read, and end its way back."""
-        if fetch.reads_since_s is None:
+        if fetch.offer is None:
             return
-        if fetch.blocks:
-            token_s = max(0.0, now - fetch.reads_since_s) / (fetch.blocks * BLOCK_TOKENS)
-            before = self._measured.get(_SPEED, [token_s])[0]
-            self._measured[_SPEED] = [before + _WEIGHT * (token_s - before), now]
+        tokens = fetch.found.blocks * BLOCK_TOKENS
+        if fetch.reads_since_s is not None and tokens:
+            taken_s, offer = max(0.0, now - fetch.reads_since_s), fetch.offer
+            if offer.way == "disk":
+                self._speeds.record_disk(tokens, taken_s, now)
+            elif tokens == offer.tokens:
+                self._speeds.record_peers(tokens, offer.link_s, offer.nbytes, taken_s, now)
         on_their_way = [sequence.back for sequence in fetch.waiting if sequence.back is not None]
-        for back in () if fetch.blocks else on_their_way:
+        for back in () if tokens else on_their_way:
             back.turn("recompute", None)
         if fetch.back is not None and fetch.back not in on_their_way:
-            fetch.back.arrive(now if fetch.blocks else None)
+            fetch.back.arrive(now if tokens else None)
+        if not tokens:
+            self._give_up_queue(fetch.offer)
+
+    def _give_up_queue(self, failed: Offer) -> None:
+        """Let the sequences compute that wait for a turn to read from where nothing could be read."""
+        for id_ in [*self._queue]:
+            other = self._fetches.get(id_)
+            if other is not None and other.offer is not None and failed.way in ("disk", other.offer.way):
+                self._queue.remove(id_)
+                self._end_unread(self._fetches.pop(id_))
+
+    def _end_unread(self, fetch: KvFetch) -> None:
+        """Let the sequences of a fetch that was chosen, and not read, compute its tokens."""
+        for back in {
+            id(each): each for each in [fetch.back, *(one.back for one in fetch.waiting)] if each
+        }.values():
+            back.turn("recompute", None)
+        release(fetch.waiting)
 
     def predict_s(self, tokens: int, now: float) -> float:
-        """Return the predicted seconds until all ranks have read some tokens, by the slowest one of the last fetches.
-
-        A speed that was measured long ago, when a disk may have been busy, counts no longer if it was low.
-        """
-        assumed_s = self._token_bytes / _ASSUMED_BYTES_PER_S
-        token_s, measured_at = self._measured.get(_SPEED, (assumed_s, -math.inf))
-        if now - measured_at > _FORGET_S:
-            token_s = min(token_s, assumed_s)
-        return tokens * token_s
+        """Return the predicted seconds until all ranks have read some tokens from their own disks."""
+        return self._speeds.disk_s(tokens, now)
 
     def leave(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
         """Give up a sequence's fetch; return the operations that forget what the ranks may have read."""
@@ -272,15 +280,19 @@ class DiskKv:
         if entry is None:
             release(fetched.waiting)
             return [drop_operation(fetched.id)] if fetched.is_held else []
-        self.restored_tokens += len(tokens)
         digests = block_digests(tokens, fetched.owner)
-        _remember(self._saved, digests)
+        if not fetched.from_peers:
+            _remember(self._saved, digests)
         _remember(self._ends, digests[-1:])
-        # Windows are restored without the tokens before them by which they could be cut.
-        offer = partial(kv.offer_entry, entry, tokens, len(tokens) + self._slack)
-        nbytes = len(tokens) * self._token_bytes
+        nbytes, offer = len(tokens) * self._token_bytes, partial(self._offer, kv, entry, fetched)
         self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
         return []
+
+    def _offer(self, kv: KvInMemory, entry: int, restored: Fetched) -> None:
+        self.restored_tokens += len(restored.tokens)
+        self.peer_tokens += restored.from_peers
+        # Windows are restored without the tokens before them by which they could be cut.
+        kv.offer_entry(entry, restored.tokens, len(restored.tokens) + self._slack)
 
     def take_operations(self, busy_s: float | None, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
         """Return the operations that restore and save the next parts, if there are any, as `take_saves`."""
@@ -390,6 +402,7 @@ class DiskKv:
             release(fetch.waiting)
         self._restores.clear()
         self._fetches.clear()
+        self._queue.clear()
         self._unsent.clear()
         self._to_save.clear()
         self._checked.clear()

@@ -262,7 +262,7 @@ class Engine:
             steps += self._scheduler.schedule(now)
         for step in steps:
             self._executor.send(step)
-        for wanted in self._scheduler.disk.take_unsent() if self._scheduler.disk is not None else ():
+        for wanted in self._scheduler.disk.take_unsent(now) if self._scheduler.disk is not None else ():
             self._executor.fetch_kv(wanted)
 
     def answered(self, done: step_pb2.StepDone) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -189,6 +189,8 @@ class GrpcExecutor:
     def __init__(self, streams: Sequence[_RankStream]) -> None:
         self._streams = streams
         self.kv_places: Sequence[KvPlace] = ()
+        self.kv_peers: Callable[[], Iterable[worker_pb2.KvPeer]] = tuple
+        """Function that returns the agents from which the ranks may read saved KV."""
         self._listener: Listener | None = None
         self._lost: RingError | None = None
 
@@ -261,6 +263,8 @@ class GrpcExecutor:
                 stream.outgoing.put_nowait(message)
 
     def fetch_kv(self, wanted: worker_pb2.FetchKv) -> None:
+        if wanted.asks_peers:
+            wanted.peers.extend(self.kv_peers())
         self._send_to_all(worker_pb2.StepsRequest(fetch=wanted))
 
     def export_kv(self, export: worker_pb2.ExportKv) -> None:

@@ -282,6 +282,59 @@ def _line(n: float, x: float, y: float, xx: float, xy: float) -> tuple[float, fl
     return (least, slope) if least >= 0.0 else (0.0, xy / xx)
 
 
+_DISK_BYTES_PER_S = 1e9
+"""Speed at which a rank reads its disk, until it was measured. It is high, so that a disk is tried."""
+_WEIGHT, _FORGET_S = 0.5, 600.0
+"""Weight of the newest measurement, and seconds after which a low speed is forgotten: a disk may have been busy."""
+_PEERS, _LARGE_BYTES = (1.0, 0.02), 4 << 20
+"""Assumed factor and seconds, as `ReadSpeeds` measures them, and the size from which a reading tells the factor."""
+
+
+class ReadSpeeds:
+    """Predicted times of reading saved KV, by the slowest rank of the last readings.
+
+    A token takes some seconds from the ranks' own disks. Bytes of other machines take longer than their links promise, by
+    a factor, and each reading by some seconds, which are mostly those of requests.
+    """
+
+    def __init__(self, measured: dict[str, list[float]], token_bytes: int) -> None:
+        """Start with what was measured before, which later measurements change; `token_bytes` is for the rank with most."""
+        self._measured, self._token_bytes = measured, token_bytes
+
+    def disk_s(self, tokens: int, now: float) -> float:
+        """Return the predicted seconds until all ranks have read some tokens from their own disks."""
+        assumed_s = self._token_bytes / _DISK_BYTES_PER_S
+        token_s, measured_at = self._measured.get("disk", (assumed_s, -math.inf))
+        return tokens * (min(token_s, assumed_s) if now - measured_at > _FORGET_S else token_s)
+
+    def peers_s(self, tokens: int, link_s: float, now: float) -> float:
+        """Return the predicted seconds to read some tokens, with bytes of other machines for which links need `link_s`."""
+        factor, setup_s = self._peers(now)
+        return self.disk_s(tokens, now) + setup_s + factor * link_s
+
+    def _peers(self, now: float) -> tuple[float, float]:
+        factor, setup_s, measured_at = self._measured.get("peers", (*_PEERS, -math.inf))
+        if now - measured_at > _FORGET_S:
+            return min(factor, _PEERS[0]), min(setup_s, _PEERS[1])
+        return factor, setup_s
+
+    def record_disk(self, tokens: int, taken_s: float, now: float) -> None:
+        """Learn from a reading of the ranks' own disks."""
+        token_s = taken_s / tokens
+        before = self._measured.get("disk", [token_s])[0]
+        self._measured["disk"] = [before + _WEIGHT * (token_s - before), now]
+
+    def record_peers(self, tokens: int, link_s: float, nbytes: float, taken_s: float, now: float) -> None:
+        """Learn from a reading with bytes of other machines."""
+        factor, setup_s = self._peers(now)
+        over_s = max(0.0, taken_s - self.disk_s(tokens, now))
+        if nbytes < _LARGE_BYTES or not link_s:
+            setup_s += _WEIGHT * (max(0.0, over_s - factor * link_s) - setup_s)
+        else:
+            factor += _WEIGHT * (max(0.0, over_s - setup_s) / link_s - factor)
+        self._measured["peers"] = [factor, setup_s, now]
+
+
 def shared_beginning(tokens: Tokens, others: Iterable[Ordered[int]]) -> int:
     """Return the tokens of the longest beginning that is shared with another text, if it can be reused."""
     first = tokens[:LEAST_TOKENS]

@@ -265,6 +265,8 @@ class Restore:
     tokens: tuple[int, ...]
     waiting: list[Sequence]
     parts: int
+    nbytes: int
+    """Size on the rank with most."""
     offer: Callable[[], None]
     """Function that lets sequences use the entry, once the last part is sent."""
     sent: int = 0
@@ -286,6 +288,11 @@ class Restores:
         """Restore that was begun last, with its entry; None if none is under way."""
         return next(reversed(self._by_entry.items()), None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that the rank with most has read, and has not copied as a whole."""
+        return sum(restore.nbytes for restore in self._by_entry.values())
+
     def begin(
         self,
         entry: int,
@@ -297,7 +304,7 @@ class Restores:
     ) -> None:
         """Copy KV of `nbytes` on the rank with most, with the next steps."""
         parts = min(_MOST_PARTS, max(1, -(-nbytes // _PART_BYTES)))
-        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, offer)
+        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, nbytes, offer)
 
     def join(self, sequence: Sequence, tokens: tuple[int, ...], *, is_whole: bool) -> bool:
         """Let a sequence wait for a restore that has these tokens of it; return False if there is none.

@@ -55,9 +55,8 @@ class Scheduler:
         self._running = self.running = dict[int, Sequence]()
         self.suspects = Suspects(self._waiting, self._running)
         saves = policy.kv_disk is not None and policy.prefix_cache
-        disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners) if saves else None
-        self._kv = self.kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=disk)
-        self.disk = self._kv.disk
+        self.disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners) if saves else None
+        self._kv = self.kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=self.disk)
         speed = PrefillSpeed(self._stages, meter.measured, predict_chunk_by(predict))
         self.ways = Ways(speed, self._kv, self.disk, self._running, self._waiting, meter.record_way)
         self._sizer = ChunkSizer(self._stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
@@ -429,6 +428,7 @@ class Scheduler:
             cache_hit_tokens=cache.hit_tokens,
             cache_evictions=cache.evictions,
             cache_restored_tokens=cache.restored_tokens,
+            cache_peer_tokens=cache.peer_tokens,
             cache_saved_tokens=cache.saved_tokens,
             cache_moved_tokens=cache.moved_tokens,
             **self._resumptions.totals(),

@@ -1,14 +1,16 @@
-"""Ways of sequences to their next token: what is predicted of the disk, of kept KV and of computing. Pure."""
+"""Ways of sequences to their next token: what the ranks' disks have, and what is predicted of each way. Pure."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, Way
-from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.prefix_cache import Tokens
 from mlx_ring.engine.resumption import (
     Candidate,
@@ -18,8 +20,151 @@ from mlx_ring.engine.resumption import (
     choose_way,
     shared_beginning,
 )
+from mlx_ring.engine.rows import Restore
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc.protos import step_pb2, worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """KV that the ranks can read."""
+
+    way: Way
+    """`disk`, or with the disks of other machines `peers`."""
+    tokens: int
+    seconds: float
+    """Predicted time of the reading."""
+    nbytes: float = 0.0
+    """Bytes that come from other machines."""
+    link_s: float = 0.0
+    """Time for which the busiest end of the links is needed for them."""
+
+
+@dataclass(slots=True)
+class Found:
+    """Blocks that every rank has which has answered."""
+
+    blocks: int
+    ends: frozenset[int] | None = None
+    """Numbers of blocks after which all these ranks can continue; None: every number up to `blocks`."""
+
+    def take(self, blocks: int, ends: Iterable[int]) -> None:
+        """Keep the largest number of blocks after which another rank can continue too."""
+        if own := frozenset(ends):
+            self.ends = own if self.ends is None else self.ends & own
+        self.blocks = min(self.blocks, blocks)
+        if self.ends is not None:
+            self.blocks = max((end for end in self.ends if end <= self.blocks), default=0)
+
+
+@dataclass(slots=True)
+class KvFetch:
+    """Blocks that the ranks count, and may then read, for sequences that begin with them."""
+
+    tokens: tuple[int, ...]
+    """Tokens that may be restored."""
+    owner: str
+    digests: list[bytes]
+    waiting: list[Sequence]
+    owed_by: set[RankId]
+    found: Found
+    """Blocks on the ranks' own disks, or all those that were read."""
+    with_peers: Found
+    """Counted: blocks with the disks of other machines."""
+    from_peers: dict[RankId, worker_pb2.PeerBlocks] = field(
+        default_factory=dict[RankId, worker_pb2.PeerBlocks]
+    )
+    """Answers of the ranks that need other machines for them, or that have read from them."""
+    next_tokens: int = 0
+    """Tokens of the listed block after them, in the same way."""
+    is_held: bool = False
+    """True if a rank has read any."""
+    offer: Offer | None = None
+    """Offer that was chosen; None while they are counted."""
+    reads_since_s: float | None = None
+    """Time from which they are read; None before."""
+    back: WayBack | None = None
+    """Way back that ends once they are restored."""
+
+    def take(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        """Record a rank's answer."""
+        self.owed_by.discard(rank)
+        self.found.take(fetched.blocks, fetched.ends)
+        self.next_tokens = min(self.next_tokens, fetched.next_tokens)
+        if fetched.HasField("from_peers"):
+            self.from_peers[rank] = fetched.from_peers
+        more = fetched.from_peers if fetched.HasField("from_peers") else fetched
+        self.with_peers.take(more.blocks, more.ends)
+        self.is_held |= self.reads_since_s is not None and fetched.blocks > 0
+
+    @property
+    def may_continue(self) -> bool:
+        """True if the answers of further ranks matter."""
+        counts = self.reads_since_s is None and self.with_peers.blocks > 0
+        return bool(self.owed_by) and (counts or self.found.blocks > 0)
+
+    def links(self) -> tuple[float, float]:
+        """Return the bytes that all ranks need from other machines, and the seconds of the busiest end of the links."""
+        nbytes, seconds = 0.0, defaultdict[RankId | str, float](float)
+        for rank, found in self.from_peers.items():
+            # A rank may have counted more blocks than the others have.
+            part = min(1.0, self.with_peers.blocks / max(1, found.blocks))
+            for each in found.parts:
+                nbytes += part * each.bytes
+                for end in (rank, each.node):
+                    seconds[end] += part * each.seconds
+        return nbytes, max(seconds.values(), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Result of a fetch on all ranks."""
+
+    id: int
+    tokens: tuple[int, ...]
+    """Tokens that all ranks have read."""
+    waiting: list[Sequence]
+    owner: str
+    """Digest of the API key for which they were saved; empty: none."""
+    is_held: bool
+    """True if a rank may keep what it has read."""
+    from_peers: int = 0
+    """Number of the tokens of which a rank has read KV of another machine's disk."""
+
+
+Choose = Callable[[Ordered[Sequence], Ordered[Offer], float], tuple[Offer, WayBack] | None]
+"""Function that chooses between offers and computing. It returns the chosen offer and the first sequence's way back.
+
+It receives the sequences that begin with the tokens, the offers, and the time now. None: they are computed.
+"""
+
+
+class SavedKv(Protocol):
+    """Saved KV of one instance."""
+
+    def want(self, sequence: Sequence, reusable: int) -> None:
+        """Let the ranks count a new sequence's blocks, if they may have more than the `reusable` tokens in memory."""
+        ...
+
+    def answered(
+        self, rank: RankId, fetched: worker_pb2.KvFetched, now: float, choose: Choose
+    ) -> Fetched | None:
+        """Record a rank's answer; return the result of a fetch that has ended."""
+        ...
+
+    def restore(self, fetched: Fetched, kv: KvInMemory) -> list[step_pb2.CacheOperation]:
+        """Keep what was fetched; return the operations that forget it if that is impossible."""
+        ...
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if there may be requests to send to the ranks."""
+        ...
+
+    @property
+    def newest_restore(self) -> tuple[int, Restore] | None:
+        """Restore that was begun last, with the id of what it fills; None if none is under way."""
+        ...
 
 
 class Ways:
@@ -29,7 +174,7 @@ class Ways:
         self,
         speed: PrefillSpeed,
         kv: KvInMemory,
-        disk: DiskKv | None,
+        disk: SavedKv | None,
         running: Mapping[int, Sequence],
         waiting: Mapping[int, Sequence],
         record: Callable[[Way, float | None, float], None],
@@ -78,32 +223,45 @@ class Ways:
         self._kv.free(entry, is_opened=restore.sent > 0)
         return True
 
-    def choose(self, sequences: Ordered[Sequence], tokens: int, disk_s: float, now: float) -> WayBack | None:
-        """Choose between the disk and computing, as `Choose`."""
+    def choose(
+        self, sequences: Ordered[Sequence], offers: Ordered[Offer], now: float
+    ) -> tuple[Offer, WayBack] | None:
+        """Choose between what can be read and computing, as `Choose`."""
         first = sequences[0]
         kept, start = self._kv.kept_of(first.id), self._start(first)
-        if tokens <= start:
+        offers = [offer for offer in offers if offer.tokens > start]
+        if not offers:
             return None
         compute_s = self._compute_s(first, start, kept)
-        rest_s = self._compute_s(first, tokens, kept)
-        disk = Candidate("disk", None if rest_s is None else disk_s + rest_s)
+        rests = [self._compute_s(first, offer.tokens, kept) for offer in offers]
+        reads = [
+            Candidate(offer.way, None if rest_s is None else offer.seconds + rest_s)
+            for offer, rest_s in zip(offers, rests, strict=True)
+        ]
         compute = Candidate("recompute" if kept is None else "kept", compute_s)
-        chosen = choose_way([disk, compute] if kept is None else [compute, disk])
-        if chosen is not disk:
+        chosen = choose_way([*reads, compute] if kept is None else [compute, *reads])
+        if chosen is compute:
             if first.back is None:
                 more_s = None if compute_s is None else compute_s + self._queue_s(first)
-                about = f" (disk: {_in_seconds(disk.seconds)} for {tokens} tokens and the rest)"
+                parts = [
+                    f"{offer.way}: {_in_seconds(read.seconds)} for {_amount(offer)} and the rest"
+                    for offer, read in zip(offers, reads, strict=True)
+                ]
+                about = f" ({'; '.join(parts)})"
                 first.back = self._begin(first, about).begin(compute.way, more_s, now)
             return None
+        offer, rest_s = next(
+            each for each, read in zip(zip(offers, rests, strict=True), reads, strict=True) if read is chosen
+        )
         first.reads_s = rest_s or 0.0
-        more_s = None if disk.seconds is None or compute_s is None else disk.seconds - compute_s
+        more_s = None if chosen.seconds is None or compute_s is None else chosen.seconds - compute_s
         for sequence in sequences:
             if sequence.back is not None:
-                sequence.back.turn("disk", more_s)
+                sequence.back.turn(offer.way, more_s)
         if first.back is not None:
-            return first.back
-        about = f" ({tokens} tokens; recompute: {_in_seconds(compute_s)}, {_in_seconds(rest_s)} of it for the rest)"
-        return self._begin(first, about).begin("disk", disk_s, now)
+            return offer, first.back
+        about = f" ({_amount(offer)}; recompute: {_in_seconds(compute_s)}, {_in_seconds(rest_s)} of it for the rest)"
+        return offer, self._begin(first, about).begin(offer.way, offer.seconds, now)
 
     def _begin(self, sequence: Sequence, about: str) -> WaysBack:
         return WaysBack(sequence.request.request_id, self._record, about)
@@ -139,3 +297,9 @@ def _to_prefill(sequence: Sequence) -> Tokens:
 
 def _in_seconds(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{seconds:.2f} s"
+
+
+def _amount(offer: Offer) -> str:
+    """Describe what is read."""
+    others = f", {offer.nbytes / 1e6:.1f} MB of them from other machines" if offer.nbytes else ""
+    return f"{offer.tokens} tokens{others}"

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
@@ -43,7 +44,7 @@ from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
+from mlx_ring.head.rank_placements import assign_all, kv_peers, kv_places, predict_by
 from mlx_ring.head.reshaping import Reshaping, head_hello
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.head.step_down import blame_join, groups_of
@@ -236,6 +237,7 @@ class Instance:
         addresses = [RankAddress(RankId(each.stage, each.rank), each.address, each.node) for each in places]
         executor = await GrpcExecutor.connect(addresses, hello, trust=self._epoch.trust, timeout_s=timeout_s)
         executor.kv_places = kv_places(self._epoch.placement.ranges, self._epoch.placement.ranks, places)
+        executor.kv_peers = partial(kv_peers, self._epoch.placement.ranks)
         cleanup.push_async_callback(executor.close)
         return executor
 

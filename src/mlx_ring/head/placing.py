@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlx_ring.cluster.adoption import Adoptable
@@ -356,9 +357,19 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
                 *(member.node, link, is_local, hosts, source, reserve_share, limit),
                 trusted=member.trusted,
                 trusted_problem=member.trusted_problem,
+                other_agents=partial(_other_agents, control, member),
             )
         )
     return sites
+
+
+def _other_agents(control: Control, member: Member) -> dict[str, str]:
+    """Return the addresses at which a member reaches the agents of the present other ones, by node."""
+    return {
+        other.node: address_of(member.head_host if other.node == control.node else other.host, other.port)
+        for other in control.membership.members.values()
+        if other.node != member.node
+    }
 
 
 def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:

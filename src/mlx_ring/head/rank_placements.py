@@ -78,6 +78,16 @@ def kv_places(
     return found
 
 
+def kv_peers(ranks: Sequence[Stage]) -> Iterator[worker_pb2.KvPeer]:
+    """Yield the agents from which the ranks may read saved KV, as each machine of ranks reaches them."""
+    sites = {placed.site.node: placed.site for stage in ranks for placed in stage}
+    for reader, site in sites.items():
+        for node, address in site.other_agents().items():
+            yield worker_pb2.KvPeer(
+                reader=reader, address=address, node=node, bytes_per_s=site.bytes_per_s.get(node, 0.0)
+            )
+
+
 def place_as_planned(plan: Plan, sites: Mapping[str, Site]) -> tuple[Stage, ...]:
     """Place ranks as planned."""
     return tuple(

@@ -147,6 +147,12 @@ MANIFEST = _method(
 )
 HAVE = _method(WEIGHTS_SERVICE, "Have", "unary_unary", weights_pb2.HaveRequest, weights_pb2.HaveReply)
 FETCH = _method(WEIGHTS_SERVICE, "Fetch", "unary_stream", weights_pb2.FetchRequest, weights_pb2.FetchPart)
+LIST_BLOCKS = _method(
+    WEIGHTS_SERVICE, "ListBlocks", "unary_unary", weights_pb2.ListBlocksRequest, weights_pb2.ListBlocksReply
+)
+READ_BLOCK = _method(
+    WEIGHTS_SERVICE, "ReadBlock", "unary_stream", weights_pb2.ReadBlockRequest, weights_pb2.FetchPart
+)
 
 
 def service_handler(

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             group_capabilities(options.in_group),
         )
     disk = (
-        DiskSettings(settings.kv_disk_dir, settings.kv_disk)
+        DiskSettings(settings.kv_disk_dir, settings.kv_disk, options.node, access.trust)
         if settings.kv_disk and settings.kv_disk_dir
         else None
     )

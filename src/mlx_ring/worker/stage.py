@@ -215,10 +215,12 @@ def warm_up(model: StageModel, kv: KVStore, report: Report) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """Where a worker saves KV."""
+    """Where a worker saves KV, and the credentials of its node with which it asks other machines for theirs, if any."""
 
     folder: Path
     limit_bytes: int
+    node: str = ""
+    trust: Credentials | None = None
 
 
 def open_disk(
@@ -233,8 +235,6 @@ def open_disk(
 
     Args:
         settings: where KV is saved.
-        request: the request to load the stage.
-        kv: the stage's store.
         layers: the numbers of its caches in the model's list.
         dtype: the type of keys and values.
         heads: KV heads of this rank, and the number of the model's; None: it has all.
@@ -245,14 +245,14 @@ def open_disk(
         log.warning("The KV of this model is not saved on the disk, because it has %s", kv.unsaved_layers)
         return None
     # With NumPy, which takes 0.1 s.
-    from mlx_ring.worker.kv.block_files import HeadShare, fingerprint, kinds_of
+    from mlx_ring.worker.kv.block_files import HeadShare, content_name, kinds_of
+    from mlx_ring.worker.kv.block_reader import PeerDisks
     from mlx_ring.worker.kv.disk import KvDisk
 
-    hello = request.hello
-    versions = hello.mlx, hello.mlx_lm, hello.mlx_ring
-    name = fingerprint(hello.model_digest, *versions, dtype, request.assignment.kv_bits)
+    name = content_name(request.hello, dtype, request.assignment.kv_bits)
     share = None if heads is None else HeadShare(*heads)
-    return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share)
+    peers = PeerDisks(settings.node, name, settings.trust) if settings.trust else None
+    return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share, peers)
 
 
 def read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:

@@ -18,8 +18,9 @@ from tests.examples import examples
 
 from mlx_ring.core.types import LayerRange, MemberRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-from mlx_ring.worker.kv import KVStore, block_files
-from mlx_ring.worker.kv.block_files import BlockFile, DailyBytes, HeadShare, fingerprint, join_heads
+from mlx_ring.worker.kv import KVStore, block_writer
+from mlx_ring.worker.kv.block_files import BlockFile, HeadShare, fingerprint, join_heads
+from mlx_ring.worker.kv.block_writer import DailyBytes
 from mlx_ring.worker.kv.disk import KvDisk
 
 HEADS, LAYERS, SIZE, LENGTH = 8, 3, 16, 48
@@ -241,7 +242,7 @@ def test_all_workers_of_a_folder_share_the_bytes_of_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     today = [100]
-    monkeypatch.setattr(block_files, "_today", lambda: today[0])
+    monkeypatch.setattr(block_writer, "_today", lambda: today[0])
     one, two = (DailyBytes(tmp_path, 1000) for _ in range(2))
     assert one.take(600)
     assert not two.take(600)
@@ -257,7 +258,7 @@ def test_all_workers_of_a_folder_share_the_bytes_of_a_day(
 
 @pytest.mark.parametrize("text", [b"", b"100", b"x y", b"100 \xff", b"\0" * 70])
 def test_damaged_count_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    monkeypatch.setattr(block_files, "_today", lambda: 100)
+    monkeypatch.setattr(block_writer, "_today", lambda: 100)
     (tmp_path / "written-today").write_bytes(text)
     assert DailyBytes(tmp_path, 1000).take(7)
     assert (tmp_path / "written-today").read_bytes() == b"100 7\n"
@@ -267,7 +268,7 @@ def test_nothing_is_saved_beyond_the_bytes_of_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     today = [100]
-    monkeypatch.setattr(block_files, "_today", lambda: today[0])
+    monkeypatch.setattr(block_writer, "_today", lambda: today[0])
     whole = make_whole()
     one = sum(array.nbytes for arrays in whole.content(1, (0, SIZE)) for array in arrays)
     disk: Any = KvDisk(tmp_path, 2 * one // 5 + 1, NAME, range(LAYERS))

@@ -423,11 +423,11 @@ class HangingDisk:
         read = kind._read_block
         self.hangs, self.goes_on = threading.Event(), threading.Event()
 
-        def hang(disk: Any, digest: bytes, kinds: Any) -> Any:
+        def hang(disk: Any, fetch: Any, digest: bytes, *more: Any) -> Any:
             if digest != DIGESTS[0]:
                 self.hangs.set()
                 self.goes_on.wait(60)
-            return read(disk, digest, kinds)
+            return read(disk, fetch, digest, *more)
 
         monkeypatch.setattr(KvDisk, "_read_block", hang)
         self.disk = open_disk(folder)

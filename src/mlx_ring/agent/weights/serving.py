@@ -1,11 +1,17 @@
-"""Service that sends other nodes the manifest and pieces of local models: from a whole folder, or from the store."""
+"""Service that sends other nodes pieces of local models, and saved KV.
+
+Pieces and the manifest of a model come from its whole folder, or from the store. Files of saved KV come from the folder of
+`--kv-disk`. They are requested by digests and names, of which none can lead out of that folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +22,15 @@ from mlx_ring.core.errors import ModelNotFound, ProtocolError, RingError, Weight
 from mlx_ring.models.weights_manifest import WeightsManifest, pack_indexes
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, make_hello
-from mlx_ring.rpc.methods import FETCH, HAVE, MANIFEST, WEIGHTS_SERVICE, service_handler
+from mlx_ring.rpc.methods import (
+    FETCH,
+    HAVE,
+    LIST_BLOCKS,
+    MANIFEST,
+    READ_BLOCK,
+    WEIGHTS_SERVICE,
+    service_handler,
+)
 from mlx_ring.rpc.protos import hello_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -24,6 +38,11 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES = 1 << 20
 MAX_RANGES = 4096
 """Maximum number of ranges in one request."""
+MAX_BLOCKS = 1 << 16
+"""Maximum number of blocks of saved KV in one request."""
+_CONTENT, _BLOCK_FILE = re.compile(r"[0-9a-f]{32}"), re.compile(r"block|\d+-\d+[.a-z0-9-]{0,100}")
+_DIGEST_BYTES = (16, 32)
+"""Lengths of a block's digest: without and with an owner."""
 _Context = grpc.aio.ServicerContext[object, object]
 
 
@@ -42,11 +61,13 @@ class WeightsService:
     Args:
         node: this node's name, for greetings.
         store: what it has fetched itself, to be given on.
+        kv: the folder of saved KV; None: none is given.
     """
 
-    def __init__(self, node: str, store: WeightStore | None) -> None:
+    def __init__(self, node: str, store: WeightStore | None, kv: Path | None = None) -> None:
         self._node = node
         self._store = store
+        self._kv = kv
         self._offered: dict[str, _Source] = {}
 
     def offer(self, folder: Path, manifest: WeightsManifest) -> None:
@@ -60,7 +81,11 @@ class WeightsService:
 
     def handler(self) -> grpc.GenericRpcHandler:
         return service_handler(
-            WEIGHTS_SERVICE, ((MANIFEST, self.manifest), (HAVE, self.have), (FETCH, self.fetch))
+            WEIGHTS_SERVICE,
+            (
+                *((MANIFEST, self.manifest), (HAVE, self.have), (FETCH, self.fetch)),
+                *((LIST_BLOCKS, self.list_blocks), (READ_BLOCK, self.read_block)),
+            ),
         )
 
     async def manifest(
@@ -91,11 +116,65 @@ class WeightsService:
         try:
             source = await self._source(request.hello, request.model)
             _check_ranges(source, request)
-            async for part in _read_ranges(source.folder / request.file, request):
+            async for part in _read_ranges(source.folder / request.file, request.ranges):
                 yield part
         except RingError as error:
             log.warning("Did not give weights of %s: %s", request.model[:16], error)
             yield weights_pb2.FetchPart(failure=error_to_failure(error))
+
+    # ---- saved KV
+
+    async def list_blocks(
+        self, request: weights_pb2.ListBlocksRequest, _context: _Context
+    ) -> weights_pb2.ListBlocksReply:
+        """Return the names and sizes of the files of those blocks that are here."""
+        try:
+            check_hello(request.hello, make_hello(node=self._node), "the peer")
+            if len(request.digests) > MAX_BLOCKS:
+                raise ProtocolError(
+                    f"{len(request.digests)} blocks were requested at once; {MAX_BLOCKS} are allowed."
+                )
+            folders = {digest: self._block_folder(request.content, digest) for digest in request.digests}
+            found = await asyncio.to_thread(_list_files, folders)
+        except RingError as error:
+            return weights_pb2.ListBlocksReply(failure=error_to_failure(error))
+        return weights_pb2.ListBlocksReply(blocks=found)
+
+    async def read_block(
+        self, request: weights_pb2.ReadBlockRequest, _context: _Context
+    ) -> AsyncIterator[weights_pb2.FetchPart]:
+        """Yield the bytes of the ranges of a file of saved KV, one after the other."""
+        try:
+            check_hello(request.hello, make_hello(node=self._node), "the peer")
+            folder = self._block_folder(request.content, request.digest)
+            if not _BLOCK_FILE.fullmatch(request.file):
+                raise ProtocolError(f"A block of KV has no file {request.file[:255]!r}.")
+            if not 1 <= len(request.ranges) <= MAX_RANGES:
+                raise ProtocolError(
+                    f"{len(request.ranges)} ranges were requested at once; 1 to {MAX_RANGES} are allowed."
+                )
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # it was used, so that it stays longer
+            async for part in _read_ranges(folder / request.file, request.ranges):
+                yield part
+        except RingError as error:
+            log.info("Did not give KV of block %s: %s", request.digest.hex()[:16], error)
+            yield weights_pb2.FetchPart(failure=error_to_failure(error))
+
+    def _block_folder(self, content: str, digest: bytes) -> Path:
+        """Return the folder of a block, without looking for it.
+
+        Raises:
+            WeightsMissing: this node saves no KV.
+            ProtocolError: a name that no folder has.
+        """
+        if self._kv is None:
+            raise WeightsMissing(f"{self._node} saves no KV: start it with --kv-disk.")
+        if not _CONTENT.fullmatch(content) or len(digest) not in _DIGEST_BYTES:
+            raise ProtocolError(f"No KV has the name {content[:255]!r}, {digest.hex()[:64]}.")
+        return self._kv / content / digest.hex()
+
+    # ---- models
 
     async def _source(self, hello: hello_pb2.Hello, model: str) -> _Source:
         check_hello(hello, make_hello(node=self._node), "the peer")
@@ -127,10 +206,26 @@ def _check_ranges(source: _Source, request: weights_pb2.FetchRequest) -> None:
             )
 
 
-async def _read_ranges(path: Path, request: weights_pb2.FetchRequest) -> AsyncIterator[weights_pb2.FetchPart]:
+def _list_files(folders: Mapping[bytes, Path]) -> list[weights_pb2.BlockFiles]:
+    """Return the files of blocks by digest; those of missing folders, or that go meanwhile, are left out."""
+    found: list[weights_pb2.BlockFiles] = []
+    for digest, folder in folders.items():
+        sizes: dict[str, int] = {}
+        with contextlib.suppress(OSError), os.scandir(folder) as files:
+            for file in files:
+                if _BLOCK_FILE.fullmatch(file.name):
+                    sizes[file.name] = file.stat(follow_symlinks=False).st_size
+        if sizes:
+            found.append(weights_pb2.BlockFiles(digest=digest, names=sizes, sizes=sizes.values()))
+    return found
+
+
+async def _read_ranges(
+    path: Path, ranges: Iterable[weights_pb2.ByteRange]
+) -> AsyncIterator[weights_pb2.FetchPart]:
     descriptor = await asyncio.to_thread(_open, path)
     try:
-        for wanted in request.ranges:
+        for wanted in ranges:
             offset, end = wanted.offset, wanted.offset + wanted.length
             while offset < end:
                 data = await asyncio.to_thread(

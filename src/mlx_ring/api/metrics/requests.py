@@ -123,6 +123,11 @@ _COUNTS = (
     ("prefix_cache_evictions", "cache_evictions", "Sequences that the prefix cache evicted."),
     ("kv_disk_restored_tokens", "cache_restored_tokens", "Tokens whose KV came from the machines' disks."),
     (
+        "kv_peer_restored_tokens",
+        "cache_peer_tokens",
+        "Restored tokens of which a machine has read KV from another one's disk.",
+    ),
+    (
         "kv_disk_saved_tokens",
         "cache_saved_tokens",
         "Tokens whose KV the machines were asked to save on their disks.",

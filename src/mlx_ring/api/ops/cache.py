@@ -29,6 +29,8 @@ class PrefixCache(JsonObject):
     evictions: NotRequired[int]
     restored_tokens: NotRequired[int]
     """Tokens whose KV came from the machines' disks, with `--kv-disk`."""
+    peer_tokens: NotRequired[int]
+    """Those of them of which a machine has read KV from another one's disk."""
     saved_tokens: NotRequired[int]
     moved_tokens: NotRequired[int]
     """Tokens whose KV came from the workers of another instance, when requests moved."""
@@ -127,6 +129,7 @@ def _prefix_cache(caches: Sequence[CacheStats]) -> PrefixCache:
         "entry_tokens": sum(cache.entry_tokens for cache in caches),
         "evictions": sum(cache.evictions for cache in caches),
         "restored_tokens": sum(cache.restored_tokens for cache in caches),
+        "peer_tokens": sum(cache.peer_tokens for cache in caches),
         "saved_tokens": sum(cache.saved_tokens for cache in caches),
         "moved_tokens": sum(cache.moved_tokens for cache in caches),
     }

@@ -36,7 +36,7 @@ def doctor(
 
     The exit code is 1 if something is broken.
     """
-    from mlx_ring.cli.doctor.examine import examine  # imports gRPC, which is slow
+    from mlx_ring.cli.doctor.network import examine  # imports gRPC, which is slow
 
     settings = load_settings(flags)
     asked = parse_head_address(head) if head is not None else None

@@ -26,7 +26,7 @@ from mlx_ring.rpc.protos import hello_pb2 as mlx__ring_dot_rpc_dot_protos_dot_he
 from mlx_ring.rpc.protos import step_pb2 as mlx__ring_dot_rpc_dot_protos_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!mlx_ring/rpc/protos/weights.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\"@\n\x0fManifestRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\"@\n\x0cManifestPart\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"<\n\x0bHaveRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\"?\n\tHaveReply\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\"+\n\tByteRange\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"p\n\x0c\x46\x65tchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12#\n\x06ranges\x18\x04 \x03(\x0b\x32\x13.mlx_ring.ByteRange\"M\n\tFetchPart\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!mlx_ring/rpc/protos/weights.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\"@\n\x0fManifestRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\"@\n\x0cManifestPart\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"<\n\x0bHaveRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\"?\n\tHaveReply\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\"+\n\tByteRange\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"p\n\x0c\x46\x65tchRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12#\n\x06ranges\x18\x04 \x03(\x0b\x32\x13.mlx_ring.ByteRange\"M\n\tFetchPart\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"U\n\x11ListBlocksRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\"[\n\x0fListBlocksReply\x12\"\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x11.mlx_ring.Failure\x12$\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x14.mlx_ring.BlockFiles\":\n\nBlockFiles\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05names\x18\x02 \x03(\t\x12\r\n\x05sizes\x18\x03 \x03(\x04\"\x86\x01\n\x10ReadBlockRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12#\n\x06ranges\x18\x05 \x03(\x0b\x32\x13.mlx_ring.ByteRangeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,4 +47,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHREQUEST']._serialized_end=528
   _globals['_FETCHPART']._serialized_start=530
   _globals['_FETCHPART']._serialized_end=607
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=609
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=694
+  _globals['_LISTBLOCKSREPLY']._serialized_start=696
+  _globals['_LISTBLOCKSREPLY']._serialized_end=787
+  _globals['_BLOCKFILES']._serialized_start=789
+  _globals['_BLOCKFILES']._serialized_end=847
+  _globals['_READBLOCKREQUEST']._serialized_start=850
+  _globals['_READBLOCKREQUEST']._serialized_end=984
 # @@protoc_insertion_point(module_scope)

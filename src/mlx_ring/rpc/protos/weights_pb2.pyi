@@ -69,3 +69,45 @@ class FetchPart(_message.Message):
     offset: int
     data: bytes
     def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ListBlocksRequest(_message.Message):
+    __slots__ = ("hello", "content", "digests")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    content: str
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., content: _Optional[str] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ListBlocksReply(_message.Message):
+    __slots__ = ("failure", "blocks")
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    failure: _step_pb2.Failure
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockFiles]
+    def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockFiles, _Mapping]]] = ...) -> None: ...
+
+class BlockFiles(_message.Message):
+    __slots__ = ("digest", "names", "sizes")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    names: _containers.RepeatedScalarFieldContainer[str]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, digest: _Optional[bytes] = ..., names: _Optional[_Iterable[str]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadBlockRequest(_message.Message):
+    __slots__ = ("hello", "content", "digest", "file", "ranges")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    hello: _hello_pb2.Hello
+    content: str
+    digest: bytes
+    file: str
+    ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., content: _Optional[str] = ..., digest: _Optional[bytes] = ..., file: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ...) -> None: ...

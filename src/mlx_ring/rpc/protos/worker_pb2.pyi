@@ -221,7 +221,7 @@ class StepsReply(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ..., fetched: _Optional[_Union[KvFetched, _Mapping]] = ...) -> None: ...
 
 class FetchKv(_message.Message):
-    __slots__ = ("id", "blocks", "only_looks", "owners", "sources", "start", "end", "within_s", "next")
+    __slots__ = ("id", "blocks", "only_looks", "owners", "sources", "start", "end", "within_s", "next", "asks_peers", "peers")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,8 @@ class FetchKv(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    ASKS_PEERS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: _step_pb2.KvBlocks
     only_looks: bool
@@ -240,7 +242,21 @@ class FetchKv(_message.Message):
     end: int
     within_s: float
     next: _step_pb2.ListedBlock
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., sources: _Optional[_Iterable[_Union[KvSource, _Mapping]]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., within_s: _Optional[float] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ...) -> None: ...
+    asks_peers: bool
+    peers: _containers.RepeatedCompositeFieldContainer[KvPeer]
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., sources: _Optional[_Iterable[_Union[KvSource, _Mapping]]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., within_s: _Optional[float] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ..., asks_peers: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[KvPeer, _Mapping]]] = ...) -> None: ...
+
+class KvPeer(_message.Message):
+    __slots__ = ("reader", "address", "node", "bytes_per_s")
+    READER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    reader: str
+    address: str
+    node: str
+    bytes_per_s: float
+    def __init__(self, reader: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("stage", "rank", "address", "node", "first_layer", "end_layer", "key")
@@ -261,18 +277,40 @@ class KvSource(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
 
 class KvFetched(_message.Message):
-    __slots__ = ("id", "blocks", "ends", "problem", "next_tokens")
+    __slots__ = ("id", "blocks", "ends", "problem", "next_tokens", "from_peers")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FROM_PEERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: int
     ends: _containers.RepeatedScalarFieldContainer[int]
     problem: str
     next_tokens: int
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ..., next_tokens: _Optional[int] = ...) -> None: ...
+    from_peers: PeerBlocks
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ..., next_tokens: _Optional[int] = ..., from_peers: _Optional[_Union[PeerBlocks, _Mapping]] = ...) -> None: ...
+
+class PeerBlocks(_message.Message):
+    __slots__ = ("blocks", "ends", "parts")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    parts: _containers.RepeatedCompositeFieldContainer[PeerPart]
+    def __init__(self, blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[PeerPart, _Mapping]]] = ...) -> None: ...
+
+class PeerPart(_message.Message):
+    __slots__ = ("node", "bytes", "seconds")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    bytes: int
+    seconds: float
+    def __init__(self, node: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ExportKv(_message.Message):
     __slots__ = ("key", "sequence", "length", "within_s", "nodes")

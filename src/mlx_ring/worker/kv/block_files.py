@@ -1,4 +1,4 @@
-"""Files of saved KV: the names that say what they hold, their content, and the room that all of them take.
+"""Files of saved KV: the names that say what they hold, and their content.
 
 A file holds one kind of content of some layers for one block: all their KV heads, or the share of one rank. A name
 such as `0-5.heads-0-2-of-8.window-1024` says so. Files of any ranks are joined, so a reader need not know who wrote them.
@@ -11,18 +11,14 @@ entry of an array's first axis, which are heads. So a rank reads its own heads f
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import struct
-import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -32,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange, MemberRange
+from mlx_ring.rpc.protos import hello_pb2
 from mlx_ring.worker.kv.content import as_device_array
 from mlx_ring.worker.kv.kv_store import KVStore
 
@@ -45,19 +42,19 @@ _MAGIC = b"mlx-ring KV 2\n"
 _LENGTH = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 26
 _FILE = re.compile(r"(\d+)-(\d+)(?:\.heads-(\d+)-(\d+)-of-(\d+))?(?:\.(window-\d+|states))?")
-_FOLDER, _BLOCK_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}(?P<owner>[0-9a-f]{32})?")
-_LEAVE = 0.9
-"""Share of the limit that eviction leaves."""
-_COUNT_FILE = "written-today"
-_DAY_S = 86400
 
-_Header = list[tuple[int, list[tuple[str, list[int], list[int]]]]]
+Header = list[tuple[int, list[tuple[str, list[int], list[int]]]]]
 """By layer, the place of its arrays behind the header, and each one's type, shape and checksums."""
 
 
 def fingerprint(*parts: object) -> str:
     """Return the name of the folder for blocks that are only equal if all these parts are."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def content_name(hello: hello_pb2.Hello, dtype: str, kv_bits: int) -> str:
+    """Return the name of the folder for KV of a head's model and versions, in a type and perhaps quantized."""
+    return fingerprint(hello.model_digest, hello.mlx, hello.mlx_lm, hello.mlx_ring, dtype, kv_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +229,7 @@ def files_in(folder: Path) -> list[BlockFile]:
 
 def write_layers(file: BinaryIO, block: Sequence[Content]) -> None:
     """Write a header and the content of every layer of a file's range; a layer without any has an empty tuple."""
-    header: _Header = []
+    header: Header = []
     place, payload = 0, list[memoryview]()
     for arrays in block:
         kinds: list[tuple[str, list[int], list[int]]] = []
@@ -253,6 +250,18 @@ def write_layers(file: BinaryIO, block: Sequence[Content]) -> None:
 
 def read_layers(file: BinaryIO, layers: LayerRange, wanted: Mapping[int, Rows | None]) -> dict[int, Content]:
     """Read rows of some layers of a file. Raises ValueError if it is damaged."""
+    header = read_header(file, layers)
+    begin = file.tell()
+    found: dict[int, Content] = {}
+    for layer, rows in wanted.items():
+        place, kinds = header[layer - layers.start]
+        file.seek(begin + place)
+        found[layer] = tuple(_read_array(file, kind, shape, sums, rows, layer) for kind, shape, sums in kinds)
+    return found
+
+
+def read_header(file: BinaryIO, layers: LayerRange) -> Header:
+    """Read the header of a file, and go to its end. Raises ValueError if it is damaged."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError("it has another format")
     lengths = file.read(2 * _LENGTH.size)
@@ -262,16 +271,37 @@ def read_layers(file: BinaryIO, layers: LayerRange, wanted: Mapping[int, Rows | 
     text = file.read(min(length, _LONGEST_HEADER))
     if len(text) != length or zlib.crc32(text) != checksum:
         raise ValueError("its header is damaged")
-    header: _Header = json.loads(text)
+    header: Header = json.loads(text)
     if len(header) != layers.end - layers.start:
         raise ValueError("it has other layers than its name says")
-    begin = file.tell()
-    found: dict[int, Content] = {}
-    for layer, rows in wanted.items():
+    return header
+
+
+def ranges_of(
+    header: Header, begin: int, layers: LayerRange, wanted: Mapping[int, Rows | None]
+) -> list[tuple[int, int]]:
+    """Return the ranges of bytes, half-open and in order, that have rows of some layers of a file.
+
+    Args:
+        header: the file's header.
+        begin: its end.
+        layers: the layers of the file.
+        wanted: rows by layer, as of `read_layers`.
+    """
+    ranges: list[tuple[int, int]] = []
+    for layer, rows in sorted(wanted.items()):
         place, kinds = header[layer - layers.start]
-        file.seek(begin + place)
-        found[layer] = tuple(_read_array(file, kind, shape, sums, rows, layer) for kind, shape, sums in kinds)
-    return found
+        place += begin
+        for kind, shape, sums in kinds:
+            row_bytes = math.prod(shape) * np.dtype(kind).itemsize // len(sums)
+            first, last = rows or (0, len(sums))
+            start, end = place + first * row_bytes, place + last * row_bytes
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            if end > start:
+                ranges.append((start, end))
+            place += len(sums) * row_bytes
+    return ranges
 
 
 def _read_array(
@@ -325,93 +355,3 @@ def concatenate_tokens(
     if into is None or (into.shape, into.dtype) != (shape, parts[0].dtype):
         into = joined[place] = np.empty(shape, parts[0].dtype)
     return np.concatenate(parts, axis=1, out=into)
-
-
-# ---- room
-
-
-def make_room(folder: Path, limit_bytes: int) -> None:
-    """Remove the blocks that were used least recently, if all of them are larger than a limit."""
-    blocks = sorted(_sizes(folder))
-    size = sum(nbytes for _, nbytes, _ in blocks)
-    for _, nbytes, path in blocks if size > limit_bytes else ():
-        if size <= limit_bytes * _LEAVE:
-            break
-        shutil.rmtree(path, ignore_errors=True)
-        size -= 0 if path.exists() else nbytes
-
-
-def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield the time of the last use, the size and the folder of every block. Others' files are not looked at."""
-    for path, _ in _block_folders(folder):
-        with contextlib.suppress(OSError):
-            sizes = [each.stat().st_size for each in path.iterdir()]
-            yield path.stat().st_mtime, sum(sizes), path
-
-
-def _block_folders(folder: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield every block's folder, and the block's owner, if it has one."""
-    for path in folder.glob("*/*"):
-        block = _BLOCK_FOLDER.fullmatch(path.name)
-        if block is not None and _FOLDER.fullmatch(path.parent.name):
-            yield path, block["owner"]
-
-
-def remove_others(folder: Path, owners: Iterable[bytes]) -> None:
-    """Remove the blocks of all owners but these. Blocks without an owner stay."""
-    known = {None, *(owner.hex() for owner in owners)}
-    for path, owner in _block_folders(folder):
-        if owner not in known:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-class DailyBytes:
-    """Bytes that all workers of a machine may write into a folder in a day, because writing wears flash memory.
-
-    A small file in the folder has the day, of UTC, and the bytes that were written in it.
-    """
-
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, limit_bytes
-        self._spent_on = -1
-        """Last day on which something did not fit."""
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._limit
-
-    @property
-    def is_spent(self) -> bool:
-        """True if something did not fit today."""
-        return self._spent_on == _today()
-
-    def take(self, nbytes: int) -> bool:
-        """Count bytes that are about to be written; return False if the day's bytes do not suffice.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        day = _today()
-        descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
-            fcntl.flock(file, fcntl.LOCK_EX)
-            written = _written_on(day, file.read(64)) + nbytes
-            if written > self._limit:
-                self._spent_on = day
-                return False
-            text = b"%d %d\n" % (day, written)
-            file.seek(0)
-            file.write(text)
-            file.truncate(len(text))
-        return True
-
-
-def _today() -> int:
-    return int(time.time()) // _DAY_S
-
-
-def _written_on(day: int, text: bytes) -> int:
-    """Return the bytes of a day, by the content of the file; 0 if that is of another day or damaged."""
-    numbers = text.split()
-    is_known = len(numbers) == 2 and all(number.isdigit() for number in numbers)  # noqa: PLR2004 - day and bytes
-    return int(numbers[1]) if is_known and int(numbers[0]) == day else 0

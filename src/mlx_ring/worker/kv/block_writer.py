@@ -7,29 +7,25 @@ named by its place in the text. So a text finds it that shares only some of its 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
+import re
+import shutil
 import tempfile
 import threading
 import time
 import zlib
 from array import array as number_array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.kv.block_files import (
-    BlockFile,
-    Content,
-    DailyBytes,
-    make_room,
-    remove_others,
-    write_layers,
-)
+from mlx_ring.worker.kv.block_files import BlockFile, Content, write_layers
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +39,15 @@ _DAILY_SHARE = 5
 """Bytes that may be written in a day, as a multiple of the limit."""
 _MOST_LISTED = 4096
 """Places whose last short block is remembered."""
-_LISTED = "block"
+LISTED = "block"
 """Name of the file of a listed block."""
 _LIST_MAGIC = b"mlx-ring KV list 2\n"
 _CHECKSUM_BYTES = 4
+_FOLDER, _BLOCK_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}(?P<owner>[0-9a-f]{32})?")
+_LEAVE = 0.9
+"""Share of the limit that eviction leaves."""
+_COUNT_FILE = "written-today"
+_DAY_S = 86400
 
 
 class BlockWriter:
@@ -181,7 +182,7 @@ class BlockWriter:
         before, mine = self.read_listed(listed.place), self._listed.pop(listed.place, None)
         if before is None or before.digest != listed.digest:
             content = ListedTokens(listed.digest, tuple(listed.tokens)).encode()
-            self._replace(self.path(listed.place), _LISTED, lambda file: file.write(content), len(content))
+            self._replace(self.path(listed.place), LISTED, lambda file: file.write(content), len(content))
         if len(listed.tokens) < size:
             self._listed[listed.place] = listed.digest
             if len(self._listed) > _MOST_LISTED:
@@ -202,7 +203,7 @@ class BlockWriter:
     def read_listed(self, place: bytes) -> ListedTokens | None:
         """Return the block that is listed at a place; None if there is none, or the file is damaged."""
         try:
-            data = (self.path(place) / _LISTED).read_bytes()
+            data = (self.path(place) / LISTED).read_bytes()
         except OSError:
             return None
         return ListedTokens.decode(data)
@@ -240,3 +241,93 @@ class ListedTokens:
             return None
         tokens.frombytes(content[end:])
         return cls(content[1:end], tuple(tokens))
+
+
+# ---- room
+
+
+def make_room(folder: Path, limit_bytes: int) -> None:
+    """Remove the blocks that were used least recently, if all of them are larger than a limit."""
+    blocks = sorted(_sizes(folder))
+    size = sum(nbytes for _, nbytes, _ in blocks)
+    for _, nbytes, path in blocks if size > limit_bytes else ():
+        if size <= limit_bytes * _LEAVE:
+            break
+        shutil.rmtree(path, ignore_errors=True)
+        size -= 0 if path.exists() else nbytes
+
+
+def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """Yield the time of the last use, the size and the folder of every block. Others' files are not looked at."""
+    for path, _ in _block_folders(folder):
+        with contextlib.suppress(OSError):
+            sizes = [each.stat().st_size for each in path.iterdir()]
+            yield path.stat().st_mtime, sum(sizes), path
+
+
+def _block_folders(folder: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield every block's folder, and the block's owner, if it has one."""
+    for path in folder.glob("*/*"):
+        block = _BLOCK_FOLDER.fullmatch(path.name)
+        if block is not None and _FOLDER.fullmatch(path.parent.name):
+            yield path, block["owner"]
+
+
+def remove_others(folder: Path, owners: Iterable[bytes]) -> None:
+    """Remove the blocks of all owners but these. Blocks without an owner stay."""
+    known = {None, *(owner.hex() for owner in owners)}
+    for path, owner in _block_folders(folder):
+        if owner not in known:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class DailyBytes:
+    """Bytes that all workers of a machine may write into a folder in a day, because writing wears flash memory.
+
+    A small file in the folder has the day, of UTC, and the bytes that were written in it.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._spent_on = -1
+        """Last day on which something did not fit."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._limit
+
+    @property
+    def is_spent(self) -> bool:
+        """True if something did not fit today."""
+        return self._spent_on == _today()
+
+    def take(self, nbytes: int) -> bool:
+        """Count bytes that are about to be written; return False if the day's bytes do not suffice.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        day = _today()
+        descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
+            fcntl.flock(file, fcntl.LOCK_EX)
+            written = _written_on(day, file.read(64)) + nbytes
+            if written > self._limit:
+                self._spent_on = day
+                return False
+            text = b"%d %d\n" % (day, written)
+            file.seek(0)
+            file.write(text)
+            file.truncate(len(text))
+        return True
+
+
+def _today() -> int:
+    return int(time.time()) // _DAY_S
+
+
+def _written_on(day: int, text: bytes) -> int:
+    """Return the bytes of a day, by the content of the file; 0 if that is of another day or damaged."""
+    numbers = text.split()
+    is_known = len(numbers) == 2 and all(number.isdigit() for number in numbers)  # noqa: PLR2004 - day and bytes
+    return int(numbers[1]) if is_known and int(numbers[0]) == day else 0

@@ -2,7 +2,8 @@
 
 A block is the content of some tokens. A digest of all tokens up to its end is the name of its folder, whose files have
 layers and heads of ranks (`block_files.py`). It lies in a folder for one model, one type of keys and values, and the same
-versions of MLX. A rank joins its own layers and heads from the files of any ranks.
+versions of MLX. A rank joins its own layers and heads from the files of any ranks, also of those on other machines
+(`block_reader.py`).
 
 Layers that keep every token need every block. Those with a window need the blocks of its tokens, and recurrent ones their
 states at the end of the last block. So a text can be restored only where all this was saved in time.
@@ -13,34 +14,28 @@ Nothing here fails a step: a block that is missing, damaged or for other layers 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv.block_files import (
-    BlockFile,
-    Content,
     HeadShare,
     Kind,
-    Rows,
-    concatenate_heads,
     concatenate_tokens,
     every_token,
-    files_in,
-    find_sources,
     from_host,
-    read_layers,
     to_host,
 )
+from mlx_ring.worker.kv.block_reader import Block, BlockReader, PeerDisks, RemoteBlocks, speed_of
 from mlx_ring.worker.kv.block_writer import BlockWriter
 from mlx_ring.worker.kv.kv_store import KVStore
 
@@ -51,13 +46,30 @@ _FETCH_LIMIT_S = 10.0
 _MOST_FETCHES = 4
 """Fetches that may be read or wait for that. Others find nothing."""
 
-Block = dict[Kind, dict[int, Content]]
-"""Content of a block by kind and layer."""
-Answer = Callable[[int, Sequence[int], int], None]
-"""Function that receives the number of blocks after which a sequence can continue at most.
+_WITH_PEERS = 2
+"""Threads that look for blocks on other machines, besides those that read them."""
 
-If it cannot continue after each block before, all numbers after which it can follow. The last argument is the number of
-tokens of the listed block after them."""
+
+class Answer(Protocol):
+    """Receiver of the result of a fetch."""
+
+    def __call__(
+        self,
+        blocks: int,
+        ends: Sequence[int] = (),
+        next_tokens: int = 0,
+        *,
+        from_peers: worker_pb2.PeerBlocks | None = None,
+    ) -> object:
+        """Receive the result.
+
+        Args:
+            blocks: number of blocks after which a sequence can continue at most.
+            ends: all such numbers, if it cannot continue after each block before.
+            next_tokens: number of tokens of the listed block after them.
+            from_peers: counted: the result with other machines' disks, if that is more; read: what came from them.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -73,6 +85,8 @@ class _Fetch:
     """True if blocks are only counted; then they have no content here."""
     counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
     """Kinds that are there, by block."""
+    from_peers: worker_pb2.PeerBlocks | None = None
+    """As of `Answer`."""
     blocks: list[Block] = field(default_factory=list[Block])
     next_tokens: int = 0
     """Tokens of the last one, if it is a listed one; 0 if it is not."""
@@ -96,6 +110,7 @@ class KvDisk:
         layers: Sequence[int],
         kinds: Sequence[Kind] | None = None,
         share: HeadShare | None = None,
+        peers: PeerDisks | None = None,
     ) -> None:
         """Use `folder`, which several workers may share.
 
@@ -106,14 +121,16 @@ class KvDisk:
             layers: the numbers of this rank's layers.
             kinds: the kinds of content that they have; None: all of them keep every token.
             share: the KV heads of this rank; None: all.
+            peers: the disks of other machines; None: they are not asked.
         """
         self._writer = BlockWriter(folder, name, limit_bytes)
+        self._blocks = BlockReader(self._writer, share, peers)
         self._places = {layer: place for place, layer in enumerate(layers)}
         """Places of this rank's layers in its store."""
-        self._share = share
         self._kinds = every_token(layers) if kinds is None else tuple(kinds)
         self._forgets = any(kind.name for kind in self._kinds)
         self._reader = ThreadPoolExecutor(1, "kv-disk-reader")
+        self._peer_reader = ThreadPoolExecutor(_MOST_FETCHES + _WITH_PEERS, "kv-peer-reader")
         self._lock = threading.Lock()
         self._fetches: dict[int, _Fetch] = {}
 
@@ -135,9 +152,11 @@ class KvDisk:
                 content = kv.content(save.sequence, (begin, end), kind.window)
             layers = range(kind.extent.start, kind.extent.end)
             block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
-            self._writer.write(digests[number], self._own(kind), block)
+            self._writer.write(digests[number], self._blocks.own(kind), block)
         for listed in save.listed:
-            self._writer.list_block(listed, size, [self._own(kind) for kind in self._kinds], self._is_whole)
+            self._writer.list_block(
+                listed, size, [self._blocks.own(kind) for kind in self._kinds], self._is_whole
+            )
         self._writer.touch([*digests, *(listed.place for listed in save.listed)])
 
     def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
@@ -147,7 +166,7 @@ class KvDisk:
             for kind in self._kinds
             if not kind.name
             for number, digest in enumerate(save.blocks.digests)
-            if number >= save.first and not self._is_saved(digest, kind)
+            if number >= save.first and not self._blocks.has(digest, kind)
         ]
         return missing[: save.most or None]
 
@@ -165,19 +184,12 @@ class KvDisk:
             for kind in self._kinds
             if kind.name
             for number in kind.blocks(len(digests), size)
-            if not self._is_saved(digests[number], kind) and is_held(kind, number)
+            if not self._blocks.has(digests[number], kind) and is_held(kind, number)
         ]
 
     def _is_whole(self, digest: bytes) -> bool:
         """Report whether a block's files have all that this rank needs."""
-        return all(self._is_saved(digest, kind) for kind in self._kinds)
-
-    def _is_saved(self, digest: bytes, kind: Kind) -> bool:
-        """Report whether a block's files have all that this rank has of a kind."""
-        path = self._writer.path(digest)
-        if os.path.exists(path / self._own(kind).name):  # noqa: PTH110 - it does not raise
-            return True
-        return find_sources(files_in(path), self._own(kind), kind) is not None
+        return all(self._blocks.has(digest, kind) for kind in self._kinds)
 
     # ---- fetch
 
@@ -192,21 +204,33 @@ class KvDisk:
         if reads >= _MOST_FETCHES and not wanted.only_looks:
             self._answer(wanted.id, fetch)
         else:
+            peers = self._blocks.peers if wanted.asks_peers else None
+            asked = [] if peers is None else peers.choose(wanted.peers)
+            limit_s = max(_FETCH_LIMIT_S, wanted.within_s)
             # From now on: one that hangs may keep the thread busy.
-            timer = threading.Timer(_FETCH_LIMIT_S, self._give_up, (wanted.id, fetch))
+            timer = threading.Timer(limit_s, self._give_up, (wanted.id, fetch, limit_s))
             timer.daemon = True
             timer.start()
-            self._reader.submit(self._read, wanted, fetch, timer)
+            reader = self._peer_reader if asked else self._reader
+            reader.submit(self._read, wanted, fetch, timer, asked)
 
-    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch, timer: threading.Timer) -> None:
+    def _read(
+        self,
+        wanted: worker_pb2.FetchKv,
+        fetch: _Fetch,
+        timer: threading.Timer,
+        peers: Sequence[worker_pb2.KvPeer],
+    ) -> None:
         if fetch.is_answered:
             return
         digests, began = list(wanted.blocks.digests), time.monotonic()
         try:
             if fetch.only_looks:
-                self._count(fetch, digests)
+                fetch.counted = self._count(fetch, digests)
+                if peers:
+                    self._count_with_peers(fetch, digests, peers)
             else:
-                digests += self._read_all(fetch, digests, wanted.next if wanted.HasField("next") else None)
+                digests += self._read_all(fetch, wanted, peers)
         except Exception:
             log.exception("KV cannot be read from %s", self._writer.folder)
         timer.cancel()
@@ -216,29 +240,76 @@ class KvDisk:
         if not fetch.only_looks:
             self._writer.touch(digests[:read])
 
-    def _count(self, fetch: _Fetch, digests: Sequence[bytes]) -> None:
-        needed = {kind for kind in self._kinds if not kind.name}
+    def _count(
+        self, fetch: _Fetch, digests: Sequence[bytes], remote: RemoteBlocks | None = None
+    ) -> list[frozenset[Kind]]:
+        """Return the kinds that are there, by block, up to the first one without a layer that keeps every token."""
+        needed, counted = {kind for kind in self._kinds if not kind.name}, list[frozenset[Kind]]()
         for digest in digests:
-            kinds = self._find_block(digest)
+            kinds = self._blocks.find(digest, self._kinds, remote)
             if fetch.is_answered or not needed <= kinds:
-                return
-            fetch.counted.append(kinds)
+                break
+            counted.append(kinds)
+        return counted
+
+    def _count_with_peers(
+        self, fetch: _Fetch, digests: Sequence[bytes], peers: Sequence[worker_pb2.KvPeer]
+    ) -> None:
+        """Count the blocks with those of other machines, if there are too few here."""
+        own, _ = self._ends(fetch.counted, fetch.size)
+        if self._blocks.peers is None or own == fetch.wanted:
+            return
+        remote = self._blocks.peers.look_up(peers, digests)
+        counted = self._count(fetch, digests, remote)
+        blocks, ends = self._ends(counted, fetch.size)
+        if blocks <= own:
+            return
+        nbytes, speeds = Counter[str](), {peer.node: speed_of(peer) for peer in peers}
+        for number, digest in enumerate(digests[:blocks]):
+            kinds = [kind for kind in self._kinds if number in kind.blocks(blocks, fetch.size)]
+            nbytes.update(self._blocks.remote_bytes(digest, kinds, remote))
+        parts = [
+            worker_pb2.PeerPart(node=node, bytes=round(size), seconds=size / speeds[node])
+            for node, size in nbytes.items()
+        ]
+        fetch.from_peers = worker_pb2.PeerBlocks(blocks=blocks, ends=ends, parts=parts)
 
     def _read_all(
-        self, fetch: _Fetch, digests: Sequence[bytes], after: step_pb2.ListedBlock | None
+        self, fetch: _Fetch, wanted: worker_pb2.FetchKv, peers: Sequence[worker_pb2.KvPeer]
     ) -> list[bytes]:
         """Read the blocks, and the listed one after them; return the folders that were used for that one."""
+        digests, after = list(wanted.blocks.digests), wanted.next if wanted.HasField("next") else None
+        remote = None
+        if peers and self._blocks.peers is not None:
+            places = [] if after is None else [after.place]
+            remote = self._blocks.peers.look_up(peers, [*digests, *places])
+            fetch.from_peers = worker_pb2.PeerBlocks()
         for number, digest in enumerate(digests):
             kinds = [kind for kind in self._kinds if number in kind.blocks(fetch.wanted, fetch.size)]
-            if not self._add(fetch, self._read_block(digest, kinds)):
+            if not self._add(fetch, self._read_block(fetch, digest, kinds, remote)):
                 return []
-        listed = None if after is None else self._writer.read_listed(after.place)
+        listed = None if after is None else self._blocks.read_listed(after, remote)
         if after is None or listed is None or not (shared := listed.shared(after.tokens)):
             return []
         # Its tokens are of use only with the block, which may be missing.
-        if not self._add(fetch, self._read_block(listed.digest, self._kinds), shared):
+        if remote is not None and self._blocks.peers is not None:
+            remote.files |= self._blocks.peers.look_up(peers, [listed.digest]).files
+        if not self._add(fetch, self._read_block(fetch, listed.digest, self._kinds, remote), shared):
             return []
         return [listed.digest, after.place]
+
+    def _read_block(
+        self, fetch: _Fetch, digest: bytes, kinds: Sequence[Kind], remote: RemoteBlocks | None
+    ) -> Block | None:
+        """Read a block, and record what came from other machines."""
+        before = 0 if remote is None else remote.received.total()
+        block = self._blocks.read(digest, kinds, remote)
+        if remote is not None and block is not None and remote.received.total() > before:
+            parts = [worker_pb2.PeerPart(node=node, bytes=nbytes) for node, nbytes in remote.received.items()]
+            with self._lock:
+                blocks = 1 + (0 if fetch.from_peers is None else fetch.from_peers.blocks)
+                fetch.from_peers = worker_pb2.PeerBlocks(blocks=blocks, parts=parts)
+        return block
 
     def _add(self, fetch: _Fetch, block: Block | None, next_tokens: int = 0) -> bool:
         """Add a block that was read; return False if it is missing, or comes too late."""
@@ -249,96 +320,48 @@ class KvDisk:
             fetch.next_tokens = next_tokens
         return True
 
-    def _give_up(self, id_: int, fetch: _Fetch) -> None:
-        self._answer(
-            id_, fetch, f"Reading KV from {self._writer.folder} takes longer than {_FETCH_LIMIT_S:g} s"
-        )
+    def _give_up(self, id_: int, fetch: _Fetch, limit_s: float) -> None:
+        self._answer(id_, fetch, f"Reading KV from {self._writer.folder} takes longer than {limit_s:g} s")
 
     def _answer(self, id_: int, fetch: _Fetch, problem: str = "") -> None:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
-            found, ends, next_tokens = self._result(fetch)
+            (found, ends, next_tokens), from_peers = self._result(fetch), fetch.from_peers
             if (fetch.only_looks or not found) and self._fetches.get(id_) is fetch:
                 del self._fetches[id_]
         if not late:
             if problem:
                 self._writer.complain(problem)
-            fetch.answer(found, ends, next_tokens)
+            if from_peers is None or not from_peers.blocks:
+                fetch.answer(found, ends, next_tokens)
+            else:
+                fetch.answer(found, ends, next_tokens, from_peers=from_peers)
 
     def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int], int]:
-        """Return the arguments of a fetch's answer."""
+        """Return the first arguments of a fetch's answer."""
+        if fetch.only_looks:
+            return *self._ends(fetch.counted, fetch.size), 0
         if not self._forgets:
-            found = len(fetch.counted if fetch.only_looks else fetch.blocks) - bool(fetch.next_tokens)
-            return found, (), fetch.next_tokens
-        if not fetch.only_looks:
-            found = fetch.wanted if len(fetch.blocks) == fetch.wanted else 0
-            return found, [found] if found else (), 0
+            return len(fetch.blocks) - bool(fetch.next_tokens), (), fetch.next_tokens
+        found = fetch.wanted if len(fetch.blocks) == fetch.wanted else 0
+        return found, [found] if found else (), 0
+
+    def _ends(self, counted: Sequence[frozenset[Kind]], size: int) -> tuple[int, Sequence[int]]:
+        """Return the number of blocks after which a sequence can continue at most, and all such numbers if some layers forget."""
+        if not self._forgets:
+            return len(counted), ()
         ends = [
             end
-            for end in range(1, len(fetch.counted) + 1)
+            for end in range(1, len(counted) + 1)
             if all(
-                kind in fetch.counted[number]
+                kind in counted[number]
                 for kind in self._kinds
                 if kind.name
-                for number in kind.blocks(end, fetch.size)
+                for number in kind.blocks(end, size)
             )
         ]
-        return max(ends, default=0), ends, 0
-
-    def _find_block(self, digest: bytes) -> frozenset[Kind]:
-        """Return the kinds of content of which a block has all that this rank needs."""
-        files = files_in(self._writer.path(digest))
-        return frozenset(
-            kind for kind in self._kinds if find_sources(files, self._own(kind), kind) is not None
-        )
-
-    def _read_block(self, digest: bytes, kinds: Sequence[Kind]) -> Block | None:
-        """Return a block's content of some kinds, or None if a layer or head is missing or damaged."""
-        folder = self._writer.path(digest)
-        files = files_in(folder) if kinds else []
-        block: Block = {}
-        for kind in kinds:
-            content = self._read_kind(folder, files, kind)
-            if content is None:
-                return None
-            block[kind] = content
-        return block
-
-    def _read_kind(self, folder: Path, files: list[BlockFile], kind: Kind) -> dict[int, Content] | None:
-        """Read what this rank needs of a kind. If a file cannot be read, the others may have all of it too."""
-        while (sources := find_sources(files, self._own(kind), kind)) is not None:
-            wanted: dict[BlockFile, dict[int, Rows | None]] = {}
-            for layer, joined in sources.items():
-                for file, rows in joined:
-                    wanted.setdefault(file, {})[layer] = rows
-            parts: dict[BlockFile, dict[int, Content]] = {}
-            for file, layers in wanted.items():
-                content = self._read_file(folder / file.name, file, layers)
-                if content is None:
-                    files.remove(file)
-                    break
-                parts[file] = content
-            else:
-                return {
-                    layer: concatenate_heads([parts[file][layer] for file, _ in joined])
-                    for layer, joined in sources.items()
-                }
-        return None
-
-    def _read_file(self, path: Path, file: BlockFile, wanted: dict[int, Rows | None]) -> Any:
-        """Return the wanted rows by layer, or None if the file cannot be read. A damaged one is removed."""
-        try:
-            with path.open("rb") as opened:
-                return read_layers(opened, file.layers, wanted)
-        except FileNotFoundError:
-            pass  # it was removed meanwhile, to make room
-        except OSError as error:
-            self._writer.complain(f"KV cannot be read from {path}: {error.strerror or error}")
-        except ValueError as error:
-            self._writer.complain(f"A block of KV is removed, {path}: {error}")
-            path.unlink(missing_ok=True)
-        return None
+        return max(ends, default=0), ends
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
         """Fill a part of a sequence with the first tokens of a fetch. After the last part, forget it.
@@ -418,7 +441,3 @@ class KvDisk:
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""
         self._writer.settle(limit_s)
-
-    def _own(self, kind: Kind) -> BlockFile:
-        """Return the file that this rank writes."""
-        return BlockFile(kind.extent, kind.name, self._share)

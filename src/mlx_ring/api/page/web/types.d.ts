@@ -520,6 +520,8 @@ export interface PrefixCache {
   evictions?: number;
   /** Tokens whose KV came from the machines' disks, with `--kv-disk`. */
   restored_tokens?: number;
+  /** Those of them of which a machine has read KV from another one's disk. */
+  peer_tokens?: number;
   saved_tokens?: number;
   /** Tokens whose KV came from the workers of another instance, when requests moved. */
   moved_tokens?: number;

@@ -64,8 +64,9 @@ function isOnDisk({ restored_tokens: restored = 0, saved_tokens: saved = 0 }) {
 }
 
 /** @param {PrefixCache} prefix */
-function onDisk({ restored_tokens: restored = 0, saved_tokens: saved = 0 }) {
-  return html`${counted(restored, "token")} restored<span class="muted">, ${figures(saved, 6)} saved</span>`;
+function onDisk({ restored_tokens: restored = 0, peer_tokens: peers = 0, saved_tokens: saved = 0 }) {
+  return html`${counted(restored, "token")} restored<span class="muted">
+    ${!!peers && html`, ${figures(peers, 6)} of them from other machines`}, ${figures(saved, 6)} saved</span>`;
 }
 
 /** @param {CacheStatistics} cache */
