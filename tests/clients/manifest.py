@@ -181,6 +181,13 @@ CLIENTS: Sequence[Client] = (
         {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
     ),
     Client(
+        "continue-cli",
+        "@continuedev/cli",
+        "with_continue_cli.mjs",
+        "`cn --config config.yaml`, with `provider: openai`, `apiBase: URL/v1`, `apiKey: KEY` and `model: MODEL`",
+        {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_METRICS_ENABLED": "0"},
+    ),
+    Client(
         "llm-comply",
         "llm-comply",
         "with_llm_comply.py",
