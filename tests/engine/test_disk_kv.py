@@ -227,7 +227,7 @@ def test_restore_gives_way_between_its_parts_to_a_sequence_that_runs() -> None:
         assert (await other).token_ids == undisturbed.token_ids
         assert ((await restored).token_ids, (await restored).last.cached_tokens) == (first.token_ids, 0)
         assert engine.stats().scheduler.num_preemptions == 0
-        assert engine.cache_stats().restored_tokens == 0
+        assert engine.stats().cache.restored_tokens == 0
         assert [parts(step) for step in after.sent if parts(step)] == [[0], [0]], "the last forgets it"
         assert not after.has_fetched
 
