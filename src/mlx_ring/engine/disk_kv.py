@@ -399,6 +399,12 @@ class DiskKv:
         self._checked.clear()
 
 
+def disk_counts(disk: DiskKv | None) -> dict[str, int]:
+    """Return the counts of tokens for `CacheStats`; all are 0 without disks."""
+    names = ("restored_tokens", "peer_tokens", "saved_tokens")
+    return {name: 0 if disk is None else getattr(disk, name) for name in names}
+
+
 def _remember(known: dict[bytes, None], digests: Iterable[bytes]) -> None:
     for digest in digests:
         known.pop(digest, None)
