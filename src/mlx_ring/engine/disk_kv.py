@@ -40,8 +40,6 @@ from mlx_ring.engine.sequence import Sequence
 from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, Offer
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
-DISK_COUNTS = ("restored_tokens", "peer_tokens", "saved_tokens")
-"""Statistics of `DiskKv`, by their names in `CacheStats`."""
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
 """Blocks that are saved with one step, without rows and with them: rows wait while a rank copies blocks."""
 _BYTES_PER_S, _LEAST_PAUSE_S = 2e8, 0.05
@@ -406,6 +404,12 @@ class DiskKv:
         self._unsent.clear()
         self._to_save.clear()
         self._checked.clear()
+
+
+def disk_counts(disk: DiskKv | None) -> dict[str, int]:
+    """Return the counts of tokens for `CacheStats`; all are 0 without disks."""
+    names = ("restored_tokens", "peer_tokens", "saved_tokens")
+    return {name: 0 if disk is None else getattr(disk, name) for name in names}
 
 
 def _remember(known: dict[bytes, None], digests: Iterable[bytes]) -> None:

@@ -7,10 +7,9 @@ the step, whichever is longer. It is never shorter than the time in which a mach
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 
 from mlx_ring.core.engine_stats import RankTotals, StepTiming
 from mlx_ring.core.errors import ProtocolError
@@ -19,7 +18,7 @@ from mlx_ring.engine.decode import MicroBatch
 from mlx_ring.engine.resumption import PredictChunk
 from mlx_ring.engine.rows import tokens_fed
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.step_times import AlikeSteps, DecodeRound, StageTimes, StepTimes, StreamPace
+from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes, pace_of, round_of
 from mlx_ring.rpc.protos import step_pb2
 
 _RECENT_STEPS = 256
@@ -28,8 +27,6 @@ _KEPT = 128
 """Number of last steps of each kind that are kept for each stage."""
 _KINDS = 8
 """Number of kinds that are reported: the most frequent ones, because each length of a chunk is a kind."""
-_STALL = 4
-"""Multiple of the median round as which a longer one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +374,8 @@ class StepWindow:
             )
             for stage in stages
         )
-        pace = _pace(self._decode.get(max(stages, default=0), ()))
-        return StepTimes(times, pace, _round([self._last.get(stage, ()) for stage in stages]))
+        pace = pace_of(self._decode.get(max(stages, default=0), ()))
+        return StepTimes(times, pace, round_of([self._last.get(stage, ()) for stage in stages]))
 
 
 def _window() -> deque[StepTiming]:
@@ -405,56 +402,3 @@ def _medians(alike: list[StepTiming]) -> AlikeSteps:
         link_send_us=median(timing.link_send_us for timing in alike),
         queue_us=median(timing.queue_us for timing in alike),
     )
-
-
-def _pace(last_stage: Iterable[StepTiming]) -> StreamPace | None:
-    """Return the speed from consecutive steps of one sequence, without other steps between them."""
-    pairs = [
-        (before, after)
-        for before, after in pairwise(last_stage)
-        if before.rows == after.rows == 1
-        and before.sequence == after.sequence > 0
-        and after.step == before.step + 1
-    ]
-    if not pairs:
-        return None
-    return StreamPace(
-        token_us=median(after.finished_us - before.finished_us for before, after in pairs),
-        tokens=len(pairs),
-        context_tokens=int(median(after.context_tokens for _, after in pairs)),
-    )
-
-
-def _round(stages: list[Collection[StepTiming]]) -> DecodeRound | None:
-    """Return the time between steps of one micro-batch, from those with only decode steps between them.
-
-    Sequences that continue stay in the order of a micro-batch's rows, so the first one tells which it is.
-    """
-    compute_us = [{timing.step: timing.compute_us for timing in stage} for stage in stages]
-    kinds: dict[tuple[int, int], list[tuple[int, StepTiming]]] = defaultdict(list)
-    latest: dict[int, tuple[int, StepTiming]] = {}
-    for place, timing in enumerate(stages[-1] if stages else ()):
-        since, before = latest.get(timing.sequence, (place, timing))
-        steps = timing.step - before.step
-        is_alike = before.rows == timing.rows and all(timing.step in each for each in compute_us)
-        if timing.sequence and is_alike and 0 < steps == place - since:
-            kinds[steps, timing.rows].append((timing.finished_us - before.finished_us, timing))
-        latest[timing.sequence] = place, timing
-    if not kinds:
-        return None
-    (batches, rows), found = max(kinds.items(), key=lambda kind: len(kind[1]))
-    return DecodeRound(
-        batches=batches,
-        rows=rows,
-        tokens=int(median(timing.tokens for _, timing in found)),
-        rounds=len(found),
-        context_tokens=int(median(timing.context_tokens for _, timing in found)),
-        round_us=_mean_without_stalls([round_us for round_us, _ in found]),
-        compute_us=tuple(median(each[timing.step] for _, timing in found) for each in compute_us),
-        mean_us=tuple(_mean_without_stalls([each[one.step] for _, one in found]) for each in compute_us),
-    )
-
-
-def _mean_without_stalls(times_us: list[int]) -> float:
-    most = _STALL * median(times_us)
-    return fmean(min(each, most) for each in times_us)

@@ -12,7 +12,7 @@ from itertools import count
 from mlx_ring.core.engine_stats import CacheStats
 from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
-from mlx_ring.engine.disk_kv import DISK_COUNTS, DiskKv
+from mlx_ring.engine.disk_kv import DiskKv, disk_counts
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
@@ -443,7 +443,7 @@ class KvManager:
         return CacheStats(
             enabled=self._enabled,
             **cache.counts(),
-            **{name: getattr(self.disk, name, 0) for name in DISK_COUNTS},
+            **disk_counts(self.disk),
             moved_tokens=self.moved_tokens,
             ranks=self.budget.use(cache.kept()),
         )

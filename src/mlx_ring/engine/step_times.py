@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
 
 from mlx_ring.core.engine_stats import StepTiming
 
@@ -316,6 +318,10 @@ class ChunkSizer:
         return max(ratios, default=1.0)
 
 
+_STALL = 4
+"""Multiple of the median round as which a longer one counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class AlikeSteps:
     """Comparable steps of one stage. Times are medians, microseconds."""
@@ -386,3 +392,56 @@ class StepTimes:
     """Speed of a single stream; None before there was one."""
     round: DecodeRound | None = None
     """The most frequent kind of rounds; None before two steps of a micro-batch in a row."""
+
+
+def pace_of(last_stage: Iterable[StepTiming]) -> StreamPace | None:
+    """Return the speed from consecutive steps of one sequence, without other steps between them."""
+    pairs = [
+        (before, after)
+        for before, after in pairwise(last_stage)
+        if before.rows == after.rows == 1
+        and before.sequence == after.sequence > 0
+        and after.step == before.step + 1
+    ]
+    if not pairs:
+        return None
+    return StreamPace(
+        token_us=median(after.finished_us - before.finished_us for before, after in pairs),
+        tokens=len(pairs),
+        context_tokens=int(median(after.context_tokens for _, after in pairs)),
+    )
+
+
+def round_of(stages: list[Collection[StepTiming]]) -> DecodeRound | None:
+    """Return the time between steps of one micro-batch, from those with only decode steps between them.
+
+    Sequences that continue stay in the order of a micro-batch's rows, so the first one tells which it is.
+    """
+    compute_us = [{timing.step: timing.compute_us for timing in stage} for stage in stages]
+    kinds: dict[tuple[int, int], list[tuple[int, StepTiming]]] = defaultdict(list)
+    latest: dict[int, tuple[int, StepTiming]] = {}
+    for place, timing in enumerate(stages[-1] if stages else ()):
+        since, before = latest.get(timing.sequence, (place, timing))
+        steps = timing.step - before.step
+        is_alike = before.rows == timing.rows and all(timing.step in each for each in compute_us)
+        if timing.sequence and is_alike and 0 < steps == place - since:
+            kinds[steps, timing.rows].append((timing.finished_us - before.finished_us, timing))
+        latest[timing.sequence] = place, timing
+    if not kinds:
+        return None
+    (batches, rows), found = max(kinds.items(), key=lambda kind: len(kind[1]))
+    return DecodeRound(
+        batches=batches,
+        rows=rows,
+        tokens=int(median(timing.tokens for _, timing in found)),
+        rounds=len(found),
+        context_tokens=int(median(timing.context_tokens for _, timing in found)),
+        round_us=_mean_without_stalls([round_us for round_us, _ in found]),
+        compute_us=tuple(median(each[timing.step] for _, timing in found) for each in compute_us),
+        mean_us=tuple(_mean_without_stalls([each[one.step] for _, one in found]) for each in compute_us),
+    )
+
+
+def _mean_without_stalls(times_us: list[int]) -> float:
+    most = _STALL * median(times_us)
+    return fmean(min(each, most) for each in times_us)

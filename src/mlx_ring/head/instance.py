@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from mlx_ring.cluster.agent_link import Report
@@ -44,7 +43,7 @@ from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import assign_all, kv_peers, kv_places, predict_by
+from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
 from mlx_ring.head.reshaping import Reshaping, head_hello
 from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
 from mlx_ring.head.step_down import blame_join, groups_of
@@ -236,8 +235,8 @@ class Instance:
         timeout_s = 10.0 if self._epoch.loaded else 30.0
         addresses = [RankAddress(RankId(each.stage, each.rank), each.address, each.node) for each in places]
         executor = await GrpcExecutor.connect(addresses, hello, trust=self._epoch.trust, timeout_s=timeout_s)
-        executor.kv_places = kv_places(self._epoch.placement.ranges, self._epoch.placement.ranks, places)
-        executor.kv_peers = partial(kv_peers, self._epoch.placement.ranks)
+        placement = self._epoch.placement
+        executor.kv_places, executor.kv_peers = kv_places(placement.ranges, placement.ranks, places)
         cleanup.push_async_callback(executor.close)
         return executor
 
@@ -361,9 +360,8 @@ class Instance:
             self.is_dropped = True
             raise NotReady(f"The lost workers of {self._epoch.instance} answer again.")
         self._loaded = loaded.workers
-        places = await self._unless_lost(
-            link(loaded, prepared, hello, kept_message(self._epoch.kept.values()))
-        )
+        kept = kept_message(self._epoch.kept.values())
+        places = await self._unless_lost(link(loaded, prepared, hello, kept))
         await self._end_superseded()
         return places
 

@@ -7,7 +7,7 @@ It also covers stages whose ranks are on several machines (`--tp` with `--nodes`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -59,8 +59,8 @@ def place_ranks(sites: Sequence[Site], shares: Sequence[Sequence[float]]) -> tup
 
 def kv_places(
     ranges: Sequence[LayerRange], ranks: Sequence[Stage], places: Iterable[WorkerPlace]
-) -> list[KvPlace]:
-    """Return the places of the ranks' KV, by which it moves to other instances."""
+) -> tuple[list[KvPlace], Callable[[], Iterator[worker_pb2.KvPeer]]]:
+    """Return the places of the ranks' KV, by which it moves to other instances, and how to find saved KV of others."""
     found: list[KvPlace] = []
     for place in places:
         stage = ranks[place.stage]
@@ -75,10 +75,10 @@ def kv_places(
                 site.bytes_per_s,
             )
         )
-    return found
+    return found, partial(_kv_peers, ranks)
 
 
-def kv_peers(ranks: Sequence[Stage]) -> Iterator[worker_pb2.KvPeer]:
+def _kv_peers(ranks: Sequence[Stage]) -> Iterator[worker_pb2.KvPeer]:
     """Yield the agents from which the ranks may read saved KV, as each machine of ranks reaches them."""
     sites = {placed.site.node: placed.site for stage in ranks for placed in stage}
     for reader, site in sites.items():
