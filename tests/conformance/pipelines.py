@@ -180,9 +180,9 @@ class WorkerPipeline:
             answers: SimpleQueue[int] = SimpleQueue()
 
             def answer(
-                found: int, _ends: Sequence[int], _next: int, put: Callable[[int], None] = answers.put
+                blocks: int, *_: object, put: Callable[[int], None] = answers.put, **__: object
             ) -> None:
-                put(found)
+                put(blocks)
 
             disk.fetch(worker_pb2.FetchKv(id=1, blocks=blocks), answer)
             if answers.get(timeout=60) * BLOCK != length:
