@@ -155,6 +155,14 @@ def test_a_machine_that_is_lost_meanwhile_is_lost_in_the_next_plan(tiny_model: P
     assert (left.lost, left.silent_nodes) == ({RankId(1, 0), RankId(2, 0)}, {"a"})
 
 
+def test_ranks_of_machines_that_were_told_to_end_are_lost_if_the_others_go_back(tiny_model: Path) -> None:
+    change = Change(tiny_model, [("a", 0, 5)])
+    back = change.reshaping.back(change.remains, change.reshaping.placement)
+    assert (back.lost, back.silent_nodes) == ({RankId(1, 0)}, frozenset())
+    all_stay = Change(tiny_model, [("b", 0, 1), ("a", 1, 5)])
+    assert not all_stay.reshaping.back(all_stay.remains, all_stay.reshaping.placement).lost
+
+
 def test_layers_without_room_are_announced_and_loaded_in_the_pause(tiny_model: Path) -> None:
     change = Change(tiny_model, [("a", 0, 4), ("b", 4, 5)], full="a")
     assert change.load() == ["a ANNOUNCED stage 0 0-4 pid 1", "b BESIDE stage 1 4-5 pid 2"]

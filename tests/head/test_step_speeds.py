@@ -205,6 +205,9 @@ def test_time_beside_computing_needs_rounds_and_machines_of_ones_own(tmp_path: P
     for instances in ([WithRounds(rounds=31)], [WithRounds(forecast=None)], [WithRounds(), beside]):
         speeds.learn(instances, MEMBERS)
         assert speeds.of("a", made_up_profile()).overhead_s == 0.0
+    speeds.learn([WithRounds(ratios=(0.0, 1.2))], MEMBERS)
+    speeds.learn([WithRounds()], [replace(one, yielding=Yielding("it is busy", 0.5)) for one in MEMBERS])
+    assert speeds.of("a", made_up_profile()).overhead_s == 0.0
     off = StepSpeeds(tmp_path, learns=False)
     off.learn([WithRounds()], MEMBERS)
     assert off.of("a", made_up_profile()).overhead_s == 0.0

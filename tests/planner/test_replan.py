@@ -361,6 +361,7 @@ def round_on(loaded: LoadedStages, ratios: Sequence[float], *overheads_s: float)
             for stage, (node, _) in enumerate(given)
         ),
         batches,
+        rows,
         REQUEST.streams / speed,
         forecast.pipeline.around_s(rows),
     )
@@ -412,6 +413,13 @@ def test_machines_that_all_become_slower_share_the_overhead() -> None:
     learn(overheads, round_on(loaded, (1, 1), 0.001, 0.001))
     learn(overheads, round_on(loaded, (3, 3), 0.05, 0.05))
     assert [overheads.of(node) for node in ("node-0", "node-1", "node-2")] == [pytest.approx(0.05)] * 3
+
+
+def test_a_machine_is_not_slower_because_rounds_have_other_rows() -> None:
+    loaded, overheads = loaded_on(machines(1, 1)), StepOverheads(Clock(), 1800.0)
+    learn(overheads, round_on(loaded, (1, 1), 0.001, 0.001))
+    learn(overheads, replace(round_on(loaded, (1, 1.8), 0.02, 0.02), rows=99))
+    assert [overheads.of(node) for node in ("node-0", "node-1")] == [pytest.approx(0.02)] * 2
 
 
 def test_an_overhead_is_bounded_and_changes_by_more_than_noise() -> None:

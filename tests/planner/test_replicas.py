@@ -15,7 +15,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.many_machines import PipelineBounds
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.profiles import CpuQuota, NodeProfile, StepRatios
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -122,9 +122,20 @@ def test_no_pair_of_single_machines_has_a_higher_throughput(nodes: list[NodeProf
 
 
 @examples(0.25)
-@given(NODES, st.integers(1, 12))
-def test_no_pipeline_exceeds_the_bound_of_its_machines(nodes: list[NodeProfile], sequences: int) -> None:
+@given(
+    NODES,
+    st.integers(1, 12),
+    st.sampled_from((0.0, 0.005)),
+    st.sampled_from((1.0, 3.0)),
+    st.sampled_from((None, CpuQuota(0.5, 0.1))),
+)
+def test_no_pipeline_exceeds_the_bound_of_its_machines(
+    nodes: list[NodeProfile], sequences: int, overhead_s: float, ratio: float, quota: CpuQuota | None
+) -> None:
     model, request = model_of(12), replace(THROUGHPUT, demand=Demand(512, sequences))
+    learned = StepRatios(decode=ratio, overhead_s=overhead_s)
+    nodes = [replace(nodes[0], ratios=learned, cpu_quota=quota), *nodes[1:]]
+    nodes = [replace(node, ratios=replace(node.ratios, overhead_s=overhead_s)) for node in nodes]
     try:
         plan = place(model, cluster_of(*nodes), request)
     except PlanError:

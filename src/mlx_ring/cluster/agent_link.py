@@ -191,13 +191,14 @@ class AgentLink:
         raise WorkerLost(f"{self._name.capitalize()} ended its reports.")
 
     async def stop(self, instance: str, timeout_s: float, hello: hello_pb2.Hello | None = None) -> None:
-        """Stop an instance's workers, or without a name all workers and the agent; ignore an agent that has ended.
+        """Stop an instance's workers, or without a name all workers and the agent.
 
+        An agent that has ended is ignored, and so is a connection that was closed, which comes after another stop.
         A request may arrive long after this call has ended, when other workers of the instance run there. With the
         greeting of the head, it stops none of a higher epoch, and none of a newer head.
         """
         request = agent_pb2.StopRequest(hello=hello, instance=instance)
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
             await STOP.aio_unary_unary(self._channel)(request, timeout=timeout_s)
 
     async def end(self, timeout_s: float) -> None:

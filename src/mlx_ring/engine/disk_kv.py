@@ -281,7 +281,7 @@ class DiskKv:
         digests = block_digests(tokens, fetched.owner)
         if not fetched.from_peers:
             _remember(self._saved, digests)
-        _remember(self._ends, digests[-1:])
+            _remember(self._ends, digests[-1:])
         nbytes, offer = len(tokens) * self._token_bytes, partial(self._offer, kv, entry, fetched)
         self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
         return []

@@ -217,7 +217,8 @@ class KvMoves:
         self._send(self.clock())
         if problem := await self._until_executed(step, within_s):
             return problem
-        if entry not in kv.held:
+        # Another request may have taken the entry over.
+        if (match := self._match(tokens)) is None or match.length < len(tokens):
             return "a worker could not keep it, or its memory was needed"
         kv.moved_tokens += len(tokens) - start
         return ""

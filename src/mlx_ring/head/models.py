@@ -163,7 +163,10 @@ class Catalog:
 
     async def _learn(self) -> None:
         cluster_view, views = self._views()
-        await asyncio.to_thread(self._speeds.learn, views, [*cluster_view.membership.members.values()])
+        try:
+            await asyncio.to_thread(self._speeds.learn, views, [*cluster_view.membership.members.values()])
+        except Exception:
+            log.exception("Nothing is learned of the last steps")
 
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with the state of its stages."""

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -161,7 +161,13 @@ class StepSpeeds:
                 self._now.pop(node, None)
                 self._overheads.forget(node)
         workers = _workers(instances)
-        rounds = {view.name: found for view in instances if (found := _round(view, workers)) is not None}
+        yields = {node for node, member in present.items() if member.yielding is not None}
+        rounds = {
+            view.name: found
+            for view in instances
+            if yields.isdisjoint(chain.from_iterable(view.nodes))
+            and (found := _round(view, workers)) is not None
+        }
         if self._overheads.learn(rounds, {view.name for view in instances}):
             log.info(
                 "Decode steps take %.1f ms beside computing, which the next plan counts",
@@ -290,9 +296,11 @@ def _round(view: MeasuredInstance, workers: Mapping[str, int]) -> Round | None:
         if node.cpu_quota is not None or workers[node.name] > 1:
             return None
         predicted_s = profile.decode_s(stage, measured.tokens, measured.context_tokens)
+        if mean_us <= 0 or predicted_s <= 0:
+            return None
         found.append(StageStep(node.name, compute_us / 1e6, mean_us / 1e6 / predicted_s))
     hops_s = profile.pipeline.around_s(measured.tokens)
-    return Round(tuple(found), measured.batches, measured.round_us / 1e6, hops_s)
+    return Round(tuple(found), measured.batches, measured.rows, measured.round_us / 1e6, hops_s)
 
 
 def _measured(

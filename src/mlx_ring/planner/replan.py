@@ -327,6 +327,8 @@ class Round:
     stages: tuple[StageStep, ...]
     batches: int
     """Number of micro-batches that take turns."""
+    rows: int
+    """Sequences of one."""
     round_s: float
     hops_s: float
     """Predicted seconds of all hops."""
@@ -372,8 +374,8 @@ class StepOverheads:
         """The last measurements of the common time."""
         self._added: Mapping[str, _Overhead] = {}
         """Times that count on single machines. It is replaced, as plans read it in other threads."""
-        self._least: dict[str, dict[str, float]] = {}
-        """Least ratio of each machine, by instance."""
+        self._least: dict[str, dict[tuple[str, int, int], float]] = {}
+        """Least ratio of each machine in rounds of a kind, by instance: predictions may be off by more for one kind."""
 
     def of(self, node: str) -> float:
         """Return the seconds of a step on a machine, known or not."""
@@ -416,10 +418,11 @@ class StepOverheads:
 
     def _slowed(self, instance: str, found: Round) -> StageStep | None:
         """Return the longest step of machines that have become slower than others; None if there are none."""
-        least = self._least.setdefault(instance, {})
+        least, slower = self._least.setdefault(instance, {}), dict[str, float]()
         for stage in found.stages:
-            least[stage.node] = min(stage.ratio, least.get(stage.node, stage.ratio))
-        slower = {stage.node: stage.ratio / least[stage.node] for stage in found.stages}
+            kind = stage.node, found.batches, found.rows
+            least[kind] = min(stage.ratio, least.get(kind, stage.ratio))
+            slower[stage.node] = stage.ratio / least[kind]
         slowed = [stage for stage in found.stages if slower[stage.node] > _SLOWED * min(slower.values())]
         return max(slowed, key=lambda stage: stage.computing_s, default=None)
 

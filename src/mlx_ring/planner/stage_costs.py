@@ -174,7 +174,8 @@ class StageTables:
         each = [
             np.diff(self._seconds_before(form, node, rows, context_tokens)) for form in self._forms.on(node)
         ]
-        return times_on(node, np.min(each, axis=0)).steady
+        computing = np.min(each, axis=0) * node.ratios.decode
+        return computing if node.cpu_quota is None else node.cpu_quota.steady_s(computing)
 
     def prefill_seconds(
         self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from tests.worker.kv.test_disk import (
     store_of,
 )
 
+from mlx_ring.agent.weights import serving
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.types import MemberRange
@@ -287,6 +289,70 @@ def test_faulty_machine_is_a_miss_and_another_one_is_used(
             peers: Any = disk._blocks.peers
             asked = [peer.node for peer in peers.choose([each.peer for each in running])]
             assert asked == ["mini-1"] * others
+
+
+def test_damaged_file_is_not_requested_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_by(filled(), tmp_path / "0", [(0, LAYERS)])
+    with agents(tmp_path / "0") as running:
+        disk = open_reader(tmp_path / "empty", (0, LAYERS))
+        running[0].service.flips = True
+        for number in (1, 2):
+            assert ask(disk, running, number=number).blocks == 0
+        assert not ask(disk, running, only_looks=True).HasField("from_peers")
+    assert caplog.text.count("KV of mini-0 is not used") == 1
+
+
+def test_files_with_long_headers_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_reader, "_FIRST_BYTES", 64)
+    run = filled()
+    save_by(run, tmp_path / "0", [(0, LAYERS)])
+    with agents(tmp_path / "0") as running:
+        disk = open_reader(tmp_path / "empty", (1, 3))
+        assert ask(disk, running).blocks == len(DIGESTS)
+        assert continues_alike(run, disk, (1, 3))
+
+
+def test_complete_files_of_this_machine_are_preferred(tmp_path: Path) -> None:
+    """Let another machine have files with the reader's own name, and this one lack the last block."""
+    run = filled()
+    save_by(run, tmp_path / "0", [(0, 2)])
+    save_by(run, tmp_path / "own", [(0, LAYERS)])
+    shutil.rmtree(tmp_path / "own" / NAME / DIGESTS[-1].hex())
+    with agents(tmp_path / "0") as running:
+        disk = open_reader(tmp_path / "own", (0, 2))
+        assert ask(disk, running, only_looks=True).blocks == len(DIGESTS) - 1
+        fetched = ask(disk, running)
+        assert (fetched.blocks, fetched.from_peers.blocks) == (len(DIGESTS), 1)
+        assert continues_alike(run, disk, (0, 2))
+
+
+def test_first_blocks_stay_longest_where_others_read_them(tmp_path: Path) -> None:
+    save_by(filled(), tmp_path / "0", [(0, LAYERS)])
+    with agents(tmp_path / "0") as running:
+        assert ask(open_reader(tmp_path / "empty", (0, LAYERS)), running).blocks == len(DIGESTS)
+    used = [(tmp_path / "0" / NAME / digest.hex()).stat().st_mtime for digest in DIGESTS]
+    assert used == sorted(used, reverse=True)
+    assert len({*used}) == len(used)
+
+
+def test_disk_of_saved_kv_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
+    """Fill all of the service's places with calls that hang, and ask for more."""
+    service: Any = WeightsService("mini-0", None, tmp_path)
+    hangs, places = threading.Event(), serving._MOST_KV_CALLS
+    request = weights_pb2.ListBlocksRequest(hello=make_hello(node="reader"), content=NAME, digests=DIGESTS)
+
+    async def run() -> weights_pb2.ListBlocksReply:
+        hanging = [asyncio.create_task(service._kv_threads.run(hangs.wait)) for _ in range(places)]
+        await asyncio.sleep(0)
+        refused = await service.list_blocks(request, None)
+        # A call that is given up before its turn leaves its place.
+        hanging.pop().cancel()
+        hangs.set()
+        assert all(await asyncio.gather(*hanging))
+        assert not (await service.list_blocks(request, None)).HasField("failure")
+        return refused
+
+    assert "others wait for the disk" in asyncio.run(run()).failure.message
 
 
 def test_only_members_of_the_cluster_read_saved_kv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

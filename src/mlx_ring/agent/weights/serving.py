@@ -11,9 +11,13 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import grpc
 
@@ -43,7 +47,12 @@ MAX_BLOCKS = 1 << 16
 _CONTENT, _BLOCK_FILE = re.compile(r"[0-9a-f]{32}"), re.compile(r"block|\d+-\d+[.a-z0-9-]{0,100}")
 _DIGEST_BYTES = (16, 32)
 """Lengths of a block's digest: without and with an owner."""
+_KV_THREADS, _MOST_KV_CALLS = 4, 64
+"""Threads that read saved KV, and calls that may be in them or wait for them."""
 _Context = grpc.aio.ServicerContext[object, object]
+_Given, _Result = ParamSpec("_Given"), TypeVar("_Result")
+_Read = Callable[[Path, int, int], Awaitable[bytes]]
+"""Function that reads at most so many bytes of a file from an offset on, as `_read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,32 @@ class _Source:
     folder: Path
     manifest: WeightsManifest
     have: frozenset[int]
+
+
+class _KvThreads:
+    """Threads of their own for the folder of saved KV: its disk may hang, and all else must not wait for it."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_KV_THREADS, "kv-files")
+        self._places = threading.BoundedSemaphore(_MOST_KV_CALLS)
+
+    async def run(
+        self, function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> _Result:
+        """Call a function in a thread.
+
+        Raises:
+            WeightsMissing: too many calls wait for the disk.
+        """
+        if not self._places.acquire(blocking=False):
+            raise WeightsMissing(f"{_MOST_KV_CALLS} others wait for the disk with saved KV.")
+        future = self._threads.submit(function, *args, **kwargs)
+        future.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(future)
+
+    async def read(self, path: Path, nbytes: int, offset: int) -> bytes:
+        """Read a part of a file, as `_read`."""
+        return await self.run(_read, path, nbytes, offset)
 
 
 class WeightsService:
@@ -68,6 +103,7 @@ class WeightsService:
         self._node = node
         self._store = store
         self._kv = kv
+        self._kv_threads = _KvThreads()
         self._offered: dict[str, _Source] = {}
 
     def offer(self, folder: Path, manifest: WeightsManifest) -> None:
@@ -116,7 +152,7 @@ class WeightsService:
         try:
             source = await self._source(request.hello, request.model)
             _check_ranges(source, request)
-            async for part in _read_ranges(source.folder / request.file, request.ranges):
+            async for part in _read_ranges(source.folder / request.file, request.ranges, _read_in_thread):
                 yield part
         except RingError as error:
             log.warning("Did not give weights of %s: %s", request.model[:16], error)
@@ -127,7 +163,7 @@ class WeightsService:
     async def list_blocks(
         self, request: weights_pb2.ListBlocksRequest, _context: _Context
     ) -> weights_pb2.ListBlocksReply:
-        """Return the names and sizes of the files of those blocks that are here."""
+        """Return the names and sizes of the files of those blocks that are here, in the order of a text."""
         try:
             check_hello(request.hello, make_hello(node=self._node), "the peer")
             if len(request.digests) > MAX_BLOCKS:
@@ -135,7 +171,7 @@ class WeightsService:
                     f"{len(request.digests)} blocks were requested at once; {MAX_BLOCKS} are allowed."
                 )
             folders = {digest: self._block_folder(request.content, digest) for digest in request.digests}
-            found = await asyncio.to_thread(_list_files, folders)
+            found = await self._kv_threads.run(_list_files, folders)
         except RingError as error:
             return weights_pb2.ListBlocksReply(failure=error_to_failure(error))
         return weights_pb2.ListBlocksReply(blocks=found)
@@ -153,9 +189,7 @@ class WeightsService:
                 raise ProtocolError(
                     f"{len(request.ranges)} ranges were requested at once; 1 to {MAX_RANGES} are allowed."
                 )
-            with contextlib.suppress(OSError):
-                os.utime(folder)  # it was used, so that it stays longer
-            async for part in _read_ranges(folder / request.file, request.ranges):
+            async for part in _read_ranges(folder / request.file, request.ranges, self._kv_threads.read):
                 yield part
         except RingError as error:
             log.info("Did not give KV of block %s: %s", request.digest.hex()[:16], error)
@@ -207,48 +241,47 @@ def _check_ranges(source: _Source, request: weights_pb2.FetchRequest) -> None:
 
 
 def _list_files(folders: Mapping[bytes, Path]) -> list[weights_pb2.BlockFiles]:
-    """Return the files of blocks by digest; those of missing folders, or that go meanwhile, are left out."""
+    """Return the files of blocks by digest; those of missing folders, or that go meanwhile, are left out.
+
+    These blocks are used, so that they stay longer, and the first ones longest: later ones are of no use without them.
+    """
     found: list[weights_pb2.BlockFiles] = []
-    for digest, folder in folders.items():
+    now = time.time()
+    for number, (digest, folder) in enumerate(folders.items()):
         sizes: dict[str, int] = {}
         with contextlib.suppress(OSError), os.scandir(folder) as files:
             for file in files:
                 if _BLOCK_FILE.fullmatch(file.name):
                     sizes[file.name] = file.stat(follow_symlinks=False).st_size
         if sizes:
+            with contextlib.suppress(OSError):
+                os.utime(folder, (now, now - number / 1e3))
             found.append(weights_pb2.BlockFiles(digest=digest, names=sizes, sizes=sizes.values()))
     return found
 
 
 async def _read_ranges(
-    path: Path, ranges: Iterable[weights_pb2.ByteRange]
+    path: Path, ranges: Iterable[weights_pb2.ByteRange], read: _Read
 ) -> AsyncIterator[weights_pb2.FetchPart]:
-    descriptor = await asyncio.to_thread(_open, path)
-    try:
-        for wanted in ranges:
-            offset, end = wanted.offset, wanted.offset + wanted.length
-            while offset < end:
-                data = await asyncio.to_thread(
-                    _read, descriptor, min(MESSAGE_BYTES, end - offset), offset, path
-                )
-                yield weights_pb2.FetchPart(offset=offset, data=data)
-                offset += len(data)
-    finally:
-        os.close(descriptor)
+    for wanted in ranges:
+        offset, end = wanted.offset, wanted.offset + wanted.length
+        while offset < end:
+            data = await read(path, min(MESSAGE_BYTES, end - offset), offset)
+            yield weights_pb2.FetchPart(offset=offset, data=data)
+            offset += len(data)
 
 
-def _open(path: Path) -> int:
+async def _read_in_thread(path: Path, nbytes: int, offset: int) -> bytes:
+    return await asyncio.to_thread(_read, path, nbytes, offset)
+
+
+def _read(path: Path, nbytes: int, offset: int) -> bytes:
+    """Read a part of a file. It is opened for each part, so that no call which is given up leaves it open."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), nbytes, offset)
     except OSError as error:
         raise WeightsMissing(f"{path.name} can no longer be read: {error.strerror}.") from error
-
-
-def _read(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
-    try:
-        data = os.pread(descriptor, nbytes, offset)
-    except OSError as error:
-        raise WeightsMissing(f"{path.name} cannot be read: {error.strerror}.") from error
     if not data:
         raise WeightsMissing(f"{path.name} ends before byte {offset + nbytes}: it was changed.")
     return data

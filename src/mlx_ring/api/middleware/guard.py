@@ -199,10 +199,14 @@ class Guard:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(name := _hostname(f"//{host}")):
             raise Refused(
-                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts)}, or start it again with "
-                f"`mlx-ring serve MODEL --allowed-hosts {_as_argument(name)}`."
+                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts)}. If that name is this "
+                f"machine's, start it again with `mlx-ring serve MODEL --allowed-hosts {_as_argument(name)}`."
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
+            if origin == "null":
+                raise Refused(
+                    "Origin 'null' is that of a file or a closed-off frame, and names no site to trust."
+                )
             raise Refused(
                 f"Origin '{origin}' may not use this server. If you trust that site, start it again with "
                 f"`mlx-ring serve MODEL --allowed-origins {_as_argument(origin)}`."

@@ -18,8 +18,9 @@ import os
 import re
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange, MemberRange
-from mlx_ring.rpc.protos import hello_pb2
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.worker.kv.content import as_device_array
 from mlx_ring.worker.kv.kv_store import KVStore
 
@@ -215,6 +216,17 @@ def find_sources(
     return sources
 
 
+def part_of(file: BlockFile, rows: Rows | None, share: HeadShare | None) -> float:
+    """Return the part of a file's heads that are read."""
+    if rows is None:
+        return 1.0
+    if file.share is not None:
+        heads = file.share.own.end - file.share.own.start
+    else:
+        heads = rows[1] if share is None else share.total
+    return (rows[1] - rows[0]) / heads
+
+
 def files_in(folder: Path) -> list[BlockFile]:
     """Return the files of a block's folder; none if it is missing."""
     try:
@@ -222,6 +234,30 @@ def files_in(folder: Path) -> list[BlockFile]:
     except OSError:
         return []
     return [file for name in names if (file := BlockFile.parse(name)) is not None]
+
+
+Source = tuple[worker_pb2.KvPeer, int]
+"""A machine that has a file, and the file's size there."""
+
+
+@dataclass(slots=True)
+class RemoteBlocks:
+    """Files of blocks on other machines, and the bytes that came from each of these."""
+
+    files: dict[bytes, dict[BlockFile, list[Source]]] = field(
+        default_factory=dict[bytes, "dict[BlockFile, list[Source]]"]
+    )
+    """Sources by digest and file, the fastest ones first."""
+    lists: dict[bytes, list[Source]] = field(default_factory=dict[bytes, "list[Source]"])
+    """Sources of the lists of short blocks, by place."""
+    received: Counter[str] = field(default_factory=Counter[str])
+    """Bytes by machine."""
+
+    def forget(self, peer: worker_pb2.KvPeer) -> None:
+        """Forget the files of a machine."""
+        for files in self.files.values():
+            for sources in files.values():
+                sources[:] = [source for source in sources if source[0] is not peer]
 
 
 # ---- content
@@ -275,6 +311,14 @@ def read_header(file: BinaryIO, layers: LayerRange) -> Header:
     if len(header) != layers.end - layers.start:
         raise ValueError("it has other layers than its name says")
     return header
+
+
+def header_end(content: bytes) -> int:
+    """Return where a file's header ends, by the first bytes. Raises ValueError if there are too few."""
+    begin = len(_MAGIC) + 2 * _LENGTH.size
+    if len(content) < begin:
+        raise ValueError("it is cut off")
+    return begin + min(_LENGTH.unpack_from(content, len(_MAGIC))[0], _LONGEST_HEADER)
 
 
 def ranges_of(

@@ -9,15 +9,16 @@ The log says why, and another machine may have it. One that did not answer is no
 
 from __future__ import annotations
 
-import io
+import contextlib
 import logging
+import mmap
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import grpc
 
@@ -34,10 +35,14 @@ from mlx_ring.worker.kv.block_files import (
     Content,
     HeadShare,
     Kind,
+    RemoteBlocks,
     Rows,
+    Source,
     concatenate_heads,
     files_in,
     find_sources,
+    header_end,
+    part_of,
     ranges_of,
     read_header,
     read_layers,
@@ -58,25 +63,11 @@ _FIRST_BYTES = 1 << 16
 """Bytes in which a header mostly fits."""
 _MOST_FILE_BYTES, _MOST_RANGES = 1 << 30, 4096
 """Limits of a file, and of the ranges of one request."""
+_MOST_DAMAGED = 4096
+"""Number of damaged files of other machines that are remembered."""
 
 Block = dict[Kind, dict[int, Content]]
 """Content of a block by kind and layer."""
-Source = tuple[worker_pb2.KvPeer, int]
-"""A machine that has a file, and the file's size there."""
-
-
-@dataclass(slots=True)
-class RemoteBlocks:
-    """Files of blocks on other machines, and the bytes that came from each of these."""
-
-    files: dict[bytes, dict[BlockFile, list[Source]]] = field(
-        default_factory=dict[bytes, "dict[BlockFile, list[Source]]"]
-    )
-    """Sources by digest and file, the fastest ones first."""
-    lists: dict[bytes, list[Source]] = field(default_factory=dict[bytes, "list[Source]"])
-    """Sources of the lists of short blocks, by place."""
-    received: Counter[str] = field(default_factory=Counter[str])
-    """Bytes by machine."""
 
 
 class PeerDisks:
@@ -97,6 +88,8 @@ class PeerDisks:
         """Time until which a machine is not asked, by its name."""
         self._reasons: dict[str, str] = {}
         """Reasons that were logged."""
+        self._damaged: dict[tuple[str, bytes, BlockFile], None] = {}
+        """Files of other machines that are not requested again."""
 
     def choose(self, peers: Iterable[worker_pb2.KvPeer]) -> list[worker_pb2.KvPeer]:
         """Return those of the peers that are to be asked from this machine, the fastest ones first."""
@@ -114,20 +107,22 @@ class PeerDisks:
         request = weights_pb2.ListBlocksRequest(
             hello=make_hello(node=self._node), content=self._content, digests=digests
         )
-        asked = [
-            (peer, LIST_BLOCKS.unary_unary(self._channel(peer)).future(request, timeout=_LIST_WITHIN_S))
-            for peer in peers
-        ]
         found = RemoteBlocks()
+        asked: list[tuple[worker_pb2.KvPeer, grpc.Future]] = []
+        for peer in peers:
+            # Another thread closes a channel if the agent has got another port.
+            with contextlib.suppress(ValueError):
+                call = LIST_BLOCKS.unary_unary(self._channel(peer)).future(request, timeout=_LIST_WITHIN_S)
+                asked.append((peer, call))
         for peer, call in asked:
             try:
                 reply: weights_pb2.ListBlocksReply = call.result()
                 if reply.HasField("failure"):
                     raise failure_to_error(reply.failure)
-                _file_away(found, peer, reply.blocks)
-            except grpc.RpcError as error:
-                self._bar(peer, channel_error(error, peer.node))
-            except RingError as error:
+                self._file_away(found, peer, reply.blocks)
+            except grpc.FutureCancelledError:
+                continue
+            except (grpc.RpcError, RingError) as error:
                 self._bar(peer, error)
         return found
 
@@ -141,11 +136,16 @@ class PeerDisks:
             try:
                 return self._read_layers(blocks, peer, size, digest, file, wanted)
             except grpc.RpcError as error:
-                self._bar(peer, channel_error(error, peer.node))
-                _forget(blocks, peer)
+                self._bar(peer, error)
+                blocks.forget(peer)
             except (RingError, ValueError, IndexError, TypeError) as error:
                 log.warning("KV of %s is not used, block %s: %s", peer.node, digest.hex()[:16], error)
                 sources.pop(0)
+                if not isinstance(error, RingError):
+                    with self._lock:
+                        self._damaged[peer.node, digest, file] = None
+                        if len(self._damaged) > _MOST_DAMAGED:
+                            del self._damaged[next(iter(self._damaged))]
         return None
 
     def _read_layers(
@@ -166,19 +166,27 @@ class PeerDisks:
         """
         if size > _MOST_FILE_BYTES:
             raise ProtocolError(f"a file of {size / 1e9:.1f} GB is too large")
-        content, is_whole = bytearray(size), len(wanted) == file.layers.end - file.layers.start
-        whole, fill = [(0, size)], partial(self._fill, blocks, peer, digest, file.name, content)
-        if is_whole and not any(wanted.values()):
-            fill(whole)
-        else:
-            fill([(0, min(size, _FIRST_BYTES))])
-            opened = io.BytesIO(content)
-            header = read_header(opened, file.layers)
-            ranges = ranges_of(header, opened.tell(), file.layers, wanted)
-            if any(end > size for _, end in ranges):
-                raise ValueError("it is cut off")
-            fill(ranges if len(ranges) <= _MOST_RANGES else whole)
-        return read_layers(io.BytesIO(content), file.layers, wanted)
+        whole, is_whole = [(0, size)], len(wanted) == file.layers.end - file.layers.start
+        # Only what is received of it takes memory.
+        with mmap.mmap(-1, max(1, size)) as content:
+            fill, opened = (
+                partial(self._fill, blocks, peer, digest, file.name, content),
+                cast("BinaryIO", content),
+            )
+            if is_whole and not any(wanted.values()):
+                fill(whole)
+            else:
+                first = min(size, _FIRST_BYTES)
+                fill([(0, first)])
+                if first < (end := min(header_end(content[:first]), size)):
+                    fill([(first, end)])
+                header = read_header(opened, file.layers)
+                ranges = ranges_of(header, content.tell(), file.layers, wanted)
+                if any(end > size for _, end in ranges):
+                    raise ValueError("it is cut off")
+                fill(ranges if len(ranges) <= _MOST_RANGES else whole)
+            content.seek(0)
+            return read_layers(opened, file.layers, wanted)
 
     def read_listed(self, blocks: RemoteBlocks, place: bytes, text: Sequence[int]) -> ListedTokens | None:
         """Return the block listed at a place that shares most tokens with a text; None if no machine has one."""
@@ -188,7 +196,7 @@ class PeerDisks:
             try:
                 self._fill(blocks, peer, place, LISTED, content, [(0, len(content))])
             except grpc.RpcError as error:
-                self._bar(peer, channel_error(error, peer.node))
+                self._bar(peer, error)
                 continue
             except RingError as error:
                 log.info("KV of %s is not used: %s", peer.node, error)
@@ -204,7 +212,7 @@ class PeerDisks:
         peer: worker_pb2.KvPeer,
         digest: bytes,
         name: str,
-        content: bytearray,
+        content: bytearray | mmap.mmap,
         ranges: Sequence[tuple[int, int]],
     ) -> None:
         """Receive ranges of a file into memory of its size. Raises what `_read_layers` raises."""
@@ -217,7 +225,10 @@ class PeerDisks:
             ranges=[weights_pb2.ByteRange(offset=start, length=end - start) for start, end in ranges],
         )
         within_s = _READ_WITHIN_S + _SLOWER * nbytes / speed_of(peer)
-        call = READ_BLOCK.unary_stream(self._channel(peer))(request, timeout=within_s)
+        try:
+            call = READ_BLOCK.unary_stream(self._channel(peer))(request, timeout=within_s)
+        except ValueError as error:
+            raise WorkerLost(f"The connection to {peer.node} was closed meanwhile.") from error
         try:
             left = iter(ranges)
             start = end = 0
@@ -236,6 +247,19 @@ class PeerDisks:
         finally:
             call.cancel()
 
+    def _file_away(
+        self, found: RemoteBlocks, peer: worker_pb2.KvPeer, blocks: Iterable[weights_pb2.BlockFiles]
+    ) -> None:
+        """Add the files of a machine's answer."""
+        for block in blocks:
+            for name, size in zip(block.names, block.sizes, strict=False):
+                file = BlockFile.parse(name)
+                if name == LISTED:
+                    found.lists.setdefault(block.digest, []).append((peer, size))
+                elif file is not None and (peer.node, block.digest, file) not in self._damaged:
+                    files = found.files.setdefault(block.digest, {})
+                    files.setdefault(file, []).append((peer, size))
+
     def _channel(self, peer: worker_pb2.KvPeer) -> grpc.Channel:
         key = (peer.address, peer.node)
         with self._lock:
@@ -252,8 +276,11 @@ class PeerDisks:
                 )
             return self._channels[key]
 
-    def _bar(self, peer: worker_pb2.KvPeer, error: RingError) -> None:
-        """Do not ask a machine for some time, and log why if that is new."""
+    def _bar(self, peer: worker_pb2.KvPeer, problem: grpc.RpcError | RingError) -> None:
+        """Do not ask a machine for some time, and log why if that is new. A channel that was closed here says nothing."""
+        if isinstance(problem, grpc.Call) and problem.code() is grpc.StatusCode.CANCELLED:
+            return
+        error = problem if isinstance(problem, RingError) else channel_error(problem, peer.node)
         with self._lock:
             self._barred[peer.node] = time.monotonic() + _BARRED_S
             is_new = self._reasons.get(peer.node) != str(error)
@@ -273,26 +300,6 @@ def speed_of(peer: worker_pb2.KvPeer) -> float:
     return peer.bytes_per_s or _ASSUMED_BYTES_PER_S
 
 
-def _file_away(
-    found: RemoteBlocks, peer: worker_pb2.KvPeer, blocks: Iterable[weights_pb2.BlockFiles]
-) -> None:
-    """Add the files of a machine's answer."""
-    for block in blocks:
-        for name, size in zip(block.names, block.sizes, strict=False):
-            if name == LISTED:
-                found.lists.setdefault(block.digest, []).append((peer, size))
-            elif (file := BlockFile.parse(name)) is not None:
-                files = found.files.setdefault(block.digest, {})
-                files.setdefault(file, []).append((peer, size))
-
-
-def _forget(blocks: RemoteBlocks, peer: worker_pb2.KvPeer) -> None:
-    """Forget the files of a machine."""
-    for files in blocks.files.values():
-        for sources in files.values():
-            sources[:] = [source for source in sources if source[0] is not peer]
-
-
 class BlockReader:
     """Reader of the layers and heads of one rank."""
 
@@ -308,6 +315,10 @@ class BlockReader:
         """
         self._writer, self._share, self.peers = writer, share, peers
 
+    def choose_peers(self, wanted: worker_pb2.FetchKv) -> list[worker_pb2.KvPeer]:
+        """Return the machines to ask now, as `PeerDisks.choose`."""
+        return self.peers.choose(wanted.peers) if self.peers is not None and wanted.asks_peers else []
+
     def own(self, kind: Kind) -> BlockFile:
         """Return the file that this rank writes."""
         return BlockFile(kind.extent, kind.name, self._share)
@@ -315,46 +326,50 @@ class BlockReader:
     def has(self, digest: bytes, kind: Kind) -> bool:
         """Report whether the files of this machine have all that this rank has of a kind."""
         path = self._writer.path(digest)
-        return (path / self.own(kind).name).exists() or self._sources(files_in(path), kind) is not None
+        own = self.own(kind)
+        return (path / own.name).exists() or find_sources(files_in(path), own, kind) is not None
 
     def _sources(
-        self, files: Sequence[BlockFile], kind: Kind
+        self, files: Mapping[BlockFile, Source | None], kind: Kind
     ) -> dict[int, list[tuple[BlockFile, Rows | None]]] | None:
-        return find_sources(files, self.own(kind), kind)
+        """Return the files that have each layer, as `find_sources`: those of this machine, if they have all."""
+        local = [file for file, source in files.items() if source is None]
+        return find_sources(local, self.own(kind), kind) or find_sources([*files], self.own(kind), kind)
 
     def find(
         self, digest: bytes, kinds: Sequence[Kind], remote: RemoteBlocks | None = None
     ) -> frozenset[Kind]:
         """Return the kinds of content of which a block has all that this rank needs."""
-        files = [file for file, _ in self._files(digest, remote)]
+        files = self._files(digest, remote)
         return frozenset(kind for kind in kinds if self._sources(files, kind) is not None)
 
-    def _files(self, digest: bytes, remote: RemoteBlocks | None) -> list[tuple[BlockFile, Source | None]]:
+    def _files(self, digest: bytes, remote: RemoteBlocks | None) -> dict[BlockFile, Source | None]:
         """Return the files of a block, those of this machine first, and the sources of the others."""
         local = files_in(self._writer.path(digest))
         others = {} if remote is None else remote.files.get(digest, {})
-        return [
-            *((file, None) for file in local),
-            *((file, sources[0]) for file, sources in others.items() if sources and file not in local),
-        ]
+        best = {file: sources[0] for file, sources in others.items() if sources}
+        return {
+            **dict.fromkeys(local),
+            **{file: source for file, source in best.items() if file not in local},
+        }
 
     def remote_bytes(self, digest: bytes, kinds: Sequence[Kind], remote: RemoteBlocks) -> dict[str, float]:
         """Return the bytes that a block needs from other machines, by machine; it has all of these kinds."""
-        files = dict(self._files(digest, remote))
+        files = self._files(digest, remote)
         nbytes = defaultdict[str, float](float)
         for kind in kinds:
-            for joined in (self._sources([*files], kind) or {}).values():
+            for joined in (self._sources(files, kind) or {}).values():
                 for file, rows in joined:
                     if (source := files[file]) is not None:
                         peer, size = source
                         nbytes[peer.node] += (
-                            size / (file.layers.end - file.layers.start) * _part_of(file, rows, self._share)
+                            size / (file.layers.end - file.layers.start) * part_of(file, rows, self._share)
                         )
         return nbytes
 
     def read(self, digest: bytes, kinds: Sequence[Kind], remote: RemoteBlocks | None = None) -> Block | None:
         """Return a block's content of some kinds, or None if a layer or head is missing or damaged."""
-        files = dict(self._files(digest, remote)) if kinds else {}
+        files = self._files(digest, remote) if kinds else {}
         block: Block = {}
         for kind in kinds:
             content = self._read_kind(digest, files, kind, remote)
@@ -371,7 +386,7 @@ class BlockReader:
         remote: RemoteBlocks | None,
     ) -> dict[int, Content] | None:
         """Read what this rank needs of a kind. If a file cannot be read, the others may have all of it too."""
-        while (sources := self._sources([*files], kind)) is not None:
+        while (sources := self._sources(files, kind)) is not None:
             wanted: dict[BlockFile, dict[int, Rows | None]] = {}
             for layer, joined in sources.items():
                 for file, rows in joined:
@@ -427,14 +442,3 @@ class BlockReader:
             return own
         other = self.peers.read_listed(remote, after.place, after.tokens)
         return own if other is None or other.shared(after.tokens) <= shared else other
-
-
-def _part_of(file: BlockFile, rows: Rows | None, share: HeadShare | None) -> float:
-    """Return the part of a file's heads that are read."""
-    if rows is None:
-        return 1.0
-    if file.share is not None:
-        heads = file.share.own.end - file.share.own.start
-    else:
-        heads = rows[1] if share is None else share.total
-    return (rows[1] - rows[0]) / heads

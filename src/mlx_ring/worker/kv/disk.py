@@ -30,12 +30,13 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv.block_files import (
     HeadShare,
     Kind,
+    RemoteBlocks,
     concatenate_tokens,
     every_token,
     from_host,
     to_host,
 )
-from mlx_ring.worker.kv.block_reader import Block, BlockReader, PeerDisks, RemoteBlocks, speed_of
+from mlx_ring.worker.kv.block_reader import Block, BlockReader, PeerDisks, speed_of
 from mlx_ring.worker.kv.block_writer import BlockWriter
 from mlx_ring.worker.kv.kv_store import KVStore
 
@@ -204,25 +205,21 @@ class KvDisk:
         if reads >= _MOST_FETCHES and not wanted.only_looks:
             self._answer(wanted.id, fetch)
         else:
-            peers = self._blocks.peers if wanted.asks_peers else None
-            asked = [] if peers is None else peers.choose(wanted.peers)
+            asks = wanted.asks_peers and bool(wanted.peers)
             limit_s = max(_FETCH_LIMIT_S, wanted.within_s)
+            where = f"{self._writer.folder}{' and other machines' if asks else ''}"
+            problem = f"Reading KV from {where} takes longer than {limit_s:g} s"
             # From now on: one that hangs may keep the thread busy.
-            timer = threading.Timer(limit_s, self._give_up, (wanted.id, fetch, limit_s))
+            timer = threading.Timer(limit_s, self._answer, (wanted.id, fetch, problem))
             timer.daemon = True
             timer.start()
-            reader = self._peer_reader if asked else self._reader
-            reader.submit(self._read, wanted, fetch, timer, asked)
+            reader = self._peer_reader if asks else self._reader
+            reader.submit(self._read, wanted, fetch, timer)
 
-    def _read(
-        self,
-        wanted: worker_pb2.FetchKv,
-        fetch: _Fetch,
-        timer: threading.Timer,
-        peers: Sequence[worker_pb2.KvPeer],
-    ) -> None:
+    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch, timer: threading.Timer) -> None:
         if fetch.is_answered:
             return
+        peers = self._blocks.choose_peers(wanted)
         digests, began = list(wanted.blocks.digests), time.monotonic()
         try:
             if fetch.only_looks:
@@ -293,7 +290,9 @@ class KvDisk:
             return []
         # Its tokens are of use only with the block, which may be missing.
         if remote is not None and self._blocks.peers is not None:
-            remote.files |= self._blocks.peers.look_up(peers, [listed.digest]).files
+            remote.files |= self._blocks.peers.look_up(
+                self._blocks.choose_peers(wanted), [listed.digest]
+            ).files
         if not self._add(fetch, self._read_block(fetch, listed.digest, self._kinds, remote), shared):
             return []
         return [listed.digest, after.place]
@@ -319,9 +318,6 @@ class KvDisk:
             fetch.blocks.append(block)
             fetch.next_tokens = next_tokens
         return True
-
-    def _give_up(self, id_: int, fetch: _Fetch, limit_s: float) -> None:
-        self._answer(id_, fetch, f"Reading KV from {self._writer.folder} takes longer than {limit_s:g} s")
 
     def _answer(self, id_: int, fetch: _Fetch, problem: str = "") -> None:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""

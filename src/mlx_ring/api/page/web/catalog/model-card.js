@@ -7,7 +7,7 @@
 import { Bar, Facts, Legend, Notice, onSingleClick, TrustHint, useFocus, withCommands } from "../components.js";
 import { bytes, counted, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
-import { html, useState } from "../vendor/preact.js";
+import { html, useEffect, useRef, useState } from "../vendor/preact.js";
 import { Prediction } from "./prediction.js";
 
 /** @type {Record<ServedModelStatus["state"], string>} */
@@ -25,7 +25,8 @@ const CAPABILITIES = { tools: "tool calls", thinking: "reasoning", embedding: "e
  * }} props
  */
 export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat }) {
-  const [isConfirming, setConfirming] = useState(false);
+  const [mayConfirm, setConfirming] = useState(false);
+  const isConfirming = mayConfirm && !job?.isRunning && !["unloaded", "loading"].includes(served.state);
   const name = served.model;
   const requests = countRequests(served);
   const unload = () => {
@@ -155,6 +156,11 @@ function ConfirmUnload({ name, requests, close }) {
  */
 export function JobEnd({ name, job, cluster, jobs, chat }) {
   const text = describeEnd(name, job, cluster);
+  const wasShown = useRef(/** @type {Job | undefined} */ (undefined));
+  useEffect(() => {
+    if (text) wasShown.current = job;
+    else if (job && wasShown.current === job) jobs.dismiss(name);
+  });
   if (!job || !text) return null;
   const { kind, served } = job;
   const begin = () => {
@@ -174,8 +180,8 @@ export function JobEnd({ name, job, cluster, jobs, chat }) {
 function Ended({ text, next, begin, dismiss }) {
   const focused = useFocus({ onlyIfLost: true });
   const buttons = html`<span class="row">
-    <button type="button" ref=${focused} onClick=${onSingleClick(begin)}>${next}</button>
-    <button type="button" class="quiet" onClick=${dismiss}>Dismiss</button>
+    <button type="button" onClick=${onSingleClick(begin)}>${next}</button>
+    <button type="button" class="quiet" ref=${focused} onClick=${dismiss}>Dismiss</button>
   </span>`;
   return html`<${Notice} action=${buttons}>${text}</${Notice}>`;
 }
