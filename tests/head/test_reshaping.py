@@ -155,7 +155,7 @@ def test_a_machine_that_is_lost_meanwhile_is_lost_in_the_next_plan(tiny_model: P
     assert (left.lost, left.silent_nodes) == ({RankId(1, 0), RankId(2, 0)}, {"a"})
 
 
-def test_ranks_of_machines_that_were_told_to_end_are_lost_if_the_others_go_back(tiny_model: Path) -> None:
+def test_ranks_of_machines_that_end_are_lost_if_the_others_go_back(tiny_model: Path) -> None:
     change = Change(tiny_model, [("a", 0, 5)])
     back = change.reshaping.back(change.remains, change.reshaping.placement)
     assert (back.lost, back.silent_nodes) == ({RankId(1, 0)}, frozenset())

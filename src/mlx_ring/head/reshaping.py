@@ -263,16 +263,16 @@ class Reshaping:
     def back(self, remains: Remains, now: Placement) -> Remains:
         """Return what is left of the present plan, with the connections of the next one, because those before are closed.
 
-        Ranks on machines that the next plan does not use are lost: they were told to end when the pause began.
+        Ranks on machines that the next plan does not use are lost: they were asked to end when the pause began.
         """
         sites = {site.node: site for site in now.nodes}
-        told = {place for place, site in sites_of(remains.placement).items() if site.node not in sites}
+        ended = {place for place, site in sites_of(remains.placement).items() if site.node not in sites}
         ranks = tuple(
             tuple(replace(placed, site=sites.get(placed.site.node, placed.site)) for placed in stage)
             for stage in remains.placement.ranks
         )
         placement = replace(remains.placement, ranks=ranks)
-        return replace(remains, placement=placement, lost=remains.lost | told)
+        return replace(remains, placement=placement, lost=remains.lost | ended)
 
     async def load_late(self, sites: Mapping[RankId, Site], prepared: StartedWorkers) -> None:
         """Load what had no room before; the workers drop the layers that they lose first. If one cannot, set `problem`.
