@@ -1,9 +1,9 @@
 """Find the source files that one chat request crosses, in a real head and in its real workers.
 
 `mlx-ring serve` runs with two stages and records calls (`call_recorder/`). A file counts when a function in it is called
-or resumed during each of several recordings of streamed chat completions. Functions that also run in most idle periods do
+or resumed during each of several recordings of streamed chat completions. Functions that also run while nothing is asked do
 not count. Thus heartbeats and status reports do not count, and neither does what happens by chance during one recording.
-The idle periods are longer than a recording. Code at module level (imports) does not count. A first chat warms everything
+Code at module level (imports) does not count. A first chat warms everything
 up.
 
 A recording has two chats, one after the other. The head and its workers take messages in order, so that the first chat's
@@ -17,7 +17,6 @@ import os
 import socket
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ import psutil
 from tests.processes import serving
 
 _RECORDER = Path(__file__).parent / "call_recorder"
-_IDLE_PERIODS, _IDLE_S = 3, 2.5
+_IDLE_S = 11.0
+"""Time in which each regular task runs, the rarest ones every 10 s: while a machine is busy, chats take as long."""
 _RECORDINGS = 5
 """Number of recordings of chats."""
 _ANSWER_TOKENS = 16
@@ -90,13 +90,11 @@ def _trace(chat: Callable[[int], None], head: Path, package: Path) -> ChatTrace:
         chat(first)
         chat(first + 1)
 
-    idle = [record(lambda: time.sleep(_IDLE_S)) for _ in range(_IDLE_PERIODS)]
+    idle = record(lambda: time.sleep(_IDLE_S))
     chats = [record(lambda first=2 * place + 1: two_chats(first)) for place in range(_RECORDINGS)]
 
     def crossed(path: Path) -> tuple[str, ...]:
-        periods = Counter(call for calls in idle for call in calls[path])
-        background = {call for call, count in periods.items() if 2 * count > len(idle)}
-        files = [frozenset(file for file, _ in calls[path] - background) for calls in chats]
+        files = [frozenset(file for file, _ in calls[path] - idle[path]) for calls in chats]
         return tuple(sorted(frozenset[str].intersection(*files)))
 
     return ChatTrace(crossed(head), tuple(map(crossed, workers)))
