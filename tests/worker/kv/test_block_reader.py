@@ -338,7 +338,7 @@ def test_first_blocks_stay_longest_where_others_read_them(tmp_path: Path) -> Non
 def test_disk_of_saved_kv_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
     """Fill all of the service's places with calls that hang, and ask for more."""
     service: Any = WeightsService("mini-0", None, tmp_path)
-    hangs, places = threading.Event(), serving._MOST_KV_CALLS
+    hangs, places = threading.Event(), serving.MAX_KV_CALLS
     request = weights_pb2.ListBlocksRequest(hello=make_hello(node="reader"), content=NAME, digests=DIGESTS)
 
     async def run() -> weights_pb2.ListBlocksReply:

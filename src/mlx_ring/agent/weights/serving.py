@@ -47,10 +47,11 @@ MAX_BLOCKS = 1 << 16
 _CONTENT, _BLOCK_FILE = re.compile(r"[0-9a-f]{32}"), re.compile(r"block|\d+-\d+[.a-z0-9-]{0,100}")
 _DIGEST_BYTES = (16, 32)
 """Lengths of a block's digest: without and with an owner."""
-_KV_THREADS, _MOST_KV_CALLS = 4, 64
-"""Threads that read saved KV, and calls that may be in them or wait for them."""
+MAX_KV_CALLS, _KV_THREADS = 64, 4
+"""Maximum number of calls that read saved KV or wait for that, and the threads that do it."""
 _Context = grpc.aio.ServicerContext[object, object]
-_Given, _Result = ParamSpec("_Given"), TypeVar("_Result")
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 _Read = Callable[[Path, int, int], Awaitable[bytes]]
 """Function that reads at most so many bytes of a file from an offset on, as `_read`."""
 
@@ -69,7 +70,7 @@ class _KvThreads:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_KV_THREADS, "kv-files")
-        self._places = threading.BoundedSemaphore(_MOST_KV_CALLS)
+        self._places = threading.BoundedSemaphore(MAX_KV_CALLS)
 
     async def run(
         self, function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
@@ -80,7 +81,7 @@ class _KvThreads:
             WeightsMissing: too many calls wait for the disk.
         """
         if not self._places.acquire(blocking=False):
-            raise WeightsMissing(f"{_MOST_KV_CALLS} others wait for the disk with saved KV.")
+            raise WeightsMissing(f"{MAX_KV_CALLS} others wait for the disk with saved KV.")
         future = self._threads.submit(function, *args, **kwargs)
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)

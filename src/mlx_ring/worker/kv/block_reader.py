@@ -108,7 +108,7 @@ class PeerDisks:
             hello=make_hello(node=self._node), content=self._content, digests=digests
         )
         found = RemoteBlocks()
-        asked: list[tuple[worker_pb2.KvPeer, grpc.Future]] = []
+        asked: list[tuple[worker_pb2.KvPeer, grpc.Future[weights_pb2.ListBlocksReply]]] = []
         for peer in peers:
             # Another thread closes a channel if the agent has got another port.
             with contextlib.suppress(ValueError):
@@ -116,7 +116,7 @@ class PeerDisks:
                 asked.append((peer, call))
         for peer, call in asked:
             try:
-                reply: weights_pb2.ListBlocksReply = call.result()
+                reply = call.result()
                 if reply.HasField("failure"):
                     raise failure_to_error(reply.failure)
                 self._file_away(found, peer, reply.blocks)
