@@ -206,7 +206,7 @@ def test_strangers_and_malformed_input_are_refused_and_logged_while_a_stream_con
         ends = [attack.result() for attack in attacking]
     record_property("ends of the attacks", sorted({str(end) for end in ends}))
     tokens = stream.result()
-    assert len(tokens) > 2, "the stream went on meanwhile"
+    assert len(tokens) > 2, "the stream continued meanwhile"
     assert whole.strays(PROMPTS[0], tokens) == []
     assert running.status()["epoch"] == epoch
     grown = {pid: psutil.Process(pid).memory_info().rss - before for pid, before in rss_before.items()}
