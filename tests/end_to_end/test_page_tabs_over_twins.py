@@ -82,7 +82,9 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         expect(other).to_contain_text("ready")
         other.get_by_role("button", name="Unload other").click()
         expect(other.get_by_role("status").first).to_contain_text("other is unloaded.")
-        # The focus is not lost with the button.
+        # The focus is not lost with the button, and a second Enter does not undo the first.
+        expect(other.get_by_role("button", name="Dismiss")).to_be_focused()
+        page.keyboard.press("Shift+Tab")
         expect(other.get_by_role("button", name="Undo")).to_be_focused()
         page.keyboard.press("Enter")
         expect(other.get_by_role("status").first).to_contain_text(
