@@ -19,11 +19,11 @@ from tests.engine.twin import Reach, TwinExecutor
 from mlx_ring.core.engine_stats import CacheStats, Policy
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.traces import CLIENT, owner_of
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import BLOCK_TOKENS, RankId
 from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.prefix_cache import BLOCK_TOKENS, block_digests
+from mlx_ring.engine.prefix_cache import block_digests
 from mlx_ring.engine.resumption import KvInMemory
 from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as Text
@@ -204,6 +204,32 @@ def test_requests_that_come_during_a_restore_wait_for_it_or_leave() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("tail", [40, 300])
+@pytest.mark.parametrize("most", [1, 8])
+def test_requests_with_a_beginning_that_is_read_for_another_wait_for_it(tail: int, most: int) -> None:
+    async def run() -> None:
+        twin, shared = TwinExecutor((1, 1)), PROMPT[: 3 * BLOCK_TOKENS + 10]
+        await ask(make_engine(twin), shared)
+        await settled(lambda: saved_blocks(twin) == [4, 4])
+        policy = make_policy(kv_disk=1 << 30, num_speculative_tokens=0, max_num_seqs=most)
+        after = with_disks_of(twin, 1)
+        engine = make_engine(after, policy, kv={RankId(0, 0): RankKv(1 << 40, 200_000)})
+        prompts = [
+            (*shared, *(1 + (place * (11 + 2 * number) + number) % 250 for place in range(tail)))
+            for number in range(4)
+        ]
+        answers = await asyncio.gather(*(ask(engine, prompt) for prompt in prompts))
+        assert [answer.last.cached_tokens >= 3 * BLOCK_TOKENS for answer in answers] == [True] * 4
+        computed = sum(len(row.tokens.ids) for step in after.sent for row in step.rows)
+        assert computed <= 4 * (tail + 10 + 8)
+        undisturbed = make_engine(TwinExecutor((1,)), make_policy(num_speculative_tokens=0))
+        assert [answer.token_ids for answer in answers] == [
+            (await ask(undisturbed, prompt)).token_ids for prompt in prompts
+        ]
+
+    asyncio.run(run())
+
+
 def test_restore_gives_way_between_its_parts_to_a_sequence_that_runs() -> None:
     async def run() -> None:
         twin = TwinExecutor((1,))
@@ -337,7 +363,7 @@ def test_conversation_that_goes_on_saves_its_new_blocks_alone() -> None:
         await ask(engine, (*PROMPT, *range(1, 251)))
         await settled(lambda: saved_blocks(twin) == [6])
         last = [each.save for step in twin.sent for each in step.operations if each.HasField("save")][-1]
-        assert (last.first, len(last.blocks.digests)) == (0, 5)  # the ranks may have removed the first ones
+        assert (last.first, len(last.blocks.digests)) == (3, 5)
 
     asyncio.run(run())
 
@@ -575,13 +601,26 @@ def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:
     assert disk.answered(RankId(0, 0), worker_pb2.KvFetched(id=2, blocks=3), 0.0, computes) is None
 
 
+def say_count(disk: DiskKv, **blocks_by_rank: int) -> list[worker_pb2.FetchKv]:
+    """Answer the count for the next text to save, by ranks such as `r1_0`; return what was sent."""
+    sent = disk.take_unsent(0.0)
+    (count,) = (each for each in sent if each.for_save)
+    for name, blocks in blocks_by_rank.items():
+        stage, place = map(int, name[1:].split("_"))
+        answer = worker_pb2.KvFetched(id=count.id, blocks=blocks)
+        assert disk.answered(RankId(stage, place), answer, 0.0, computes) is None
+    return sent
+
+
+def saved(operations: list[step_pb2.CacheOperation]) -> list[tuple[int, int]]:
+    return [(each.save.first, len(each.save.blocks.digests)) for each in operations]
+
+
 def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:
     disk = DiskKv([RankId(0, 0)], {RankId(0, 0): RankKv(1 << 40, 200_000)})
     disk.keep(5, tuple(range(6 * BLOCK_TOKENS)), 5 * BLOCK_TOKENS)
-
-    def saved(operations: list[step_pb2.CacheOperation]) -> list[tuple[int, int]]:
-        return [(each.save.first, len(each.save.blocks.digests)) for each in operations]
-
+    assert (disk.has_saves, disk.take_saves(10.0)) == (False, [])
+    say_count(disk, r0_0=0)
     assert saved(disk.take_saves(10.0)) == [(0, 1)]
     assert saved(disk.take_saves(10.25)) == []  # 256 tokens of 200 kB take 0.256 s at 200 MB/s
     assert saved(disk.take_saves(10.26)) == [(1, 2)]
@@ -591,8 +630,60 @@ def test_saves_wait_between_steps_with_rows_and_not_between_others() -> None:
     assert (disk.has_saves, disk.take_saves(None)) == (False, [])
     assert disk.saved_tokens == 6 * BLOCK_TOKENS
     disk.keep(6, tuple(range(7 * BLOCK_TOKENS)), 7 * BLOCK_TOKENS)
+    say_count(disk, r0_0=6)
     assert disk.forget(6) == []
-    assert disk.take_saves(None) == []
+    assert (disk.has_saves, disk.take_saves(None)) == (False, [])
+
+
+def test_texts_are_counted_in_turn_and_saved_from_what_every_rank_has() -> None:
+    disk = DiskKv([RankId(0, 0), RankId(1, 0)])
+    for number in (5, 6, 7):
+        disk.keep(number, tuple(range(number, number + 4 * BLOCK_TOKENS)), BLOCK_TOKENS)
+    assert len(say_count(disk, r0_0=4)) == 1
+    assert not disk.has_saves  # the other rank has not answered
+    disk.answered(RankId(1, 0), worker_pb2.KvFetched(id=1, blocks=3), 0.0, computes)
+    assert saved(disk.take_saves(None)) == [(3, 4)]
+    # Every rank has all of the second one, and the third one is freed while it is counted.
+    say_count(disk, r0_0=4, r1_0=4)
+    assert not disk.has_saves
+    (count,) = disk.take_unsent(0.0)
+    disk.forget(7)
+    for stage in (0, 1):
+        disk.answered(RankId(stage, 0), worker_pb2.KvFetched(id=count.id), 0.0, computes)
+    assert (disk.has_saves, disk.has_unsent, disk.saved_tokens) == (False, False, BLOCK_TOKENS)
+
+
+def test_blocks_that_a_rank_has_lost_are_saved_again_with_the_next_answer() -> None:
+    async def run() -> None:
+        twin = TwinExecutor((1, 1))
+        engine = make_engine(twin)
+        first = await ask(engine)
+        await settled(lambda: saved_blocks(twin) == [4, 4])
+        for digest in list(twin.disks[RankId(1, 0)])[:2]:
+            del twin.disks[RankId(1, 0)][digest]
+        following = (*PROMPT, *first.token_ids, 5, 6, 7)
+        await ask(engine, following)
+        await settled(lambda: saved_blocks(twin) == [5, 5])
+        restored = await ask(make_engine(with_disks_of(twin, 1)), following)
+        assert restored.last.cached_tokens == len(following) - 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("forgets", [RECURRENT, SLIDING], ids=["recurrent", "sliding"])
+def test_ends_that_a_rank_has_lost_are_saved_again(forgets: Forgets) -> None:
+    async def run() -> None:
+        twin, kv = forgetful(1, forgets)
+        engine = make_engine(twin, kv=kv)
+        await ask(engine, tokens=300)
+        end = block_digests(PROMPT)[-1]
+        await settled(lambda: end in twin.ends[RankId(0, 0)])
+        twin.ends[RankId(0, 0)].clear()
+        # Memory has no KV with which this one could begin.
+        await ask(engine, (*PROMPT[:770], *(9,) * 40))
+        assert end in twin.ends[RankId(0, 0)]
+
+    asyncio.run(run())
 
 
 # ---- disks of other machines, and the turns of reads
@@ -686,6 +777,8 @@ def test_blocks_of_other_machines_are_saved_here_and_counted() -> None:
                     fetched.from_peers.CopyFrom(from_peers(fetched.blocks, a=0.001))
                     fetched.blocks *= is_read
                 engine.fetched(rank, fetched)
+        after.held_fetches = None
+        after.disks[RankId(1, 0)].clear()
         second = await answer
         assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, len(PROMPT) - 1)
         stats = stats_of(engine)

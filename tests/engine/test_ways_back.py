@@ -18,12 +18,11 @@ from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.engine_stats import Meter, StepTiming
 from mlx_ring.core.generation import WaysBack
-from mlx_ring.core.types import WAYS, RankId, Way
+from mlx_ring.core.types import BLOCK_TOKENS, WAYS, RankId, Way
 from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
-from mlx_ring.engine.prefix_cache import BLOCK_TOKENS
 from mlx_ring.engine.resumption import (
     LEAST_MARGIN_S,
     MARGIN,
@@ -250,8 +249,10 @@ def test_other_machines_are_asked_only_if_that_is_faster(
         text.back.arrive(1.0)
     else:
         assert chosen is not None
-        assert chosen[0].way == way
-        chosen[1].arrive(1.0)
+        offer, back = chosen
+        assert offer.way == way
+        assert back is not None
+        back.arrive(1.0)
     assert recorded == [way]
     described = "2.5 MB of them from other machines"
     assert (described in caplog.text) == (way != "disk")

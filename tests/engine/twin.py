@@ -132,10 +132,14 @@ class _Rank:
                 self.ends.add(save.blocks.digests[-1])
             return
         tokens, last = held.tokens, len(save.blocks.digests) - 1
-        for number, digest in enumerate(save.blocks.digests):
-            if number >= save.first:
-                own = save.blocks.last_tokens or size if number == last else size
-                self.disk.setdefault(digest, tokens[number * size : number * size + own])
+        missing = [
+            (number, digest)
+            for number, digest in enumerate(save.blocks.digests)
+            if number >= save.first and digest not in self.disk
+        ]
+        for number, digest in missing[: save.most or None]:
+            own = save.blocks.last_tokens or size if number == last else size
+            self.disk[digest] = tokens[number * size : number * size + own]
         self.listed.update({listed.place: self.disk[listed.digest] for listed in save.listed})
 
     def _append(self, adopt: step_pb2.Adopt) -> None:
@@ -164,6 +168,8 @@ class _Rank:
     def fetch(self, wanted: worker_pb2.FetchKv) -> worker_pb2.KvFetched:
         """Read blocks from the disk, or count them; return the answer."""
         found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
+        if wanted.for_save:
+            return worker_pb2.KvFetched(id=wanted.id, blocks=len(found))
         ends = [place + 1 for place, digest in enumerate(found) if digest in self.ends]
         if self.reach is anywhere:
             ends = []

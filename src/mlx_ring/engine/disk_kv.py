@@ -9,6 +9,9 @@ copied with the steps.
 A rank may lack what another machine has saved, such as its layers after a change of the stages. It then also counts with
 the disks of other machines, and says how many bytes would come from each. That is one more way, with a time of its own.
 
+When an answer has ended, the ranks count those of its blocks that need not be saved: any of them may have removed some, or
+failed to write them. The rest is saved with the next steps, a few blocks with each.
+
 The tokens behind a text's last full block are a shorter block. It is listed by the tokens before it, and so is the block
 in which the prompt ends. A text that shares only the first tokens of a listed block uses those.
 
@@ -24,20 +27,21 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import BLOCK_TOKENS, RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import (
-    BLOCK_TOKENS,
+    TOKEN_BYTES,
     SavedText,
     Tokens,
     block_digests,
+    last_end,
     list_block,
     split_text,
 )
 from mlx_ring.engine.resumption import KvInMemory, ReadSpeeds
 from mlx_ring.engine.rows import Restore, Restores, drop_operation, release
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, Offer
+from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, KvSave, Offer
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
@@ -51,8 +55,6 @@ A larger text is read alone."""
 _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 120.0, 4.0
 """Time after which ranks answer with what they have read: so many seconds at least and at most, and so many times the
 predicted time."""
-_REMEMBERED = 1 << 16
-"""Number of saved blocks that are remembered."""
 
 
 class DiskKv:
@@ -89,14 +91,8 @@ class DiskKv:
         if known := sorted(map(bytes.fromhex, owners)):
             self._unsent.append(worker_pb2.FetchKv(id=next(self._ids), only_looks=True, owners=known))
         self._restores = Restores()
-        self._to_save: dict[int, SavedText] = {}
-        """Ended sequences whose last blocks are not saved yet."""
-        self._checked: set[int] = set()
-        """Those of them whose first blocks were looked for: ranks may have removed some, or failed to write them."""
-        self._saved: dict[bytes, None] = {}
-        """Blocks that were saved or restored, the last ones last."""
-        self._ends: dict[bytes, None] = {}
-        """Last blocks of the texts at whose end windows and states were saved or restored."""
+        self._to_save: dict[int, KvSave] = {}
+        """Texts of ended sequences, the next one first."""
         self.restored_tokens = self.saved_tokens = self.peer_tokens = 0
 
     # ---- restore
@@ -109,7 +105,7 @@ class DiskKv:
         tokens = tuple(sequence.tokens[: sequence.fill_to - 1])
         if self._restores.join(sequence, tokens[: most * BLOCK_TOKENS], is_whole=self._forgets):
             return
-        digests = block_digests(tokens, sequence.owner)
+        digests = block_digests(sequence.text[: TOKEN_BYTES * len(tokens)], sequence.owner)
         for id_, fetch in self._fetches.items():
             # Content of a longer text cannot be cut if some layers forget.
             if fetch.digests[: None if self._forgets else most] == digests:
@@ -163,7 +159,7 @@ class DiskKv:
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent or self._queue)
+        return bool(self._unsent or self._queue or self.has_saves)
 
     def take_unsent(self, now: float) -> list[worker_pb2.FetchKv]:
         """Return the requests to send to all ranks now, and forget them."""
@@ -180,6 +176,7 @@ class DiskKv:
         """
         fetch = self._fetches.get(fetched.id)
         if fetch is None:
+            self._counted(rank, fetched)
             return None
         fetch.take(rank, fetched)
         if fetch.may_continue:
@@ -187,10 +184,12 @@ class DiskKv:
         is_read = fetch.reads_since_s is not None
         if not is_read:
             offers = self._offers(fetch, now)
-            chosen = choose(fetch.waiting, offers, now) if offers else None
-            if chosen is not None:
-                fetch.offer, fetch.back = chosen
+            offer, back = (choose(fetch.waiting, offers, now) if offers else None) or (None, None)
+            if offer is not None and back is not None:
+                fetch.offer, fetch.back = offer, back
                 self._queue.append(fetched.id)
+                return None
+            if offer is not None and self._wait_for_others(fetched.id, offer):
                 return None
             fetch.found.blocks = 0
         del self._fetches[fetched.id]
@@ -201,6 +200,26 @@ class DiskKv:
         other_blocks = max((found.blocks for found in fetch.from_peers.values()), default=0) if is_read else 0
         from_peers = min(len(tokens), other_blocks * BLOCK_TOKENS)
         return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held, from_peers)
+
+    def _wait_for_others(self, id_: int, offer: Offer) -> bool:
+        """Let the sequences of a fetch wait for the same tokens, which are read for others; return False if they are not."""
+        fetch, blocks = self._fetches[id_], offer.tokens // BLOCK_TOKENS
+        tokens = fetch.tokens[: offer.tokens]
+        for other_id, other in self._fetches.items():
+            # Content of a longer text cannot be cut if some layers forget.
+            most = blocks if other.offer is None else other.offer.tokens // BLOCK_TOKENS
+            fits = most == blocks if self._forgets else most >= blocks
+            if other is not fetch and fits and other.digests[:blocks] == fetch.digests[:blocks]:
+                for sequence in fetch.waiting:
+                    sequence.awaits_kv = other_id
+                other.waiting += fetch.waiting
+                break
+        else:
+            joined = [self._restores.join(each, tokens, is_whole=self._forgets) for each in fetch.waiting]
+            if not all(joined):
+                return False
+        del self._fetches[id_]
+        return True
 
     def _offers(self, fetch: KvFetch, now: float) -> list[Offer]:
         """Return what can be read, the preferred offer first."""
@@ -278,10 +297,6 @@ class DiskKv:
         if entry is None:
             release(fetched.waiting)
             return [drop_operation(fetched.id)] if fetched.is_held else []
-        digests = block_digests(tokens, fetched.owner)
-        if not fetched.from_peers:
-            _remember(self._saved, digests)
-            _remember(self._ends, digests[-1:])
         nbytes, offer = len(tokens) * self._token_bytes, partial(self._offer, kv, entry, fetched)
         self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
         return []
@@ -309,18 +324,47 @@ class DiskKv:
             text = SavedText(block_digests(tokens, owner))
         else:
             text = split_text(tokens, prompt_length, owner)
-        if text.digests and text.digests[-1] not in self._saved:
-            self._to_save[sequence] = text
+        if text.digests:
+            self._to_save[sequence] = KvSave(text, set(self._ranks))
+            self._count_next()
+
+    def _count_next(self) -> None:
+        """Let the ranks count the blocks of the next text to save."""
+        saving = next(iter(self._to_save.values()), None)
+        if saving is None or saving.fetch:
+            return
+        saving.fetch = next(self._ids)
+        text = saving.text
+        blocks = step_pb2.KvBlocks(
+            block_tokens=BLOCK_TOKENS, digests=text.digests, last_tokens=text.last_tokens
+        )
+        self._unsent.append(worker_pb2.FetchKv(id=saving.fetch, blocks=blocks, for_save=True))
+
+    def _counted(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
+        """Record how many blocks of the next text a rank need not save."""
+        sequence, saving = next(iter(self._to_save.items()), (0, None))
+        if saving is None or saving.fetch != fetched.id:
+            return
+        saving.next = (
+            fetched.blocks if len(saving.owed_by) == len(self._ranks) else min(saving.next, fetched.blocks)
+        )
+        saving.owed_by.discard(rank)
+        if saving.is_counted and saving.next >= len(saving.text.digests):
+            self._end_save(sequence)
+
+    def _end_save(self, sequence: int) -> None:
+        self._to_save.pop(sequence, None)
+        self._count_next()
 
     def forget(self, sequence: int) -> list[step_pb2.CacheOperation]:
         """Save or restore no more of a sequence whose KV is freed, or taken over; return the operations that forget it."""
-        self._to_save.pop(sequence, None)
-        self._checked.discard(sequence)
+        self._end_save(sequence)
         return self._restores.forget(sequence)
 
     @property
     def has_saves(self) -> bool:
-        return bool(self._to_save)
+        """True if the next text's blocks are counted, so that a step can save some."""
+        return next((saving.is_counted for saving in self._to_save.values()), False)
 
     @property
     def has_operations(self) -> bool:
@@ -332,19 +376,15 @@ class DiskKv:
         Args:
             busy_s: the time, if the step has rows; there must be a pause since the last save then. None: it has none.
         """
-        if not self._to_save or (busy_s is not None and busy_s < self._next_save_s):
+        if not self.has_saves or (busy_s is not None and busy_s < self._next_save_s):
             return []
         if busy_s is not None:
             self._next_save_s = busy_s + self._pause_s
-        sequence, text = next(iter(self._to_save.items()))
-        digests = text.digests
-        first = next(
-            (place for place, digest in enumerate(digests) if digest not in self._saved), len(digests)
-        )
+        sequence, saving = next(iter(self._to_save.items()))
+        text, digests, first = saving.text, saving.text.digests, saving.next
         most = _BLOCKS_IDLE if busy_s is None else _BLOCKS_BUSY
-        end = min(len(digests), first + most)
+        saving.next = end = min(len(digests), first + most)
         self.saved_tokens += text.tokens_in(first, end)
-        _remember(self._saved, digests[:end])
         is_last = end == len(digests)
         last_tokens = text.last_tokens if is_last else 0
         save = step_pb2.Save(
@@ -352,15 +392,13 @@ class DiskKv:
             blocks=step_pb2.KvBlocks(
                 block_tokens=BLOCK_TOKENS, digests=digests[:end], last_tokens=last_tokens
             ),
-            first=first if sequence in self._checked else 0,
+            first=first,
             most=most,
             may_wait=busy_s is None,
             listed=text.listed if is_last else (),
         )
-        self._checked.add(sequence)
         if is_last:
-            del self._to_save[sequence]
-            self._checked.discard(sequence)
+            self._end_save(sequence)
         return [step_pb2.CacheOperation(save=save)]
 
     @property
@@ -370,7 +408,7 @@ class DiskKv:
 
     def plan_ends(self, sequence: Sequence) -> None:
         """Let chunks of a sequence that begins end where layers that forget are saved."""
-        if self._forgets and _may_share(sequence):
+        if self._forgets and sequence.may_be_continued:
             sequence.save_at = (last_end(sequence.cut_at + 1), last_end(sequence.fill_to))
 
     def after_chunk(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
@@ -383,14 +421,11 @@ class DiskKv:
         if end <= sequence.saved_to or not self._forgets or self._has_states:
             return []
         sequence.saved_to = end
-        return self._save_end(sequence, end) if _may_share(sequence) else []
+        return self._save_end(sequence, end) if sequence.may_be_continued else []
 
     def _save_end(self, sequence: Sequence, end: int) -> list[step_pb2.CacheOperation]:
-        """Return the operation that saves what layers that forget need to continue at a length, if it is new."""
+        """Return the operation that saves what layers that forget need to continue at a length."""
         digests = block_digests(sequence.tokens[:end], sequence.owner)
-        if digests[-1] in self._ends:
-            return []
-        _remember(self._ends, digests[-1:])
         blocks = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
         return [step_pb2.CacheOperation(save=step_pb2.Save(sequence=sequence.id, blocks=blocks, end=True))]
 
@@ -403,28 +438,9 @@ class DiskKv:
         self._queue.clear()
         self._unsent.clear()
         self._to_save.clear()
-        self._checked.clear()
 
 
 def disk_counts(disk: DiskKv | None) -> dict[str, int]:
     """Return the counts of tokens for `CacheStats`; all are 0 without disks."""
     names = ("restored_tokens", "peer_tokens", "saved_tokens")
     return {name: 0 if disk is None else getattr(disk, name) for name in names}
-
-
-def _remember(known: dict[bytes, None], digests: Iterable[bytes]) -> None:
-    for digest in digests:
-        known.pop(digest, None)
-        known[digest] = None
-    while len(known) > _REMEMBERED:
-        del known[next(iter(known))]
-
-
-def _may_share(sequence: Sequence) -> bool:
-    """Return True if prompts can continue a sequence's text, and may reuse its KV."""
-    return not sequence.request.computes_all and sequence.request.pooling is None
-
-
-def last_end(tokens: int) -> int:
-    """Return the last end of a block that leaves a token to compute."""
-    return max(0, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS

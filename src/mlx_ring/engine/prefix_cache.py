@@ -14,14 +14,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import BLOCK_TOKENS, RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.rpc.protos import step_pb2
 
 Tokens = tuple[int, ...]
+_Run = TypeVar("_Run", Tokens, bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +105,7 @@ class PrefixIndex:
         yield from reversed(path)
 
 
-def shared_length(edge: Tokens, tokens: Tokens, place: int = 0) -> int:
+def shared_length(edge: _Run, tokens: _Run, place: int = 0) -> int:
     """Return the length of the common prefix of `edge` and `tokens[place:]`: a run at a time, then by halving."""
     longest = min(len(edge), len(tokens) - place)
     if edge[:longest] == tokens[place : place + longest]:
@@ -326,22 +328,37 @@ class PrefixCache:
 
 # ---- blocks on the disks
 
-BLOCK_TOKENS = 256
+TOKEN_BYTES = 4
 _DIGEST_BYTES = 16
 
 
-def block_digests(tokens: Iterable[int], owner: str = "") -> list[bytes]:
-    """Return the digests of all full blocks of a text's tokens, 16 bytes each, followed by the owner's."""
-    content = np.fromiter(tokens, "<u4")
-    digest, digests = b"", list[bytes]()
-    for end in range(BLOCK_TOKENS, len(content) + 1, BLOCK_TOKENS):
-        digest = _digest(digest, content[end - BLOCK_TOKENS : end], owner)
+def last_end(tokens: int) -> int:
+    """Return the last end of a block that leaves a token to compute."""
+    return max(0, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def token_bytes(tokens: Iterable[int]) -> bytes:
+    """Return tokens as bytes, `TOKEN_BYTES` for each."""
+    return np.fromiter(tokens, "<u4").tobytes()
+
+
+def block_digests(tokens: Iterable[int] | bytes, owner: str = "") -> list[bytes]:
+    """Return the digests of all full blocks of a text's tokens, 16 bytes each, followed by the owner's.
+
+    Args:
+        tokens: the tokens, or the bytes that `token_bytes` returns for them.
+        owner: the digest of the API key for which they are saved; empty: none.
+    """
+    content = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
+    size, digest, digests = BLOCK_TOKENS * TOKEN_BYTES, b"", list[bytes]()
+    for end in range(size, len(content) + 1, size):
+        digest = _digest(digest, content[end - size : end], owner)
         digests.append(digest)
     return digests
 
 
-def _digest(before: bytes, tokens: Iterable[int], owner: str, person: bytes = b"") -> bytes:
-    content = before[:_DIGEST_BYTES] + np.fromiter(tokens, "<u4").tobytes()
+def _digest(before: bytes, content: bytes, owner: str, person: bytes = b"") -> bytes:
+    content = before[:_DIGEST_BYTES] + content
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, person=person).digest() + bytes.fromhex(owner)
 
 
@@ -356,7 +373,7 @@ def list_block(before: bytes, tokens: Tokens, owner: str, digest: bytes = b"") -
     """
     if len(tokens) < LEAST_TOKENS:
         return None
-    place = _digest(before, tokens[:LEAST_TOKENS], owner, b"place")
+    place = _digest(before, token_bytes(tokens[:LEAST_TOKENS]), owner, b"place")
     return step_pb2.ListedBlock(place=place, digest=digest, tokens=tokens)
 
 
@@ -384,7 +401,7 @@ def split_text(tokens: Tokens, prompt_length: int, owner: str) -> SavedText:
     if len(rest) < LEAST_TOKENS:
         rest = ()
     else:
-        digests.append(_digest(digests[-1], rest, owner))
+        digests.append(_digest(digests[-1], token_bytes(rest), owner))
     listed = (
         list_block(
             digests[number - 1], tokens[number * BLOCK_TOKENS :][:BLOCK_TOKENS], owner, digests[number]

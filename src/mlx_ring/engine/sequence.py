@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import ContextExceeded, RequestError, RingError
 from mlx_ring.core.generation import GenerateRequest, WayBack, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.prefix_cache import Extent, Found
+from mlx_ring.engine.prefix_cache import TOKEN_BYTES, Extent, Found, token_bytes
 from mlx_ring.engine.prompt_lookup import PromptLookup
 
 _MOST_REPLAYS = 2
@@ -91,6 +91,8 @@ class Sequence:
     """Last end of a block at which such KV was saved while the answer grows."""
     offered: int = 0
     """Tokens that other sequences may reuse while it runs."""
+    fill_bytes: bytes = b""
+    """Last result of `text`."""
     generation: int = 0
     """Number that grows with each preemption; answers to rows of earlier generations are ignored."""
     replays: int = 0
@@ -122,6 +124,13 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_tokens)
+
+    @property
+    def text(self) -> bytes:
+        """Tokens to prefill, as `token_bytes` returns them. Two texts are compared much faster so than as lists."""
+        if len(self.fill_bytes) != TOKEN_BYTES * self.fill_to:
+            self.fill_bytes = token_bytes(self.tokens[: self.fill_to])
+        return self.fill_bytes
 
     @property
     def length(self) -> int:
@@ -168,6 +177,11 @@ class Sequence:
     def is_catching_up(self) -> bool:
         """True while only the stages before `kept_from` compute its tokens."""
         return self.scheduled < self.kept
+
+    @property
+    def may_be_continued(self) -> bool:
+        """True if prompts can continue its text, and may reuse its KV."""
+        return not self.request.computes_all and self.request.pooling is None
 
     @property
     def wants_tokens(self) -> bool:

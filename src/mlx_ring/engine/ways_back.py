@@ -11,14 +11,13 @@ from typing import Protocol
 
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, Way
-from mlx_ring.engine.prefix_cache import Tokens
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, TOKEN_BYTES, SavedText, Tokens, shared_length
 from mlx_ring.engine.resumption import (
     Candidate,
     KeptKv,
     KvInMemory,
     PrefillSpeed,
     choose_way,
-    shared_beginning,
 )
 from mlx_ring.engine.rows import Restore
 from mlx_ring.engine.sequence import Sequence
@@ -132,10 +131,28 @@ class Fetched:
     """Number of the tokens of which a rank has read KV of another machine's disk."""
 
 
-Choose = Callable[[Ordered[Sequence], Ordered[Offer], float], tuple[Offer, WayBack] | None]
+@dataclass(slots=True)
+class KvSave:
+    """Text of an ended sequence that is saved."""
+
+    text: SavedText
+    owed_by: set[RankId]
+    """Ranks that have not counted its blocks yet."""
+    fetch: int = 0
+    """Id of the count; 0 until the text has its turn."""
+    next: int = 0
+    """Number of blocks that every rank has or was told to save."""
+
+    @property
+    def is_counted(self) -> bool:
+        return bool(self.fetch) and not self.owed_by
+
+
+Choose = Callable[[Ordered[Sequence], Ordered[Offer], float], tuple[Offer, WayBack | None] | None]
 """Function that chooses between offers and computing. It returns the chosen offer and the first sequence's way back.
 
-It receives the sequences that begin with the tokens, the offers, and the time now. None: they are computed.
+It receives the sequences that begin with the tokens, the offers, and the time now. Without a way back, sequences before
+them need the same tokens: they wait if those are being read, and are computed otherwise. None: they are computed.
 """
 
 
@@ -158,7 +175,7 @@ class SavedKv(Protocol):
 
     @property
     def has_unsent(self) -> bool:
-        """True if there may be requests to send to the ranks."""
+        """True if there may be requests or operations to send to the ranks."""
         ...
 
     @property
@@ -197,7 +214,7 @@ class Ways:
         # A disk may hang, so a sequence with kept KV does not wait for one that can save little.
         at_best = [Candidate("kept", compute_s), Candidate("disk", 0.0)]
         if kept is None or choose_way(at_best).way == "disk":
-            self._disk.want(sequence, self._kv.shared(_to_prefill(sequence), self._running))
+            self._disk.want(sequence, self._in_memory(sequence))
 
     def fetched(self, rank: RankId, fetched: worker_pb2.KvFetched, now: float) -> bool:
         """Record that a rank has found KV on its disk; return True if there is something to send."""
@@ -225,13 +242,14 @@ class Ways:
 
     def choose(
         self, sequences: Ordered[Sequence], offers: Ordered[Offer], now: float
-    ) -> tuple[Offer, WayBack] | None:
+    ) -> tuple[Offer, WayBack | None] | None:
         """Choose between what can be read and computing, as `Choose`."""
         first = sequences[0]
         kept, start = self._kv.kept_of(first.id), self._start(first)
-        offers = [offer for offer in offers if offer.tokens > start]
+        useful = [offer for offer in offers if offer.tokens > self._in_memory(first)]
+        offers = [offer for offer in useful if offer.tokens > start]
         if not offers:
-            return None
+            return (useful[0], None) if useful and kept is None else None
         compute_s = self._compute_s(first, start, kept)
         rests = [self._compute_s(first, offer.tokens, kept) for offer in offers]
         reads = [
@@ -268,9 +286,13 @@ class Ways:
 
     def _start(self, sequence: Sequence) -> int:
         """Return the tokens that the sequence need not compute: cached ones, or those that an earlier one computes."""
-        tokens = _to_prefill(sequence)
-        ahead = (other.tokens for other in self._ahead(sequence))
-        return max(self._kv.shared(tokens, self._running), shared_beginning(tokens, ahead))
+        text, least = sequence.text, LEAST_TOKENS * TOKEN_BYTES
+        alike = (other.text for other in self._ahead(sequence) if other.text[:least] == text[:least])
+        shared = max((shared_length(other, text) // TOKEN_BYTES for other in alike), default=0)
+        return max(self._in_memory(sequence), shared if shared >= LEAST_TOKENS else 0)
+
+    def _in_memory(self, sequence: Sequence) -> int:
+        return self._kv.shared(_to_prefill(sequence), self._running)
 
     def _ahead(self, sequence: Sequence) -> Iterable[Sequence]:
         others = chain(self._running.values(), self._waiting.values())

@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
-from tests.worker.kv.passes import ModelRun, difference
+from tests.worker.kv.passes import ModelRun, difference, feed
 from tests.worker.kv.small_models import small_model, tokens
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.core.types import LayerRange
+from mlx_ring.core.types import BLOCK_TOKENS, LayerRange
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.kv.block_files import Kind, fingerprint, kinds_of, to_host
@@ -245,3 +245,33 @@ def test_layers_that_are_no_neighbours_have_files_of_their_own(tmp_path: Path) -
     part: Any = store_of(run, (2, 4))
     restore(KvDisk(tmp_path, 1 << 30, NAME, (5, 9), kinds_of(part, (5, 9))), part, 2, 3)
     assert ask(KvDisk(tmp_path, 1 << 30, NAME, (4, 5), kinds_of(part, (4, 5))), 3) == (0, [])
+
+
+@pytest.mark.parametrize("window", [2, 128, 257, 300, 320, 448, 512, 600, 700, 1024])
+def test_window_of_any_size_is_restored_at_the_end_of_a_block(tmp_path: Path, window: int) -> None:
+    """Save a few tokens after the end, as the head learns of them late."""
+    store: Any = KVStore([RotatingKVCache(window)], mx.float32)
+    store.open(1, 4096)
+    digests, end = [bytes([number]) * 16 for number in range(5)], 5 * BLOCK_TOKENS
+    for count in (1100, 180, 8):
+        (batch,) = store.batches([(1, count)])
+        feed(batch, [tokens(count)])
+        store.commit(batch)
+    disk = open_disk(tmp_path, store, (0, 1))
+    known = step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests)
+    disk.save(store, step_pb2.Save(sequence=1, blocks=known, end=True))
+    disk.settle()
+    answered, answers = threading.Event(), list[int]()
+
+    def answer(found: int, *_: object) -> None:
+        answers.append(found)
+        answered.set()
+
+    disk.fetch(worker_pb2.FetchKv(id=1, blocks=known), answer)
+    assert answered.wait(60)
+    assert answers == [5]
+    store.open(2, 4096)
+    disk.adopt(store, step_pb2.Adopt(sequence=2, fetch=1, length=end))
+    needed = (end - max(1, window - 1), end)
+    (mine,), (theirs,) = (store.content(number, needed, window) for number in (1, 2))
+    assert all(mx.array_equal(*pair) for pair in zip(mine, theirs, strict=True))

@@ -21,6 +21,7 @@ from tests.worker.kv.small_models import small_model, tokens
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore, block_writer
+from mlx_ring.worker.kv import disk as kv_disk
 from mlx_ring.worker.kv.block_files import fingerprint
 from mlx_ring.worker.kv.disk import KvDisk
 from mlx_ring.worker.sequences import SequenceTable
@@ -392,6 +393,46 @@ def test_save_copies_as_many_blocks_as_it_may_and_the_first_missing_ones(tmp_pat
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), most=2))
     disk.settle()
     assert fetch(disk) == 4
+
+
+def test_blocks_that_need_not_be_saved_are_counted_after_those_that_are_being_written(tmp_path: Path) -> None:
+    run, disk, counts = filled(), open_disk(tmp_path), list[int]()
+
+    def count() -> int:
+        answered = threading.Event()
+
+        def answer(found: int, *_: object) -> None:
+            counts.append(found)
+            answered.set()
+
+        disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), for_save=True), answer)
+        assert answered.wait(60)
+        return counts[-1]
+
+    assert count() == 0
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+    assert count() == len(DIGESTS)
+    shutil.rmtree(tmp_path / NAME / DIGESTS[2].hex())
+    assert count() == 2
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2, most=1))
+    assert count() == len(DIGESTS)
+
+
+def test_no_more_is_read_than_memory_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, disk = filled(), open_disk(tmp_path)
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    size = sum(file.stat().st_size for file in (tmp_path / NAME / DIGESTS[0].hex()).iterdir())
+    monkeypatch.setattr(kv_disk, "_CHECK_BYTES", 1)
+    monkeypatch.setattr(kv_disk, "_SPARE_BYTES", 0)
+    room = SimpleNamespace(available_bytes=2.5 * size)
+    monkeypatch.setattr(kv_disk, "usable_memory", lambda: room)
+    assert fetch(disk) == 2
+    assert "Memory has no room for more than" in caplog.text
+    room.available_bytes = 1 << 40
+    assert fetch(disk, number=2) == len(DIGESTS)
 
 
 def test_damaged_block_is_saved_again(tmp_path: Path) -> None:

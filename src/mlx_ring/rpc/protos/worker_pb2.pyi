@@ -221,7 +221,7 @@ class StepsReply(_message.Message):
     def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., done: _Optional[_Union[_step_pb2.StepDone, _Mapping]] = ..., failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., prepared: _Optional[_Union[GrammarPrepared, _Mapping]] = ..., fetched: _Optional[_Union[KvFetched, _Mapping]] = ...) -> None: ...
 
 class FetchKv(_message.Message):
-    __slots__ = ("id", "blocks", "only_looks", "owners", "sources", "start", "end", "within_s", "next", "asks_peers", "peers")
+    __slots__ = ("id", "blocks", "only_looks", "owners", "sources", "start", "end", "within_s", "next", "for_save", "asks_peers", "peers")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,7 @@ class FetchKv(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    FOR_SAVE_FIELD_NUMBER: _ClassVar[int]
     ASKS_PEERS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -242,9 +243,10 @@ class FetchKv(_message.Message):
     end: int
     within_s: float
     next: _step_pb2.ListedBlock
+    for_save: bool
     asks_peers: bool
     peers: _containers.RepeatedCompositeFieldContainer[KvPeer]
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., sources: _Optional[_Iterable[_Union[KvSource, _Mapping]]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., within_s: _Optional[float] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ..., asks_peers: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[KvPeer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[_Union[_step_pb2.KvBlocks, _Mapping]] = ..., only_looks: _Optional[bool] = ..., owners: _Optional[_Iterable[bytes]] = ..., sources: _Optional[_Iterable[_Union[KvSource, _Mapping]]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., within_s: _Optional[float] = ..., next: _Optional[_Union[_step_pb2.ListedBlock, _Mapping]] = ..., for_save: _Optional[bool] = ..., asks_peers: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[KvPeer, _Mapping]]] = ...) -> None: ...
 
 class KvPeer(_message.Message):
     __slots__ = ("reader", "address", "node", "bytes_per_s")

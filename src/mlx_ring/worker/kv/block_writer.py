@@ -18,14 +18,15 @@ import threading
 import time
 import zlib
 from array import array as number_array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.kv.block_files import BlockFile, Content, write_layers
+from mlx_ring.worker.kv.block_files import BlockFile, Content, Kind, to_host, write_layers
+from mlx_ring.worker.kv.kv_store import KVStore
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,10 @@ class BlockWriter:
         """Remove the blocks of other owners than these."""
         self._thread.submit(remove_others, self.folder, list(owners))
 
+    def after_writes(self, act: Callable[[], object]) -> None:
+        """Call `act` in the writer's thread, once everything is written that waits now."""
+        self._thread.submit(act)
+
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""
         with contextlib.suppress(TimeoutError):
@@ -207,6 +212,83 @@ class BlockWriter:
         except OSError:
             return None
         return ListedTokens.decode(data)
+
+
+class BlockSaver:
+    """Saves of a rank's sequences. It copies on the compute thread, and leaves the writing to a `BlockWriter`."""
+
+    def __init__(
+        self,
+        writer: BlockWriter,
+        kinds: Sequence[Kind],
+        places: Mapping[int, int],
+        has: Callable[[bytes, Kind], bool],
+        own: Callable[[Kind], BlockFile],
+    ) -> None:
+        """Save the content of some layers.
+
+        Args:
+            writer: writes the blocks.
+            kinds: the kinds of content that the layers have.
+            places: their places in the rank's store.
+            has: tells whether a block of this digest has a kind.
+            own: returns the file that this rank writes for a kind.
+        """
+        self._writer, self._kinds, self._places = writer, kinds, places
+        self._has, self._own = has, own
+
+    def save(self, kv: KVStore, save: step_pb2.Save) -> None:
+        """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
+        size, digests = save.blocks.block_tokens, list(save.blocks.digests)
+        missing = self._missing_end(kv, save) if save.end else self._missing_blocks(save)
+        for kind, number in missing:
+            if not self._writer.has_room(may_wait=save.may_wait):
+                break
+            if kind.name == "states":
+                content = kv.states(save.sequence)
+            else:
+                begin, end = kind.tokens(number, size)
+                if number == len(digests) - 1 and save.blocks.last_tokens:
+                    end = begin + save.blocks.last_tokens
+                content = kv.content(save.sequence, (begin, end), kind.window)
+            layers = range(kind.extent.start, kind.extent.end)
+            block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
+            self._writer.write(digests[number], self._own(kind), block)
+        for listed in save.listed:
+            self._writer.list_block(listed, size, [self._own(kind) for kind in self._kinds], self._is_whole)
+        self._writer.touch([*digests, *(listed.place for listed in save.listed)])
+
+    def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
+        """Return the blocks of layers that keep every token which are to be copied now."""
+        missing = [
+            (kind, number)
+            for kind in self._kinds
+            if not kind.name
+            for number, digest in enumerate(save.blocks.digests)
+            if number >= save.first and not self._has(digest, kind)
+        ]
+        return missing[: save.most or None]
+
+    def _missing_end(self, kv: KVStore, save: step_pb2.Save) -> list[tuple[Kind, int]]:
+        """Return what the other layers lack for the end of the last block, as far as it is still in memory."""
+        size, digests = save.blocks.block_tokens, save.blocks.digests
+
+        def is_held(kind: Kind, number: int) -> bool:
+            if kind.window is None:
+                return kv.length(save.sequence) == size * len(digests)
+            return kv.holds(save.sequence, kind.window, kind.tokens(number, size))
+
+        return [
+            (kind, number)
+            for kind in self._kinds
+            if kind.name
+            for number in kind.blocks(len(digests), size)
+            if not self._has(digests[number], kind) and is_held(kind, number)
+        ]
+
+    def _is_whole(self, digest: bytes) -> bool:
+        """Report whether a block's files have all that this rank needs."""
+        return all(self._has(digest, kind) for kind in self._kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import StepFailed
+from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv.block_files import (
     HeadShare,
@@ -34,10 +36,9 @@ from mlx_ring.worker.kv.block_files import (
     concatenate_tokens,
     every_token,
     from_host,
-    to_host,
 )
 from mlx_ring.worker.kv.block_reader import Block, BlockReader, PeerDisks, speed_of
-from mlx_ring.worker.kv.block_writer import BlockWriter
+from mlx_ring.worker.kv.block_writer import BlockSaver, BlockWriter
 from mlx_ring.worker.kv.kv_store import KVStore
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _FETCH_LIMIT_S = 10.0
 _MOST_FETCHES = 4
 """Fetches that may be read or wait for that. Others find nothing."""
 
+_CHECK_BYTES, _SPARE_BYTES = 1 << 26, 1 << 28
+"""Bytes after whose reading the machine's memory is looked at, and those that are left to others."""
 _WITH_PEERS = 2
 """Threads that look for blocks on other machines, besides those that read them."""
 
@@ -84,11 +87,17 @@ class _Fetch:
     """Number of blocks."""
     only_looks: bool = False
     """True if blocks are only counted; then they have no content here."""
+    for_save: bool = False
+    """True if those are counted that need not be saved."""
     counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
     """Kinds that are there, by block."""
     from_peers: worker_pb2.PeerBlocks | None = None
     """As of `Answer`."""
     blocks: list[Block] = field(default_factory=list[Block])
+    nbytes: int = 0
+    """Size of their content."""
+    checked_bytes: int = 0
+    """Size at which the machine had memory for them."""
     next_tokens: int = 0
     """Tokens of the last one, if it is a listed one; 0 if it is not."""
     is_answered: bool = False
@@ -130,6 +139,7 @@ class KvDisk:
         """Places of this rank's layers in its store."""
         self._kinds = every_token(layers) if kinds is None else tuple(kinds)
         self._forgets = any(kind.name for kind in self._kinds)
+        self._saver = BlockSaver(self._writer, self._kinds, self._places, self._blocks.has, self._blocks.own)
         self._reader = ThreadPoolExecutor(1, "kv-disk-reader")
         self._peer_reader = ThreadPoolExecutor(_MOST_FETCHES + _WITH_PEERS, "kv-peer-reader")
         self._lock = threading.Lock()
@@ -139,58 +149,7 @@ class KvDisk:
 
     def save(self, kv: KVStore, save: step_pb2.Save) -> None:
         """Copy blocks that are not saved yet, and write them in the background. Runs on the compute thread."""
-        size, digests = save.blocks.block_tokens, list(save.blocks.digests)
-        missing = self._missing_end(kv, save) if save.end else self._missing_blocks(save)
-        for kind, number in missing:
-            if not self._writer.has_room(may_wait=save.may_wait):
-                break
-            if kind.name == "states":
-                content = kv.states(save.sequence)
-            else:
-                begin, end = kind.tokens(number, size)
-                if number == len(digests) - 1 and save.blocks.last_tokens:
-                    end = begin + save.blocks.last_tokens
-                content = kv.content(save.sequence, (begin, end), kind.window)
-            layers = range(kind.extent.start, kind.extent.end)
-            block = [tuple(map(to_host, content[self._places[layer]])) for layer in layers]
-            self._writer.write(digests[number], self._blocks.own(kind), block)
-        for listed in save.listed:
-            self._writer.list_block(
-                listed, size, [self._blocks.own(kind) for kind in self._kinds], self._is_whole
-            )
-        self._writer.touch([*digests, *(listed.place for listed in save.listed)])
-
-    def _missing_blocks(self, save: step_pb2.Save) -> list[tuple[Kind, int]]:
-        """Return the blocks of layers that keep every token which are to be copied now."""
-        missing = [
-            (kind, number)
-            for kind in self._kinds
-            if not kind.name
-            for number, digest in enumerate(save.blocks.digests)
-            if number >= save.first and not self._blocks.has(digest, kind)
-        ]
-        return missing[: save.most or None]
-
-    def _missing_end(self, kv: KVStore, save: step_pb2.Save) -> list[tuple[Kind, int]]:
-        """Return what the other layers lack for the end of the last block, as far as it is still in memory."""
-        size, digests = save.blocks.block_tokens, save.blocks.digests
-
-        def is_held(kind: Kind, number: int) -> bool:
-            if kind.window is None:
-                return kv.length(save.sequence) == size * len(digests)
-            return kv.holds(save.sequence, kind.window, kind.tokens(number, size))
-
-        return [
-            (kind, number)
-            for kind in self._kinds
-            if kind.name
-            for number in kind.blocks(len(digests), size)
-            if not self._blocks.has(digests[number], kind) and is_held(kind, number)
-        ]
-
-    def _is_whole(self, digest: bytes) -> bool:
-        """Report whether a block's files have all that this rank needs."""
-        return all(self._blocks.has(digest, kind) for kind in self._kinds)
+        self._saver.save(kv, save)
 
     # ---- fetch
 
@@ -198,11 +157,16 @@ class KvDisk:
         """Read or count blocks in the background, and answer with how many there are without a gap. Any thread may call it."""
         if wanted.owners:
             self._writer.remove_others(wanted.owners)
-        fetch = _Fetch(answer, wanted.blocks.block_tokens, len(wanted.blocks.digests), wanted.only_looks)
+        size, only_looks = wanted.blocks.block_tokens, wanted.only_looks or wanted.for_save
+        fetch = _Fetch(answer, size, len(wanted.blocks.digests), only_looks, wanted.for_save)
         with self._lock:
             reads = sum(not (each.is_answered or each.only_looks) for each in self._fetches.values())
             self._fetches[wanted.id] = fetch
-        if reads >= _MOST_FETCHES and not wanted.only_looks:
+        if wanted.for_save:
+            # A disk that hangs saves nothing meanwhile.
+            digests = list(wanted.blocks.digests)
+            self._writer.after_writes(partial(self._count_saved, wanted.id, fetch, digests))
+        elif reads >= _MOST_FETCHES and not wanted.only_looks:
             self._answer(wanted.id, fetch)
         else:
             asks = wanted.asks_peers and bool(wanted.peers)
@@ -236,6 +200,14 @@ class KvDisk:
         self._answer(wanted.id, fetch)
         if not fetch.only_looks:
             self._writer.touch(digests[:read])
+
+    def _count_saved(self, id_: int, fetch: _Fetch, digests: Sequence[bytes]) -> None:
+        try:
+            fetch.counted = self._count(fetch, digests)
+        except Exception:
+            log.exception("KV cannot be found in %s", self._writer.folder)
+        self._answer(id_, fetch)
+        self._writer.touch(digests[: len(fetch.counted)])
 
     def _count(
         self, fetch: _Fetch, digests: Sequence[bytes], remote: RemoteBlocks | None = None
@@ -312,12 +284,28 @@ class KvDisk:
 
     def _add(self, fetch: _Fetch, block: Block | None, next_tokens: int = 0) -> bool:
         """Add a block that was read; return False if it is missing, or comes too late."""
+        if block is None or not self._has_memory(fetch, block):
+            return False
         with self._lock:
-            if block is None or fetch.is_answered:
+            if fetch.is_answered:
                 return False
             fetch.blocks.append(block)
             fetch.next_tokens = next_tokens
         return True
+
+    def _has_memory(self, fetch: _Fetch, block: Block) -> bool:
+        """Return False if the machine lacks memory for a copy of what was read, which a sequence will have."""
+        arrays = (array for layers in block.values() for content in layers.values() for array in content)
+        fetch.nbytes += sum(array.nbytes for array in arrays)
+        if fetch.nbytes < fetch.checked_bytes + _CHECK_BYTES:
+            return True
+        fetch.checked_bytes, left = fetch.nbytes, usable_memory().available_bytes
+        if left >= fetch.nbytes + _SPARE_BYTES:
+            return True
+        self._writer.complain(
+            f"Memory has no room for more than {fetch.nbytes / 1e9:.1f} GB of saved KV, so that the rest is computed"
+        )
+        return False
 
     def _answer(self, id_: int, fetch: _Fetch, problem: str = "") -> None:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
@@ -336,6 +324,8 @@ class KvDisk:
 
     def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int], int]:
         """Return the first arguments of a fetch's answer."""
+        if fetch.for_save:
+            return len(fetch.counted), (), 0
         if fetch.only_looks:
             return *self._ends(fetch.counted, fetch.size), 0
         if not self._forgets:

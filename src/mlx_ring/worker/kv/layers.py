@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.types import BLOCK_TOKENS
 
 _KVCache = cast("type[Any]", mlx_lm_cache.KVCache)
 _RotatingKVCache = cast("type[Any]", mlx_lm_cache.RotatingKVCache)
@@ -107,6 +108,10 @@ class Layer:
         return _CacheList(*caches) if self.nested else caches[0]
 
 
+_LATE = 16
+"""Tokens that a sequence may have beyond the end of a block when that is copied."""
+
+
 @dataclass(slots=True)
 class Layout:
     """All layers of a stage, and how much a sliding layer holds beyond its window."""
@@ -135,8 +140,13 @@ class Layout:
         )
 
     def keep(self, window: int) -> int:
-        """Return the number of tokens that a sliding row keeps: those that the next token attends to, and `slack` for a rollback."""
-        return window - 1 + self.slack
+        """Return the number of tokens that a sliding row keeps: those that the next token attends to, and `slack` for a rollback.
+
+        It also keeps the blocks of saved KV in which these tokens lie, until they are copied to a disk.
+        """
+        needed = window - 1
+        in_blocks = -(-needed // BLOCK_TOKENS) * BLOCK_TOKENS
+        return max(needed + self.slack, in_blocks + _LATE if needed >= BLOCK_TOKENS else 0)
 
     def block(self, window: int) -> int:
         """Return the number of tokens that a full sliding row takes in before it is shifted."""

@@ -134,13 +134,20 @@ class BatchRows:
         """Append a chunk that is longer than a sliding slot's room: seen beside the window, stored at the commit."""
         first, last = self.slots
         window = cast("int", part.window)
-        begin = span.begins[0]
-        whole = [
-            mx.concatenate([plane[first:last, :, begin - span.seen : begin], new], axis=2)
-            for plane, new in zip(planes, encoded, strict=True)
-        ]
-        keep = min(self._layout.keep(window), whole[0].shape[2])
-        self.tails[part.index] = [array[:, :, -keep:] for array in whole]
+        begin, keep = span.begins[0], self._layout.keep(window)
+
+        def with_tokens_before(count: int) -> list[mx.array]:
+            return [
+                mx.concatenate([plane[first:last, :, begin - count : begin], new], axis=2)
+                for plane, new in zip(planes, encoded, strict=True)
+            ]
+
+        whole = with_tokens_before(span.seen)
+        # A row may keep more than the tokens that the chunk sees.
+        before = min(begin, keep - encoded[0].shape[2])
+        longer = with_tokens_before(before) if before > span.seen else whole
+        keep = min(keep, longer[0].shape[2])
+        self.tails[part.index] = [array[:, :, -keep:] for array in longer]
         return whole
 
     def store_tails(self) -> None:
