@@ -5,8 +5,8 @@
 The model is SmolLM2-135M-Instruct by default. Dropping the system's cache of files needs root.
 
 - `restart`: two stages save a prompt. Then each round starts three stages, drops the cache of files, and asks for the same
-  prompt: the time to the first token without and with saved KV, and their ratio. The bytes that were read, over the time of
-  the restore, are beside the speed of plain reads of the same files, for which the cache is dropped again.
+  prompt: the time to the first token without and with saved KV, and their ratio. The speed of the restore is compared with
+  that of plain reads of the same files, before which the cache is dropped again.
 - `machines`: the same for two machines on loopback that have saved, and a third one that has not.
 - `moved`: the layers of a machine move to another while a stream runs behind the prompt: the KV that was sent, and its time.
 - `steady`: tokens per second of eight streams with new prompts, with writing and without, in turns.
@@ -91,7 +91,7 @@ def _machines(model: Path, tokens: int, rounds: int, folder: Path) -> None:
 
     @contextmanager
     def cluster(nodes: int, *flags: str) -> Generator[Server]:
-        # What the third machine has saved does not last for another round.
+        # The third machine has saved them in the round before.
         for file in kept[2].glob("*/*/*"):
             file.unlink()
         ports = free_pair_of_ports()

@@ -9,7 +9,7 @@ copied with the steps.
 A rank may lack what another machine has saved, such as its layers after a change of the stages. It then also counts with
 the disks of other machines, and says how many bytes would come from each. That is one more way, with a time of its own.
 
-When an answer has ended, the ranks count those of its blocks that need not be saved: any of them may have removed some, or
+When an answer has ended, the ranks count those of its blocks that need not be saved. Any rank may have removed some, or
 failed to write them. The rest is saved with the next steps, a few blocks with each.
 
 The tokens behind a text's last full block are a shorter block. It is listed by the tokens before it, and so is the block

@@ -141,7 +141,7 @@ class KvSave:
     fetch: int = 0
     """Id of the count; 0 until the text has its turn."""
     next: int = 0
-    """Number of blocks that every rank has or was told to save."""
+    """Number of blocks that every rank has, or was asked to save."""
 
     @property
     def is_counted(self) -> bool:
