@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 from tests.api.clients import openapi_document
 from tests.api.journal_heads import (
     STREAMS,
@@ -27,10 +30,13 @@ from tests.default_settings import make_api_settings
 from tests.eventually import run_tasks_until
 
 from mlx_ring.api.app import build_app
-from mlx_ring.api.kept_answers import decode_delta
+from mlx_ring.api.journal import Journal
+from mlx_ring.api.journal_database import JournalDatabase
+from mlx_ring.api.kept_answers import KeptRequest, decode_delta
 from mlx_ring.api.openapi import ApiRoute
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.core.generation import Delta
+from mlx_ring.core.traces import owner_of
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 
@@ -208,6 +214,35 @@ def test_only_the_key_that_asked_gets_the_answer(tmp_path: Path) -> None:
     answers, id_ = asyncio.run(run())
     assert [status for status, _ in answers] == [404, 404, 404, 401, 200]
     assert id_ in answers[0][1]
+
+
+def test_background_answers_of_a_revoked_key_are_removed_and_not_computed(tmp_path: Path) -> None:
+    """Let there be more of them than are removed at once."""
+    database = JournalDatabase(tmp_path, 1 << 24)
+    now = int(time.time())
+    for number in range(40):
+        key = "sk-known" if number == 39 else "sk-revoked"
+        request = KeptRequest(
+            f"resp_{number}", owner_of(f"key {key}"), "/v1/responses", now, b"r" * 16, runs_alone=True
+        )
+        database.add(request, b"{}", [(1, 2, 3)], ())
+    database.close()
+    computed: list[str] = []
+
+    async def respond(request: Request) -> Response:
+        computed.append(request.scope["request_id"])
+        return await asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        journal = Journal(tmp_path, 1 << 24, ["sk-known"])
+        journal.serve(object(), {"/v1/responses": respond})
+        await journal.open()
+        journal.begin()
+        await run_tasks_until(lambda: len(computed) > 1 or (computed and sum(journal.stats()[1:4]) == 1))
+        await journal.close()
+
+    asyncio.run(run())
+    assert computed == ["resp_39"]
 
 
 def test_store_false_keeps_nothing(tmp_path: Path) -> None:

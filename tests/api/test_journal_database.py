@@ -44,6 +44,24 @@ def test_deltas_after_a_gap_are_computed_again(tmp_path: Path) -> None:
     database.close()
 
 
+def test_answers_after_a_clock_went_back_are_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = JournalDatabase(tmp_path, SIZE)
+    before, _ = database.add(kept_request("resp_1"), b"{}", [(1,)], ())
+    database.close()
+    numbers = [before]
+    for id_, now in (("resp_2", before * 1000), ("resp_3", 7)):
+        monkeypatch.setattr("mlx_ring.api.journal_database.time.time_ns", lambda now=now: now)
+        database = JournalDatabase(tmp_path, SIZE)
+        numbers.append(database.add(kept_request(id_), b"{}", [(1,)], ())[0])
+        database.close()
+    assert numbers == [before, before + 1, before + 2]
+    database = JournalDatabase(tmp_path, SIZE)
+    assert database.unfinished() == ["resp_1", "resp_2", "resp_3"]
+    database.close()
+
+
 class DatabaseMachine(RuleBasedStateMachine):
     """Appends, suspensions, ends, removals, folds and restarts in any order: no delta is lost, doubled or confused."""
 

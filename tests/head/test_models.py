@@ -101,6 +101,18 @@ def test_a_model_is_not_deleted_while_it_is_fetched(monkeypatch: pytest.MonkeyPa
     asyncio.run(act())
 
 
+def test_a_loaded_model_is_not_deleted_whatever_else_is_loaded_or_moves() -> None:
+    async def act() -> None:
+        catalog: Any = make_catalog()
+        model = SimpleNamespace(names=(HUB_ID,))
+        catalog._hosted = [SimpleNamespace(served=model, replicas=[1], is_awaited=False)]
+        async with catalog._one_at_a_time:
+            with pytest.raises(Conflict, match=f"{HUB_ID} is served by this server: unload it first"):
+                await catalog.delete("qwen3:8b")
+
+    asyncio.run(act())
+
+
 def test_a_model_that_cannot_be_served_does_not_count_as_served(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

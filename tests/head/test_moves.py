@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,6 +75,12 @@ class FakeHosted:
 
     def __init__(self, replica: FakeReplica, problem: RingError | None = None) -> None:
         self.replicas, self.problem = [replica], problem
+        self.open_requests = 2
+        self.stopped: list[str] = []
+
+    async def stop(self, reason: str) -> None:
+        self.stopped.append(reason)
+        self.replicas = []
 
     async def replace(self, old: FakeReplica, new: FakeReplica, ready: object) -> int:
         del ready
@@ -91,7 +98,7 @@ def replacement(*_: object) -> FakeReplica:
 class Head:
     """Moves between machines, of which `b` is drained."""
 
-    def __init__(self, hosted: FakeHosted, *nodes: str) -> None:
+    def __init__(self, hosted: FakeHosted, *nodes: str, others: Sequence[FakeHosted] = ()) -> None:
         members: Any = {
             node: SimpleNamespace(node=node, machine=f"{node}-machine", session=1) for node in nodes
         }
@@ -99,7 +106,7 @@ class Head:
         self.one_at_a_time = asyncio.Lock()
         moves = Moves(
             lambda: cast("Any", self),
-            lambda: cast("Any", [hosted]),
+            lambda: cast("Any", [hosted, *others]),
             cast("Any", replacement),
             self.one_at_a_time,
             cast("Any", print),
@@ -267,3 +274,136 @@ def test_layers_of_a_machine_that_leaves_during_a_move_are_left_to_the_recovery(
     hosted.replace = replace
     assert [moved.way for moved in drain(head)] == ["beside"]
     assert hosted.replicas == [replica]
+
+
+class FailingService:
+    """Service of a replica whose every load fails for another reason, until a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(requests=lambda: [1, 2])
+        self.info = SimpleNamespace(name="demo-1", epoch=1)
+        self.fails, self.loads = False, 0
+
+    @property
+    def error(self) -> RingError | None:
+        if not self.fails:
+            return None
+        self.loads += 1
+        return WorkerLost(f"Worker {self.loads} was killed: out of memory.")
+
+
+class FailingReplica(FakeReplica):
+    """Replica that serves until its layers are to move. No later load succeeds."""
+
+    def __init__(self, *nodes: str) -> None:
+        super().__init__(*nodes)
+        self.service = FailingService()
+
+    def drain(self, nodes: frozenset[str], why: str) -> None:
+        del why
+        self.drained.append(nodes)
+        self.service.fails = True
+
+
+GIVES_UP = "demo could not be loaded in 5 attempts, and is tried again later: Worker .* out of memory"
+
+
+def test_a_move_whose_loads_keep_failing_ends_and_lets_others_load() -> None:
+    replica = FailingReplica("a", "b")
+    hosted = FakeHosted(replica)
+    head = Head(hosted, "a", "b")
+
+    async def choose() -> MoveWay | None:
+        return "after"
+
+    async def run() -> None:
+        with pytest.raises(NotReady, match=GIVES_UP):
+            await head.moves.split_again(cast("Any", hosted), choose, may_pause=True)
+        assert hosted.replicas == [replica]
+        await head.moves.unload(cast("Any", hosted), force=True)
+        assert hosted.stopped == ["demo was unloaded."]
+
+    asyncio.run(run())
+
+
+def test_a_machine_whose_layers_cannot_be_loaded_elsewhere_is_drained_by_force_only() -> None:
+    head = Head(FakeHosted(FailingReplica("a", "b"), NO_ROOM), "a", "b")
+    with pytest.raises(NotReady, match=GIVES_UP):
+        drain(head)
+    assert not head.membership.drained
+    head = Head(FakeHosted(FailingReplica("a", "b"), NO_ROOM), "a", "b")
+    (moved,) = drain(head, force=True)
+    assert (moved.way, moved.requests) == ("after", 2)
+    assert moved.why.startswith(f"{NO_ROOM} It does not serve yet: demo could not be loaded in 5 attempts")
+    assert head.membership.drained == {"b"}
+
+
+def test_a_model_that_is_loaded_in_vain_already_does_not_hold_up_a_drain() -> None:
+    replica = FailingReplica("a", "b")
+    replica.service.fails = True
+    head = Head(FakeHosted(replica), "a", "b")
+    with pytest.raises(NotReady, match=GIVES_UP):
+        drain(head)
+    assert not head.membership.drained
+    assert drain(head, force=True) == []
+    assert head.membership.drained == {"b"}
+
+
+def test_unloading_by_force_ends_the_move_of_the_model() -> None:
+    hosted = FakeHosted(FakeReplica("a", "b"))
+    head = Head(hosted, "a", "b")
+    is_loading = asyncio.Event()
+
+    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del old, new, ready
+        # An answer is longer than the other instance's context.
+        is_loading.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def choose() -> MoveWay | None:
+        return "beside"
+
+    async def run() -> None:
+        moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
+        await is_loading.wait()
+        await head.moves.unload(cast("Any", hosted), force=True)
+        assert (hosted.stopped, hosted.replicas) == (["demo was unloaded."], [])
+        with pytest.raises(Conflict, match="demo was unloaded while it moved"):
+            await moving
+        assert not head.one_at_a_time.locked()
+
+    hosted.replace = replace
+    asyncio.run(run())
+
+
+def test_a_drain_goes_on_without_a_model_that_is_unloaded_by_force() -> None:
+    hosted, other = FakeHosted(FakeReplica("a", "b")), FakeHosted(FakeReplica("b"))
+    other.model_id = "other"
+    head = Head(hosted, "a", "b", others=[other])
+    is_loading = asyncio.Event()
+
+    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del old, new, ready
+        is_loading.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def run() -> list[Moved]:
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await is_loading.wait()
+        await head.moves.unload(cast("Any", hosted), force=True)
+        assert hosted.stopped == ["demo was unloaded."]
+        return list(await draining)
+
+    hosted.replace = replace
+    assert [(moved.model, moved.way) for moved in asyncio.run(run())] == [("other", "beside")]
+    assert head.membership.drained == {"b"}
+
+
+def test_a_model_that_answers_is_unloaded_by_force_only() -> None:
+    hosted = FakeHosted(FakeReplica("a"))
+    moves = Head(hosted, "a").moves
+    with pytest.raises(Conflict, match="demo is answering 2 requests: wait for them"):
+        asyncio.run(moves.unload(cast("Any", hosted), force=False))
+    assert not hosted.stopped
+    asyncio.run(moves.unload(cast("Any", hosted), force=True))
+    assert hosted.stopped

@@ -91,7 +91,7 @@ class JournalDatabase:
         self._logged = 0
         """Bytes in the log."""
         self._last = 0
-        """Last number of an answer. Numbers are never used again, also not in another file."""
+        """Largest number of an answer. Numbers are never used again, also not in another file or after a clock went back."""
         self.generation = 0
         """Number of files before this one. Answers that were added to an earlier one are lost."""
         self._db = self._open()
@@ -141,6 +141,7 @@ class JournalDatabase:
             db.executescript(_SCHEMA)
             _fold(db)
             db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
+            self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
             if _used(db) * _PAGE > self._size * _FULL:
                 self._make_room_in(db, 0, ())
             if self._file.stat().st_size > self._size:
@@ -298,10 +299,16 @@ class JournalDatabase:
         end = None if kind is None else End(kind, at, error, message, param)
         return KeptAnswer(number, request, decode_prompts(prompts), deltas, end), body
 
-    def unfinished(self) -> list[str]:
-        """Return the ids of answers that are computed without a client and have not ended, the oldest first."""
-        rows = self._db.execute("SELECT id FROM answers WHERE runs_alone AND end IS NULL ORDER BY number")
-        return [row[0] for row in rows]
+    def unfinished(self, owners: Collection[str] | None = None) -> list[str]:
+        """Return the ids of answers that are computed without a client and have not ended, the oldest first.
+
+        Args:
+            owners: owners whose answers are returned; None: all.
+        """
+        rows = self._db.execute(
+            "SELECT id, owner FROM answers WHERE runs_alone AND end IS NULL ORDER BY number"
+        )
+        return [id_ for id_, owner in rows if owners is None or owner in owners]
 
     def set_alone(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
         """Record that an answer is computed whether or not a client reads it."""

@@ -103,10 +103,13 @@ class JournalWriter:
         return recording
 
     async def unfinished(self) -> list[str]:
-        """Return the ids of answers that run alone and have not ended, once the disk gives them."""
+        """Return the ids of answers that run alone and have not ended, once the disk gives them.
+
+        Those of unknown owners are not continued, also if the disk cannot remove them yet.
+        """
         while True:
             try:
-                return await self._disk.run(self._db.unfinished)
+                return await self._disk.run(lambda: self._db.unfinished(self._owners or None))
             except FAILURES as error:
                 self._note(error)
                 await asyncio.sleep(_RETRY_AFTER_S)

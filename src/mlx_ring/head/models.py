@@ -209,17 +209,8 @@ class Catalog:
         return next((each for each in self._hosted if name in each.served.names), None)
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
-        """Unload a model."""
-        hosted = self._own(model)
-        async with self._one_at_a_time:
-            busy = hosted.open_requests
-            if busy and not force:
-                raise Conflict(
-                    f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
-                    'or unload it with "force": true, which ends them.'
-                )
-            await hosted.stop(f"{hosted.model_id} was unloaded.")
-        log.info("Unloaded %s", hosted.model_id)
+        """Unload a model. By force, this also ends its move in progress."""
+        await self.moves.unload(self._own(model), force=force)
 
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
@@ -276,16 +267,10 @@ class Catalog:
     async def delete(self, name: str) -> tuple[str, int]:
         """Remove a model from the disk that is not loaded, and from the list."""
         hub_id = await asyncio.to_thread(exact_name, name)
+        # A model that is loaded may be moving for long, so the refusal does not wait for that.
+        self._check_unused(hub_id, name)
         async with self._one_at_a_time:
-            named = [
-                each for each in self._hosted if hub_id in each.served.names or name in each.served.names
-            ]
-            if self._fetches.is_running(hub_id):
-                raise Conflict(f"{hub_id} is being downloaded: cancel the download, then remove the model.")
-            if any(each.replicas or each is self._hosted[0] or each.is_awaited for each in named):
-                raise Conflict(
-                    f"{hub_id} is served by this server: unload it first, or stop the server if it began with this model."
-                )
+            named = self._check_unused(hub_id, name)
             for each in named:
                 release(each.served.folder.path)
             try:
@@ -296,6 +281,17 @@ class Catalog:
                 raise
             self._hosted = [each for each in self._hosted if each not in named]
             return removed
+
+    def _check_unused(self, hub_id: str, name: str) -> list[HostedModel]:
+        """Return the listed models of these names. Raises `Conflict` if one is in use."""
+        named = [each for each in self._hosted if hub_id in each.served.names or name in each.served.names]
+        if self._fetches.is_running(hub_id):
+            raise Conflict(f"{hub_id} is being downloaded: cancel the download, then remove the model.")
+        if any(each.replicas or each is self._hosted[0] or each.is_awaited for each in named):
+            raise Conflict(
+                f"{hub_id} is served by this server: unload it first, or stop the server if it began with this model."
+            )
+        return named
 
     async def _listed(self, name: str) -> HostedModel:
         """Return a model of this machine, and add it to the list. One with the same name must be the same model."""

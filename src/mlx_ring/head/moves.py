@@ -3,6 +3,8 @@
 Where memory allows, the next instance is loaded beside the present one, whose requests move without a pause. Where it
 does not, workers load only the layers that they gain for another split, and answers pause while they change over. Of a
 machine that is wanted back, only the layers are loaded elsewhere. Otherwise, the model is loaded again in a pause.
+
+A move ends when its loads have failed several times, or its model is unloaded by force. Then others may load.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import Conflict, NotReady, PlanError, RequestError, RingError
+from mlx_ring.core.errors import Conflict, NodeDrained, NotReady, PlanError, RequestError, RingError
 from mlx_ring.head.model import HostedModel, Ready
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import readable_names
@@ -25,6 +27,8 @@ from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_MOST_FAILED_LOADS = 5
+"""Failed loads after which a move ends. Of the losses of workers, some are mended first without a whole load."""
 Result = TypeVar("Result")
 Choose = Callable[[], Awaitable[MoveWay | None]]
 
@@ -35,8 +39,48 @@ class MakeReplica(Protocol):
     def __call__(self, hosted: HostedModel, old: Replica) -> Replica: ...
 
 
+class _Unloaded(Conflict):
+    """The model was unloaded while it moved."""
+
+
+class _FailedLoads:
+    """Failed loads of a replica during a move."""
+
+    def __init__(self, model: str, replica: Replica) -> None:
+        self._model, self._replica = model, replica
+        self._last: RingError | None = None
+        self._count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the move waits no longer for the replica."""
+        return self._count >= _MOST_FAILED_LOADS
+
+    def check(self) -> None:
+        """Count the failure of the last load, unless it was counted. Raises `NotReady` after too many."""
+        error = self._replica.service.error
+        if error is None or error is self._last or isinstance(error, NotReady | NodeDrained):
+            return
+        self._last, self._count = error, self._count + 1
+        if self.is_over:
+            raise NotReady(
+                f"{self._model} could not be loaded in {self._count} attempts, and is tried again later: {error}"
+            )
+
+
+@dataclass
+class _Step:
+    """Move of one model in progress."""
+
+    hosted: HostedModel
+    work: asyncio.Task[Any]
+    reason: str = ""
+    """Reason why the model is unloaded instead; empty if it is not."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Moves:
-    """Moves of the instances of a head, one at a time."""
+    """Moves of the instances of a head, one at a time, and unloading, which may end a move."""
 
     def __init__(
         self,
@@ -59,6 +103,7 @@ class Moves:
         self._one_at_a_time, self._ready = one_at_a_time, ready
         self._has_ended = False
         self._moving: set[asyncio.Task[Any]] = set()
+        self._step: _Step | None = None
 
     def stop(self) -> None:
         """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
@@ -86,12 +131,55 @@ class Moves:
             may_pause: True to load the model again if the machines turn out to have no room for both.
 
         Raises:
+            NotReady: loads have failed several times, and others are tried without the move.
             RingError: the other split cannot be loaded. The present one serves, or the model is loaded again.
         """
         self._check_running()
         return await self._to_its_end(
             self._split_again(hosted, choose, may_pause=may_pause), f"replan {hosted.model_id}"
         )
+
+    async def unload(self, hosted: HostedModel, *, force: bool) -> None:
+        """Unload a model. By force, end its requests, and its move in progress.
+
+        Raises:
+            Conflict: it answers requests, and `force` is False.
+        """
+        reason = f"{hosted.model_id} was unloaded."
+        step = self._step
+        if force and step is not None and step.hosted is hosted:
+            # The move may wait for long answers, or for loads, and no other load begins before its end.
+            step.reason = reason
+            step.work.cancel()
+            await step.ended.wait()
+        if step is None or not step.reason or hosted.replicas:
+            async with self._one_at_a_time:
+                busy = hosted.open_requests
+                if busy and not force:
+                    raise Conflict(
+                        f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
+                        'or unload it with "force": true, which ends them.'
+                    )
+                await hosted.stop(reason)
+        log.info("Unloaded %s", hosted.model_id)
+
+    async def _unless_unloaded(self, hosted: HostedModel, work: Coroutine[Any, Any, Result]) -> Result:
+        """Move one model. Raises `_Unloaded` if it is unloaded instead."""
+        step = self._step = _Step(hosted, asyncio.create_task(work))
+        try:
+            try:
+                moved = await step.work
+            except (asyncio.CancelledError, RingError):
+                if not step.reason:
+                    raise
+            else:
+                if not step.reason:
+                    return moved
+            await hosted.stop(step.reason)
+        finally:
+            self._step = None
+            step.ended.set()
+        raise _Unloaded(f"{hosted.model_id} was unloaded while it moved.")
 
     def _check_running(self) -> None:
         if self._has_ended:
@@ -109,25 +197,32 @@ class Moves:
             if way is None:
                 return None
             (replica,) = hosted.replicas
-            why = ""
-            if way == "beside":
-                started = time.monotonic()
-                try:
-                    moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
-                except PlanError as error:
-                    if not may_pause:
-                        raise
-                    why = str(error)
-                else:
-                    return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
-            if way != "after":
-                try:
-                    return await self._change_stages(hosted, replica, why, may_pause=may_pause)
-                except UnchangeableWorkers as error:
-                    if not may_pause or replica.service.error is not None:
-                        raise
-                    why = f"{why} {error}".strip()
-            return await self._load_again(hosted, replica, why)
+            return await self._unless_unloaded(
+                hosted, self._move_to_split(hosted, replica, way, may_pause=may_pause)
+            )
+
+    async def _move_to_split(
+        self, hosted: HostedModel, replica: Replica, way: MoveWay, *, may_pause: bool
+    ) -> Moved:
+        why = ""
+        if way == "beside":
+            started = time.monotonic()
+            try:
+                moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+            except PlanError as error:
+                if not may_pause:
+                    raise
+                why = str(error)
+            else:
+                return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+        if way != "after":
+            try:
+                return await self._change_stages(hosted, replica, why, may_pause=may_pause)
+            except UnchangeableWorkers as error:
+                if not may_pause or replica.service.error is not None:
+                    raise
+                why = f"{why} {error}".strip()
+        return await self._load_again(hosted, replica, why)
 
     async def _change_stages(
         self, hosted: HostedModel, replica: Replica, why: str, *, may_pause: bool
@@ -139,7 +234,7 @@ class Moves:
         )
         paused, requests = time.monotonic(), reshaping.paused_requests
         log.warning("%s pauses while its workers change to another split. %s", hosted.model_id, why)
-        await self._until_served(replica, before)
+        await self._until_served(hosted, replica, before)
         if reshaping.problem is not None:
             raise reshaping.problem
         now = time.monotonic()
@@ -160,20 +255,28 @@ class Moves:
         sites = () if replica.placement is None else replica.placement.nodes
         why_lost = f"The layers of {hosted.model_id} are split again."
         replica.drain(frozenset(site.node for site in sites), why_lost)
-        await self._until_served(replica, before)
+        await self._until_served(hosted, replica, before)
         seconds = time.monotonic() - started
         return Moved(hosted.model_id, "after", requests, seconds, why, seconds)
 
     @staticmethod
-    async def _until_served(replica: Replica, before: tuple[str, int]) -> None:
-        """Wait until a replica serves in a later epoch, or as another instance. Raises `PlanError` if it does not fit."""
+    async def _until_served(hosted: HostedModel, replica: Replica, before: tuple[str, int]) -> None:
+        """Wait until a replica serves in a later epoch, or as another instance.
+
+        Raises:
+            PlanError: it does not fit.
+            NotReady: too many loads have failed.
+        """
+        failed = _FailedLoads(hosted.model_id, replica)
         while (error := replica.service.error) is not None or _epoch_of(replica) == before:
             if isinstance(error, PlanError):
                 raise error
+            failed.check()
             await asyncio.sleep(_LOOK_S)
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         moved: list[Moved] = []
+        failed: dict[Replica, _FailedLoads] = {}
         session = _session(machines, node)
         async with self._one_at_a_time:
             if _session(machines, node) != session:
@@ -188,13 +291,14 @@ class Moves:
             log.warning("%s is drained: its layers move to other machines", name)
             try:
                 # Once it has left, recoveries place its layers.
-                while _is_drained(machines, node) and (found := self._using(node)) is not None:
+                while _is_drained(machines, node) and (found := self._using(node, failed)) is not None:
                     hosted, replica = found
-                    if replica.service.error is None:
-                        moved.append(await self._move(hosted, replica, node, force=force))
-                    else:
-                        # It is being loaded, as it was planned before.
-                        await asyncio.sleep(_LOOK_S)
+                    loads = failed.setdefault(replica, _FailedLoads(hosted.model_id, replica))
+                    try:
+                        work = self._move(hosted, replica, node, loads, force=force)
+                        moved += await self._unless_unloaded(hosted, work)
+                    except _Unloaded as error:
+                        log.warning("%s has no layers of %s any more: %s", name, hosted.model_id, error)
             except BaseException as error:
                 await machines.drain(node, is_drained=False)
                 log.warning("%s is not drained: %s", name, error)
@@ -208,26 +312,45 @@ class Moves:
         async with self._one_at_a_time:
             await machines.drain(find_node(machines, node), is_drained=False)
 
-    def _using(self, node: str) -> tuple[HostedModel, Replica] | None:
-        """Return a replica with layers on a node, or about to have some; None without one."""
+    def _using(self, node: str, failed: Mapping[Replica, _FailedLoads]) -> tuple[HostedModel, Replica] | None:
+        """Return a replica with layers on a node, or about to have some; None without one.
+
+        Those that do not fit, or whose loads have failed too often, have none.
+        """
         return next(
             (
                 (hosted, replica)
                 for hosted in self._hosted()
                 for replica in hosted.replicas
-                if _uses(replica, node) and not isinstance(replica.service.error, PlanError)
+                if _uses(replica, node)
+                and not isinstance(replica.service.error, PlanError)
+                and not (replica in failed and failed[replica].is_over)
             ),
             None,
         )
 
-    async def _move(self, hosted: HostedModel, replica: Replica, node: str, *, force: bool) -> Moved:
+    async def _move(
+        self, hosted: HostedModel, replica: Replica, node: str, failed: _FailedLoads, *, force: bool
+    ) -> Sequence[Moved]:
+        """Move a replica away from a node. While it is being loaded, wait a moment, and return nothing."""
+        if replica.service.error is not None:
+            # It was planned before, perhaps with this node.
+            try:
+                failed.check()
+            except NotReady as error:
+                if not force:
+                    raise
+                log.warning("It has no layers to move: %s", error)
+            else:
+                await asyncio.sleep(_LOOK_S)
+            return ()
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         try:
             moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
         except RingError as error:
             why = str(error)
         else:
-            return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+            return (Moved(hosted.model_id, "beside", moved, time.monotonic() - started),)
         if not force:
             await replica.check_drain(frozenset({node}))
         log.warning(
@@ -236,16 +359,26 @@ class Moves:
             why,
         )
         paused = time.monotonic()
+        try:
+            await self._until_left(replica, node, failed)
+        except (PlanError, NotReady) as error:
+            if not force:
+                raise
+            log.warning("Answers of %s wait until it can be loaded: %s", hosted.model_id, error)
+            why = f"{why} It does not serve yet: {error}"
+        now = time.monotonic()
+        return (Moved(hosted.model_id, "after", requests, now - started, why, now - paused),)
+
+    @staticmethod
+    async def _until_left(replica: Replica, node: str, failed: _FailedLoads) -> None:
+        """Replace the ranks on a node, and wait until all serve. Raises what `_until_served` raises."""
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
-                if force:
-                    break
                 raise error
+            failed.check()
             if error is None:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
-        now = time.monotonic()
-        return Moved(hosted.model_id, "after", requests, now - started, why, now - paused)
 
 
 def _epoch_of(replica: Replica) -> tuple[str, int]:

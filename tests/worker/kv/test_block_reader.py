@@ -20,6 +20,7 @@ from tests.worker.kv.test_disk import (
     PLACE,
     SIZE,
     blocks,
+    damage_byte,
     filled,
     heads_of,
     save_by,
@@ -300,6 +301,25 @@ def test_damaged_file_is_not_requested_again(tmp_path: Path, caplog: pytest.LogC
             assert ask(disk, running, number=number).blocks == 0
         assert not ask(disk, running, only_looks=True).HasField("from_peers")
     assert caplog.text.count("KV of mini-0 is not used") == 1
+
+
+def test_copy_of_another_machine_is_used_for_a_damaged_file_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    run = filled()
+    for name in ("0", "own"):
+        save_by(run, tmp_path / name, [(0, LAYERS)])
+    damage_byte(tmp_path / "own" / NAME / DIGESTS[2].hex() / "0-4")
+    with agents(tmp_path / "0") as running:
+        disk = open_reader(tmp_path / "own", (0, LAYERS))
+        monkeypatch.setattr(Path, "unlink", refuse)
+        for number in (1, 2):
+            fetched = ask(disk, running, number=number)
+            assert (fetched.blocks, fetched.from_peers.blocks) == (len(DIGESTS), 1)
+            assert continues_alike(run, disk, (0, LAYERS), number)
 
 
 def test_files_with_long_headers_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

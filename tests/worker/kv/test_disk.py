@@ -6,11 +6,12 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 import pytest
@@ -23,6 +24,7 @@ from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore, block_writer
 from mlx_ring.worker.kv import disk as kv_disk
 from mlx_ring.worker.kv.block_files import fingerprint
+from mlx_ring.worker.kv.block_writer import make_room
 from mlx_ring.worker.kv.disk import KvDisk
 from mlx_ring.worker.sequences import SequenceTable
 
@@ -281,6 +283,72 @@ def test_full_disk_is_a_warning_and_leaves_no_file(
     ]
     assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
     assert disk._writer._pending_bytes == 0
+    disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+    disk.settle()
+    assert fetch(disk) == len(DIGESTS)
+
+
+@pytest.mark.parametrize("part", [0, 1000])
+def test_only_bytes_that_were_written_count_for_the_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: int
+) -> None:
+    def fill(file: BinaryIO, _: object) -> None:
+        file.write(b"." * part)
+        file.flush()
+        fail_to_write()
+
+    run = filled()
+    save_by(run, tmp_path / "other", [(0, LAYERS)])
+    one = (tmp_path / "other" / NAME / DIGESTS[0].hex() / "0-4").stat().st_size
+    # In a day, five blocks may be written.
+    disk = open_disk(tmp_path / "kv", limit=one)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_writer, "write_layers", fill)
+        for _ in range(3):
+            disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+            disk.settle()
+    assert int((tmp_path / "kv" / "written-today").read_text().split()[1]) == 3 * len(DIGESTS) * part
+    assert "No more KV is saved today" not in caplog.text
+    assert disk._writer.has_room(may_wait=False)
+    if not part:
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(1)))
+        disk.settle()
+        assert fetch(disk, 1) == 1
+
+
+def test_blocks_used_while_a_clock_was_ahead_are_removed_first(tmp_path: Path) -> None:
+    """Let the clock have been a month ahead when the first two blocks were used last."""
+    run = filled()
+    save_by(run, tmp_path, [(0, LAYERS)])
+    one = sum(path.stat().st_size for path in (tmp_path / NAME / DIGESTS[0].hex()).iterdir())
+    month = time.time() + 30 * 86400
+    for number in (0, 1):
+        os.utime(tmp_path / NAME / DIGESTS[number].hex(), (month, month - number))
+    make_room(tmp_path, 4 * one - 1)
+    left = {path.name for path in tmp_path.glob("*/*")}
+    assert left == {DIGESTS[number].hex() for number in (0, 2, 3)}
+
+
+def test_damaged_file_that_cannot_be_removed_counts_as_missing_until_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    run = filled()
+    save_by(run, tmp_path, [(0, LAYERS)])
+    file = tmp_path / NAME / DIGESTS[2].hex() / "0-4"
+    damage_byte(file)
+    disk = open_disk(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert fetch(disk) == 2
+    (kind,) = disk._kinds
+    assert file.exists()
+    assert not disk._blocks.has(DIGESTS[2], kind)
+    assert not disk._blocks.find(DIGESTS[2], [kind])
+    assert "is damaged and cannot be removed (Read-only file system)" in caplog.text
+    assert "Traceback" not in caplog.text
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
     disk.settle()
     assert fetch(disk) == len(DIGESTS)

@@ -11,6 +11,7 @@ entry of an array's first axis, which are heads. So a rank reads its own heads f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -38,6 +39,8 @@ Content = tuple[NDArray[Any], ...]
 
 Those of bfloat16 have the type `V2` here. An array that a state does not have yet is `ABSENT`."""
 ABSENT: NDArray[Any] = np.zeros(0, np.uint8)
+MOST_DAMAGED = 4096
+"""Number of damaged files that are remembered, here and of other machines."""
 
 _MAGIC = b"mlx-ring KV 2\n"
 _LENGTH = struct.Struct("<I")
@@ -234,6 +237,41 @@ def files_in(folder: Path) -> list[BlockFile]:
     except OSError:
         return []
     return [file for name in names if (file := BlockFile.parse(name)) is not None]
+
+
+class DamagedFiles:
+    """Damaged files that cannot be removed, each until it is replaced. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._versions: dict[Path, tuple[int, int]] = {}
+
+    def remove(self, path: Path, opened: BinaryIO) -> str:
+        """Remove a file, or else remember what was opened. Return words for what was done."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._add(path, opened)
+            return f"damaged and cannot be removed ({error.strerror or error})"
+        return "removed"
+
+    def _add(self, path: Path, opened: BinaryIO) -> None:
+        self._versions[path] = _version(os.fstat(opened.fileno()))
+        while len(self._versions) > MOST_DAMAGED:
+            self._versions.pop(next(iter(self._versions)), None)
+
+    def __contains__(self, path: Path) -> bool:
+        version = self._versions.get(path)
+        if version is None:
+            return False
+        with contextlib.suppress(OSError):
+            if _version(path.stat()) == version:
+                return True
+        self._versions.pop(path, None)
+        return False
+
+
+def _version(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
 
 
 Source = tuple[worker_pb2.KvPeer, int]

@@ -31,8 +31,10 @@ from mlx_ring.rpc.protos import step_pb2, weights_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.peers import node_name
 from mlx_ring.worker.kv.block_files import (
+    MOST_DAMAGED,
     BlockFile,
     Content,
+    DamagedFiles,
     HeadShare,
     Kind,
     RemoteBlocks,
@@ -63,8 +65,6 @@ _FIRST_BYTES = 1 << 16
 """Bytes in which a header mostly fits."""
 _MOST_FILE_BYTES, _MOST_RANGES = 1 << 30, 4096
 """Limits of a file, and of the ranges of one request."""
-_MOST_DAMAGED = 4096
-"""Number of damaged files of other machines that are remembered."""
 
 Block = dict[Kind, dict[int, Content]]
 """Content of a block by kind and layer."""
@@ -144,7 +144,7 @@ class PeerDisks:
                 if not isinstance(error, RingError):
                     with self._lock:
                         self._damaged[peer.node, digest, file] = None
-                        if len(self._damaged) > _MOST_DAMAGED:
+                        if len(self._damaged) > MOST_DAMAGED:
                             del self._damaged[next(iter(self._damaged))]
         return None
 
@@ -314,6 +314,7 @@ class BlockReader:
             peers: the disks of other machines; None: there are none.
         """
         self._writer, self._share, self.peers = writer, share, peers
+        self._damaged = DamagedFiles()
 
     def choose_peers(self, wanted: worker_pb2.FetchKv) -> list[worker_pb2.KvPeer]:
         """Return the machines to ask now, as `PeerDisks.choose`."""
@@ -325,9 +326,13 @@ class BlockReader:
 
     def has(self, digest: bytes, kind: Kind) -> bool:
         """Report whether the files of this machine have all that this rank has of a kind."""
+        local, own = self._local(digest), self.own(kind)
+        return own in local or find_sources(local, own, kind) is not None
+
+    def _local(self, digest: bytes) -> list[BlockFile]:
+        """Return the files of a block on this machine, but those that are damaged."""
         path = self._writer.path(digest)
-        own = self.own(kind)
-        return (path / own.name).exists() or find_sources(files_in(path), own, kind) is not None
+        return [file for file in files_in(path) if path / file.name not in self._damaged]
 
     def _sources(
         self, files: Mapping[BlockFile, Source | None], kind: Kind
@@ -345,7 +350,7 @@ class BlockReader:
 
     def _files(self, digest: bytes, remote: RemoteBlocks | None) -> dict[BlockFile, Source | None]:
         """Return the files of a block, those of this machine first, and the sources of the others."""
-        local = files_in(self._writer.path(digest))
+        local = self._local(digest)
         others = {} if remote is None else remote.files.get(digest, {})
         best = {file: sources[0] for file, sources in others.items() if sources}
         return {
@@ -419,17 +424,18 @@ class BlockReader:
     def _read_file(
         self, path: Path, file: BlockFile, wanted: Mapping[int, Rows | None]
     ) -> dict[int, Content] | None:
-        """Return the wanted rows by layer, or None if the file cannot be read. A damaged one is removed."""
+        """Return the wanted rows by layer, or None if the file cannot be read. A damaged one is removed, or not used."""
         try:
             with path.open("rb") as opened:
-                return read_layers(opened, file.layers, wanted)
+                try:
+                    return read_layers(opened, file.layers, wanted)
+                except ValueError as error:
+                    done = self._damaged.remove(path, opened)
+                    self._writer.complain(f"A block of KV is {done}, {path}: {error}")
         except FileNotFoundError:
             pass  # it was removed meanwhile, to make room
         except OSError as error:
             self._writer.complain(f"KV cannot be read from {path}: {error.strerror or error}")
-        except ValueError as error:
-            self._writer.complain(f"A block of KV is removed, {path}: {error}")
-            path.unlink(missing_ok=True)
         return None
 
     def read_listed(self, after: step_pb2.ListedBlock, remote: RemoteBlocks | None) -> ListedTokens | None:

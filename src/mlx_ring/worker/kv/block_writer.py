@@ -47,6 +47,8 @@ _CHECKSUM_BYTES = 4
 _FOLDER, _BLOCK_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{32}(?P<owner>[0-9a-f]{32})?")
 _LEAVE = 0.9
 """Share of the limit that eviction leaves."""
+_CLOCK_S = 60.0
+"""Time by which a block's last use may lie ahead of the clock."""
 _COUNT_FILE = "written-today"
 _DAY_S = 86400
 
@@ -110,16 +112,23 @@ class BlockWriter:
                     f"{self.folder}, {_DAILY_SHARE} times the size of --kv-disk"
                 )
                 return
-            for each in (self._blocks, folder):
-                each.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
-                try:
-                    write(cast("BinaryIO", file))
-                    file.close()
-                    Path(file.name).replace(folder / name)
-                except BaseException:
-                    Path(file.name).unlink(missing_ok=True)
-                    raise
+            unwritten = nbytes
+            try:
+                for each in (self._blocks, folder):
+                    each.mkdir(mode=0o700, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=folder, prefix=".unfinished-", delete=False) as file:
+                    try:
+                        write(cast("BinaryIO", file))
+                        file.close()
+                        Path(file.name).replace(folder / name)
+                    except BaseException:
+                        with contextlib.suppress(OSError):
+                            unwritten -= min(nbytes, Path(file.name).stat().st_size)
+                        Path(file.name).unlink(missing_ok=True)
+                        raise
+            except OSError:
+                self._today.give_back(unwritten)
+                raise
             self._unmeasured += nbytes
             if self._unmeasured >= self._limit * _SCAN_SHARE:
                 self._unmeasured = 0
@@ -329,8 +338,12 @@ class ListedTokens:
 
 
 def make_room(folder: Path, limit_bytes: int) -> None:
-    """Remove the blocks that were used least recently, if all of them are larger than a limit."""
-    blocks = sorted(_sizes(folder))
+    """Remove the blocks that were used least recently, if all of them are larger than a limit.
+
+    Those that were used while the clock was ahead go first. Otherwise each new block would, for as long as it was wrong.
+    """
+    latest = time.time() + _CLOCK_S
+    blocks = sorted(_sizes(folder), key=lambda block: (block[0] <= latest, *block))
     size = sum(nbytes for _, nbytes, _ in blocks)
     for _, nbytes, path in blocks if size > limit_bytes else ():
         if size <= limit_bytes * _LEAVE:
@@ -390,12 +403,23 @@ class DailyBytes:
             OSError: the file cannot be written.
         """
         day = _today()
+        is_taken = self._add(day, nbytes)
+        if not is_taken:
+            self._spent_on = day
+        return is_taken
+
+    def give_back(self, nbytes: int) -> None:
+        """Count bytes no longer, because they could not be written."""
+        with contextlib.suppress(OSError):
+            self._add(_today(), -nbytes)
+
+    def _add(self, day: int, nbytes: int) -> bool:
+        """Add to the bytes of a day; return False if the sum would exceed the limit. Raises `OSError`."""
         descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
             fcntl.flock(file, fcntl.LOCK_EX)
-            written = _written_on(day, file.read(64)) + nbytes
+            written = max(0, _written_on(day, file.read(64)) + nbytes)
             if written > self._limit:
-                self._spent_on = day
                 return False
             text = b"%d %d\n" % (day, written)
             file.seek(0)
