@@ -10,7 +10,8 @@ import pytest
 from tests.default_settings import make_policy
 from tests.engine.disks import PROMPT, ask, computes, make_engine, make_text, saved_blocks, settled
 from tests.engine.engines import kv_of
-from tests.engine.twin import Reach, TwinExecutor
+from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import Reach
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import WayBack, WaysBack
