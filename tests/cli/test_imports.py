@@ -33,6 +33,8 @@ def test_command_modules_do_not_import_grpc(module: str) -> None:
         ("mlx_ring.worker.__main__", ("numpy", "cryptography", "pydantic")),
         ("mlx_ring.worker.profile.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
         ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
+        ("mlx_ring.cli.cluster, mlx_ring.cluster.lifecycle.verbs", ("numpy", "mlx_ring.planner", "zeroconf")),
+        ("mlx_ring.cli.on_host, mlx_ring.cluster.lifecycle.host_side", ("numpy", "mlx_ring.planner")),
     ],
 )
 def test_processes_start_without_libraries_that_they_may_never_need(

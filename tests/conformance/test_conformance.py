@@ -7,7 +7,7 @@ import pkgutil
 from dataclasses import asdict
 from pathlib import Path
 
-import mlx_lm.models
+import mlx_lm.models as model_modules  # pytest asks each name for attributes: `mlx_lm` would load all of itself
 import pytest
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 from tests.conformance.outcome import examine, examine_apart
@@ -29,10 +29,10 @@ The layers of the third return more than activations."""
 
 def every_family() -> list[str]:
     """Return the modules of `mlx_lm.models` that define a model."""
-    folder = Path(mlx_lm.models.__path__[0])
+    folder = Path(model_modules.__path__[0])
     return sorted(
         module.name
-        for module in pkgutil.iter_modules(mlx_lm.models.__path__)
+        for module in pkgutil.iter_modules(model_modules.__path__)
         if "class ModelArgs" in (folder / f"{module.name}.py").read_text(encoding="utf-8")
     )
 

@@ -20,7 +20,8 @@ from tests.engine.engines import (
     run_all,
     scripted,
 )
-from tests.engine.twin import TwinExecutor, hash_token
+from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import hash_token
 
 from mlx_ring.core.engine_stats import COUNTS, Distribution, Meter, RankTotals, StepTotals
 from mlx_ring.core.errors import ContextExceeded, Overloaded, WorkerLost

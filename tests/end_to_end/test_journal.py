@@ -6,16 +6,21 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
-import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
+from tests.lazily import lazily
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import Response, ResponseStreamEvent
+else:
+    openai = lazily("openai")
 
 TOKENS = 500
 CHAT: dict[str, Any] = {

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from tests.default_settings import make_policy
-from tests.engine.twin import KV_BYTES_PER_TOKEN, Draw, NextToken, TwinExecutor, hash_token
+from tests.engine.twin import Draw, TwinExecutor
+from tests.engine.twin_rank import KV_BYTES_PER_TOKEN, NextToken, hash_token
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream

@@ -8,15 +8,8 @@ from random import Random
 from typing import Any
 
 from tests.default_settings import make_policy
-from tests.engine.twin import (
-    KV_BYTES_PER_TOKEN,
-    FaultInjector,
-    NextToken,
-    Reach,
-    TwinExecutor,
-    anywhere,
-    hash_token,
-)
+from tests.engine.twin import FaultInjector, TwinExecutor
+from tests.engine.twin_rank import KV_BYTES_PER_TOKEN, NextToken, Reach, anywhere, hash_token
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
 from mlx_ring.core.errors import RingError

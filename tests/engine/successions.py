@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, pairwise
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
-from tests.engine.twin import Draw, NextToken, Reach, TwinExecutor, anywhere, hash_token
+from tests.engine.twin import Draw, TwinExecutor
+from tests.engine.twin_rank import NextToken, Reach, anywhere, hash_token
 
 from mlx_ring.core.engine_stats import Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError, WorkerLost

@@ -23,7 +23,8 @@ from tests.engine.engines import (
     run_all,
     scripted,
 )
-from tests.engine.twin import TwinExecutor, hash_token
+from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import hash_token
 from tests.examples import examples
 
 from mlx_ring.core.errors import (

@@ -54,6 +54,25 @@ def engine_of(succession: Succession) -> Engine:
     return succession.engine
 
 
+def instances_that_move_kv(kv: RankKv | None = None, **shape: Any) -> tuple[Succession, Succession]:
+    """Return two loaded instances, of which the second one has this shape and can take over KV of the first."""
+    source, target = Succession(policy=CACHING, kv=kv), Succession(policy=CACHING, kv=kv)
+    source.moves_kv = target.moves_kv = True
+    source.load()
+    target.load(**shape)
+    return source, target
+
+
+async def move_all(source: Succession, target: Succession) -> int:
+    """Move all requests while both instances work; return the number of those that moved."""
+    moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+    while not moving.done():
+        target.proceed(0)
+        source.proceed(0)
+        await asyncio.sleep(0)
+    return await moving
+
+
 def rows_of(succession: Succession) -> list[tuple[int, int]]:
     """Return the start and the number of tokens of every row."""
     assert succession.twin is not None
@@ -125,14 +144,10 @@ def test_known_tokens_are_computed_before_the_request_moves() -> None:
         target.load()
         (stream,) = source.submit(request)
         deltas = run_to(source, stream, 3)
-        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
-        while not moving.done():
-            target.proceed(0)
-            source.proceed(0)
-            await asyncio.sleep(0)
+        moved = await move_all(source, target)
         deltas += stream.take()
         at_move, rows_before = len(tokens_of(deltas)), len(rows_of(target))
-        assert await moving == 1
+        assert moved == 1
         target.finish()
         deltas += stream.take()
         rest = rows_of(target)[: rows_before + 2]
@@ -177,11 +192,7 @@ def test_request_that_does_not_fit_the_other_context_stays_until_its_end() -> No
         source.load()
         target.load(limits=LIMITS.within(30))
         source.submit(make_request(20, max_tokens=12), make_request(4, max_tokens=12))
-        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
-        while not moving.done():
-            target.proceed(0)
-            source.proceed(0)
-            await asyncio.sleep(0)
+        await move_all(source, target)
         target.finish()
         return source.meter.finished["length"], target.meter.finished["length"]
 
@@ -201,18 +212,10 @@ def test_kv_moves_once_and_only_what_follows_is_computed() -> None:
     second = replace(first, prompt_tokens=(*first.prompt_tokens[:20], *range(20)))
 
     async def run() -> tuple[list[list[int]], Succession]:
-        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
-        source.moves_kv = target.moves_kv = True
-        source.load()
-        target.load(tp_sizes=(1, 1, 1))
+        source, target = instances_that_move_kv(tp_sizes=(1, 1, 1))
         streams = source.submit(first, second)
         deltas = [run_to(source, streams[0], 3), [*streams[1].take()]]
-        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
-        while not moving.done():
-            target.proceed(0)
-            source.proceed(0)
-            await asyncio.sleep(0)
-        assert await moving == 2
+        assert await move_all(source, target) == 2
         starts = [adopt.start for adopt in adopted(target)]
         assert starts[:2] == [0, 20]
         moved = sum(adopt.length - adopt.start for adopt in adopted(target))
@@ -241,20 +244,12 @@ def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
     kv = None if problem else kv_of(40, recurrent=True)
 
     async def run() -> tuple[list[int], Succession]:
-        source, target = Succession(policy=CACHING, kv=kv), Succession(policy=CACHING, kv=kv)
-        source.moves_kv = target.moves_kv = True
-        source.load()
-        target.load()
+        source, target = instances_that_move_kv(kv)
         assert target.twin is not None
         target.twin.fails_moves = problem
         (stream,) = source.submit(request)
         deltas = run_to(source, stream, 3)
-        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
-        while not moving.done():
-            target.proceed(0)
-            source.proceed(0)
-            await asyncio.sleep(0)
-        assert await moving == 1
+        assert await move_all(source, target) == 1
         assert not engine_of(target).stats().cache.moved_tokens
         assert any(start + count >= 40 for start, count in rows_of(target))
         target.finish()
@@ -281,20 +276,12 @@ def test_move_that_a_rank_cannot_keep_is_not_counted(caplog: pytest.LogCaptureFi
         )
 
     async def run() -> tuple[list[int], Succession]:
-        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
-        source.moves_kv = target.moves_kv = True
-        source.load()
-        target.load()
+        source, target = instances_that_move_kv()
         assert target.twin is not None
         target.twin.inject_fault = fail
         (stream,) = source.submit(request)
         deltas = run_to(source, stream, 3)
-        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
-        while not moving.done():
-            target.proceed(0)
-            source.proceed(0)
-            await asyncio.sleep(0)
-        assert await moving == 1
+        assert await move_all(source, target) == 1
         assert adopted(target)
         assert not engine_of(target).stats().cache.moved_tokens
         assert not sum(target.meter.way_taken_s["move"].counts)

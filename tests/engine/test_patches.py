@@ -19,7 +19,7 @@ from tests.engine.engines import (
     make_request,
 )
 from tests.engine.successions import Succession, check_nothing_is_left, tokens_of
-from tests.engine.twin import Reach, anywhere
+from tests.engine.twin_rank import Reach, anywhere
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Policy

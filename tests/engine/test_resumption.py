@@ -16,7 +16,7 @@ from tests.engine.engines import (
     make_request,
 )
 from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
-from tests.engine.twin import hash_token
+from tests.engine.twin_rank import hash_token
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream

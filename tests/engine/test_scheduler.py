@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget
-from tests.engine.twin import Reach
+from tests.engine.twin_rank import Reach
 from tests.examples import examples
 
 from mlx_ring.core.errors import ProtocolError, StepFailed

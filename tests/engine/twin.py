@@ -13,238 +13,23 @@ With `automatic=False` a test decides when each rank continues.
 from __future__ import annotations
 
 import asyncio
-import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
+from tests.engine.twin_rank import HeldSequence, NextToken, Reach, TwinRank, anywhere, hash_token
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.executor import KvPlace, Listener, sampling_ranks
-from mlx_ring.engine.prefix_cache import shared_length
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want
 
-NextToken = Callable[[Sequence[int]], int]
-"""The token that follows a history of tokens."""
 Draw = Callable[[step_pb2.Open, Sequence[int]], step_pb2.TokenLogprobs]
 """The token that follows a history of tokens under the parameters of a sequence, with its log-probability."""
 FaultInjector = Callable[[step_pb2.Step, int], step_pb2.Failure | None]
 """Failure of a stage, given by its number, in a step, or None. All ranks of the stage fail together."""
-
-Reach = Callable[[int, int, int], bool]
-"""Test for a possible trim or fork of a sequence.
-
-Its arguments: the sequence's length, its maximum length so far, and the requested length.
-"""
-
-KV_BYTES_PER_TOKEN = 8
-
-
-def anywhere(_present: int, _reached: int, _length: int) -> bool:
-    """Allow every trim and fork, as for a model that attends to every token."""
-    return True
-
-
-def hash_token(vocab_size: int) -> NextToken:
-    """Return a model with that vocabulary: a hash of the history gives the next token, on every machine."""
-
-    def next_token(history: Sequence[int]) -> int:
-        return zlib.crc32(",".join(map(str, history)).encode()) % vocab_size
-
-    return next_token
-
-
-@dataclass(slots=True)
-class _Held:
-    """Sequence on a rank."""
-
-    opened: step_pb2.Open
-    tokens: list[int]
-    reached: int = 0
-    """Maximum number of tokens so far."""
-    retained: bool = False
-
-
-@dataclass(slots=True)
-class _Rank:
-    """Queued steps, undelivered answers and KV cache of a rank."""
-
-    id: RankId
-    reach: Reach
-    pads: bool
-    queue: deque[step_pb2.Step] = field(default_factory=deque[step_pb2.Step])
-    answers: deque[step_pb2.StepDone] = field(default_factory=deque[step_pb2.StepDone])
-    held: dict[int, _Held] = field(default_factory=dict[int, _Held])
-    executed: int = 0
-    disk: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
-    """Saved tokens by a block's digest."""
-    ends: set[bytes] = field(default_factory=set[bytes])
-    """Last blocks at whose end layers that forget were saved."""
-    listed: dict[bytes, list[int]] = field(default_factory=dict[bytes, "list[int]"])
-    """Tokens of listed blocks by their place."""
-    fetched: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
-    moved: dict[int, list[int]] = field(default_factory=dict[int, "list[int]"])
-    """Tokens that were fetched from another twin."""
-
-    def apply(self, operations: Sequence[step_pb2.CacheOperation]) -> None:
-        for operation in operations:
-            end = operation.end_stage or self.id.stage + 1
-            if not operation.first_stage <= self.id.stage < end:
-                continue
-            match operation.WhichOneof("operation"):
-                case "open":
-                    if operation.open.sequence in self.held:
-                        raise ProtocolError(f"Sequence {operation.open.sequence} is open already.")
-                    self.held[operation.open.sequence] = _Held(operation.open, list(operation.open.tokens))
-                case "fork":
-                    self._fork(operation.fork)
-                case "trim":
-                    self._trim(operation.trim)
-                case "retain":
-                    self.find(operation.retain.sequence).retained = True
-                case "free":
-                    self.find(operation.free.sequence)
-                    del self.held[operation.free.sequence]
-                case "reset":
-                    self.held.clear()
-                case _:
-                    self._use_disk(operation)
-
-    def _use_disk(self, operation: step_pb2.CacheOperation) -> None:
-        match operation.WhichOneof("operation"):
-            case "save":
-                self._save(operation.save)
-            case "adopt":
-                self._adopt(operation.adopt)
-            case other:
-                raise ProtocolError(f"The twin knows no operation {other}.")
-
-    def _save(self, save: step_pb2.Save) -> None:
-        size, held = save.blocks.block_tokens, self.find(save.sequence)
-        if save.end:
-            length = size * len(save.blocks.digests)
-            if length <= len(held.tokens) and self.reach(len(held.tokens), held.reached, length):
-                self.ends.add(save.blocks.digests[-1])
-            return
-        tokens, last = held.tokens, len(save.blocks.digests) - 1
-        missing = [
-            (number, digest)
-            for number, digest in enumerate(save.blocks.digests)
-            if number >= save.first and digest not in self.disk
-        ]
-        for number, digest in missing[: save.most or None]:
-            own = save.blocks.last_tokens or size if number == last else size
-            self.disk[digest] = tokens[number * size : number * size + own]
-        self.listed.update({listed.place: self.disk[listed.digest] for listed in save.listed})
-
-    def _append(self, adopt: step_pb2.Adopt) -> None:
-        moved = self.moved.pop(adopt.fetch, [])
-        if adopt.length:
-            held = self.find(adopt.sequence)
-            if (len(held.tokens), adopt.length) != (adopt.start, adopt.start + len(moved)):
-                raise ProtocolError(f"Sequence {adopt.sequence} cannot be appended to.")
-            if moved != list(adopt.tokens):
-                raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
-            held.tokens += moved
-            held.reached = max(held.reached, adopt.length)
-
-    def _adopt(self, adopt: step_pb2.Adopt) -> None:
-        if adopt.moved:
-            self._append(adopt)
-            return
-        is_last = adopt.part + 1 >= adopt.parts
-        fetched = self.fetched.pop(adopt.fetch, []) if is_last else self.fetched.get(adopt.fetch, [])
-        if adopt.length:
-            held = self.find(adopt.sequence)
-            if held.tokens != fetched[: adopt.length]:
-                raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
-            held.reached = adopt.length if is_last else 0
-
-    def fetch(self, wanted: worker_pb2.FetchKv) -> worker_pb2.KvFetched:
-        """Read blocks from the disk, or count them; return the answer."""
-        found = [*takewhile(self.disk.__contains__, wanted.blocks.digests)]
-        if wanted.for_save:
-            return worker_pb2.KvFetched(id=wanted.id, blocks=len(found))
-        ends = [place + 1 for place, digest in enumerate(found) if digest in self.ends]
-        if self.reach is anywhere:
-            ends = []
-        elif not wanted.only_looks:
-            ends = ends[-1:] if ends[-1:] == [len(wanted.blocks.digests)] else []
-            found = found[: len(ends) and ends[0]]
-        else:
-            found = found[: max(ends, default=0)]
-        next_tokens = 0
-        if found and not wanted.only_looks:
-            self.fetched[wanted.id] = [token for digest in found for token in self.disk[digest]]
-            if len(found) == len(wanted.blocks.digests):
-                listed = self.listed.get(wanted.next.place, [])
-                next_tokens = shared_length(tuple(listed), tuple(wanted.next.tokens))
-                self.fetched[wanted.id] += listed
-        return worker_pb2.KvFetched(id=wanted.id, blocks=len(found), ends=ends, next_tokens=next_tokens)
-
-    def rows(self, step: step_pb2.Step) -> Sequence[step_pb2.Row]:
-        """Return the rows that this rank runs."""
-        return step.rows if not step.end_stage or self.id.stage < step.end_stage else ()
-
-    def keep(self, held: Mapping[int, _Held], kept: worker_pb2.KeptKv) -> None:
-        """Keep KV of a rank of the epoch before, whose sequences were `held`."""
-        for each in kept.sequences if self.id.stage >= kept.first_stage else ():
-            self.held[each.kept_as] = held[each.sequence]
-            self._trim(step_pb2.Trim(sequence=each.kept_as, length=each.length))
-
-    def find(self, sequence: int) -> _Held:
-        held = self.held.get(sequence)
-        if held is None:
-            raise ProtocolError(f"Sequence {sequence} is not open.")
-        return held
-
-    def _fork(self, fork: step_pb2.Fork) -> None:
-        source, destination = self.find(fork.source), self.find(fork.destination)
-        present = len(source.tokens)
-        can_fork = fork.length <= present and self.reach(present, source.reached, fork.length)
-        if destination.tokens or not can_fork:
-            raise ProtocolError(
-                f"Sequence {fork.source} has not {fork.length} tokens for {fork.destination}."
-            )
-        destination.tokens, destination.reached = source.tokens[: fork.length], source.reached
-        if fork.take:
-            del self.held[fork.source]
-
-    def _trim(self, trim: step_pb2.Trim) -> None:
-        held = self.find(trim.sequence)
-        present = len(held.tokens)
-        if trim.length > present or not self.reach(present, held.reached, trim.length):
-            raise ProtocolError(f"Sequence {trim.sequence} has {len(held.tokens)} tokens, not {trim.length}.")
-        del held.tokens[trim.length :]
-
-    def feed(self, row: step_pb2.Row, sampled: dict[int, int]) -> _Held:
-        """Append a row's tokens to its sequence; `sampled` maps positions to the tokens sampled so far."""
-        held = self.find(row.sequence)
-        if held.retained:
-            raise ProtocolError(f"Sequence {row.sequence} has ended; it steps no more.")
-        if len(held.tokens) != row.start:
-            raise ProtocolError(f"Sequence {row.sequence} has {len(held.tokens)} tokens, not {row.start}.")
-        if row.previous and row.start not in sampled:
-            raise ProtocolError(f"The row before sampled no token for sequence {row.sequence}.")
-        given = row.tokens.ids or [sampled[row.start] if row.previous else row.token]
-        held.tokens += [*given, *row.draft]
-        held.reached = max(held.reached, len(held.tokens))
-        if len(held.tokens) > held.opened.max_length:
-            raise ProtocolError(f"Sequence {row.sequence} outgrows its {held.opened.max_length} tokens.")
-        return held
-
-    @property
-    def kv_bytes(self) -> int:
-        lengths = [len(held.tokens) for held in self.held.values() if not held.retained]
-        retained = sum(len(held.tokens) for held in self.held.values() if held.retained)
-        running = max(lengths, default=0) * len(lengths) if self.pads else sum(lengths)
-        return KV_BYTES_PER_TOKEN * (running + retained)
-
 
 _EXPORTS: dict[str, tuple[TwinExecutor, worker_pb2.ExportKv, int]] = {}
 """Sequences that other twins may read, by key, each with the number of steps that were sent before."""
@@ -271,7 +56,7 @@ class TwinExecutor:
         makes_grammars: bool = True,
     ) -> None:
         self._ranks = {
-            RankId(stage, rank): _Rank(RankId(stage, rank), reach, pads)
+            RankId(stage, rank): TwinRank(RankId(stage, rank), reach, pads)
             for stage, size in enumerate(tp_sizes)
             for rank in range(size)
         }
@@ -353,7 +138,7 @@ class TwinExecutor:
         else:
             _EXPORTS.pop(export.key, None)
 
-    def _report_moved(self, rank: _Rank, wanted: worker_pb2.FetchKv) -> None:
+    def _report_moved(self, rank: TwinRank, wanted: worker_pb2.FetchKv) -> None:
         """Report that a rank has the tokens of all its sources, once these have executed the steps before."""
         problem, sources = (
             self.fails_moves,
@@ -392,7 +177,7 @@ class TwinExecutor:
         for rank in self._ranks.values():
             asyncio.get_running_loop().call_soon(self._report_fetched, rank, wanted)
 
-    def _report_fetched(self, rank: _Rank, wanted: worker_pb2.FetchKv) -> None:
+    def _report_fetched(self, rank: TwinRank, wanted: worker_pb2.FetchKv) -> None:
         fetched = rank.fetch(wanted)
         if self.held_fetches is not None:
             self.held_fetches.append((rank.id, fetched))
@@ -478,7 +263,7 @@ class TwinExecutor:
         """Return the ranks that can execute their next step: with rows, only after the previous stage."""
         return [id_ for id_, rank in self._ranks.items() if rank.queue and self._has_input(rank)]
 
-    def _has_input(self, rank: _Rank) -> bool:
+    def _has_input(self, rank: TwinRank) -> bool:
         if rank.id.stage == 0 or not rank.rows(rank.queue[0]):
             step = rank.queue[0].step
             return rank.id == self._last or self._ranks[self._last].executed >= self._row_before[step]
@@ -524,7 +309,7 @@ class TwinExecutor:
 
     # ---- execution on a rank
 
-    def _execute(self, rank: _Rank, step: step_pb2.Step) -> step_pb2.StepDone:
+    def _execute(self, rank: TwinRank, step: step_pb2.Step) -> step_pb2.StepDone:
         done = step_pb2.StepDone(
             instance=step.instance, epoch=step.epoch, step=step.step, stage=rank.id.stage, rank=rank.id.rank
         )
@@ -574,7 +359,7 @@ class TwinExecutor:
             ProtocolError(f"No token was sampled for position {missing[0].start}.")
         )
 
-    def _result(self, row: step_pb2.Row, held: _Held) -> step_pb2.RowResult:
+    def _result(self, row: step_pb2.Row, held: HeldSequence) -> step_pb2.RowResult:
         result = step_pb2.RowResult(sequence=row.sequence)
         for want in row.wants:
             if want.what == Want.TOKEN:
@@ -587,7 +372,7 @@ class TwinExecutor:
                 result.hidden.CopyFrom(self._hidden_sum(want, row, held))
         return result
 
-    def _verified(self, row: step_pb2.Row, held: _Held) -> Iterator[step_pb2.TokenLogprobs]:
+    def _verified(self, row: step_pb2.Row, held: HeldSequence) -> Iterator[step_pb2.TokenLogprobs]:
         """Yield the sampled tokens up to the first that differs from its draft token."""
         for length in range(len(held.tokens) - len(row.draft), len(held.tokens) + 1):
             sampled = self._draw(held.opened, held.tokens[:length])
@@ -597,7 +382,7 @@ class TwinExecutor:
                 return
 
     @staticmethod
-    def _hidden_sum(want: step_pb2.Want, row: step_pb2.Row, held: _Held) -> tensor_pb2.Tensor:
+    def _hidden_sum(want: step_pb2.Want, row: step_pb2.Row, held: HeldSequence) -> tensor_pb2.Tensor:
         """Return the sum of hidden states; a token's hidden state is the token, its position, and 1."""
         positions = range(row.start, len(held.tokens))
         if want.where != Want.ALL:

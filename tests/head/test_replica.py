@@ -3,128 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
+from tests.head.replicas import PLACEMENT, FakeInstance, FakeMachines, make_replica
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import (
-    NodeDrained,
-    NotReady,
-    PlanError,
-    RingError,
-    StepFailed,
-    WorkerLost,
-    WorkerStuck,
-)
+from mlx_ring.core.errors import NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.patching import Remains
-from mlx_ring.head.placing import Placement
-from mlx_ring.head.replica import Replica
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.config import Settings
-
-PLACEMENT = Placement((), (), None, None)
-
-
-class FakeMachines:
-    """Machines on which an earlier head left so many instances."""
-
-    def __init__(self, adoptable: int = 0) -> None:
-        self.adoptable = adoptable
-        self.failures: list[RingError | None] = []
-        self.patches = self.loads = 0
-        self.calls: list[str] = []
-        self.plan = object()
-        self.returned = asyncio.Event()
-        self.remains: list[Remains] = []
-        """Ranks that were to be patched."""
-        self.is_slow = False
-        """True if the patch of ranks that may return never ends."""
-
-    def has_left(self, node: str) -> bool:
-        return node == "n9"
-
-    async def wait_until_left(self, node: str) -> None:
-        if not self.has_left(node):
-            await asyncio.get_running_loop().create_future()
-
-    async def wait_for_return(self, remains: Remains) -> None:
-        assert remains.may_return
-        await self.returned.wait()
-
-    async def plan_again(self, order: Any, remains: Remains) -> Any:
-        self.calls.append(f"plan {order.number} again after {remains.epoch}")
-        return SimpleNamespace(room=SimpleNamespace(sites=()))
-
-    def release(self, instance: str) -> None:
-        self.calls.append(f"release {instance}")
-
-    async def plan_patch(self, order: Any, remains: Remains) -> Any:
-        """Plan for an instance that is suspect."""
-        self.calls.append(f"plan {order.number} without {[*remains.lost]}")
-        return self.plan
-
-    async def patch(self, order: Any, remains: Remains, early: Any) -> Epoch:
-        self.remains.append(remains)
-        if self.is_slow and remains.may_return:
-            await asyncio.get_running_loop().create_future()
-        self.calls.append(f"patch {order.number} {'as planned' if early is self.plan else early}")
-        self.patches += 1
-        return Epoch("demo-1", order.number, PLACEMENT, "n1", prepared={})
-
-    async def next_epoch(self, order: Any) -> Epoch:
-        self.loads += 1
-        self.adoptable -= 1
-        loaded: Any = (object(),) if self.adoptable >= 0 else ()
-        return Epoch(f"demo-{order.number}", order.number, PLACEMENT, "n1", loaded=loaded)
-
-    @contextmanager
-    def watching(self, *_: object) -> Generator[None]:
-        yield
-
-    def record_failure(self, error: RingError | None, _begun_s: float) -> None:
-        self.failures.append(error)
-
-    async def wait_for_node(self, _timeout_s: float) -> None:
-        """Return at once."""
-
-
-class FakeInstance:
-    """Instance that cannot be adopted, and serves if it is loaded."""
-
-    loss: RingError | None = None
-    remains: Remains | None = None
-    lost_ranks: Mapping[RankId, float] = MappingProxyType({})
-
-    def __init__(
-        self,
-        _settings: object,
-        _served: object,
-        _service: object,
-        epoch: Epoch,
-        *others: Any,
-        is_beside: bool,
-    ) -> None:
-        assert not is_beside
-        self._epoch, self._on_suspects = epoch, others[-1]
-        self.is_dropped = False
-        self.watch = SimpleNamespace(on_node_lost=None)
-
-    async def run(self, ready: Callable[[float], None]) -> None:
-        if self._epoch.loaded:
-            raise WorkerStuck("Worker 0 of stage 1 sent no greeting within 10 s.")
-        ready(1.0)
-        await asyncio.get_running_loop().create_future()
 
 
 class SuspectInstance(FakeInstance):
@@ -143,24 +39,6 @@ class SuspectInstance(FakeInstance):
             await asyncio.sleep(0)
         self.loss = WorkerStuck("It has not answered for 3 s.")
         self.remains = Remains("demo-1", 1, PLACEMENT, frozenset({self.lost}), frozenset())
-
-
-def make_replica(machines: FakeMachines, meter: Meter) -> Replica:
-    folder = SimpleNamespace(num_layers=4)
-    watcher = SimpleNamespace(planned=print, loading=print)
-    return Replica(
-        Settings.model_validate({"model": "demo"}),
-        cast("Any", SimpleNamespace(folder=folder, names=("demo",))),
-        cast("Any", machines),
-        cast("Any", None),
-        cast("Any", watcher),
-        nodes=2,
-        candidates=None,
-        replicas=1,
-        meter=meter,
-        tracing=None,
-        hold=None,
-    )
 
 
 def test_a_head_that_cannot_adopt_the_workers_of_an_earlier_one_loads_the_model(
@@ -246,189 +124,6 @@ def test_all_ranks_stay_if_silent_ones_answer_again(
     assert [call for call in machines.calls if call.startswith("patch")] == patches
     assert meter.losses == {"WorkerStuck": 1}
     assert [str(error) for error in machines.failures] == ["It has not answered for 3 s."]
-
-
-class ChangingInstance(FakeInstance):
-    """Instance that serves until its workers change their stages; the next one serves, too."""
-
-    def __init__(
-        self, _settings: object, _served: object, service: Any, epoch: Epoch, *others: Any, **more: Any
-    ) -> None:
-        super().__init__(None, None, None, epoch, *others, **more)
-        self.service, self.ending = service, asyncio.Event()
-
-    async def run(self, ready: Callable[[float], None]) -> None:
-        engine = SimpleNamespace(
-            error=None, requests=lambda: [1, 2], lose=print, oldest_unanswered=lambda: None
-        )
-        if self._epoch.reshaping is not None and self._epoch.reshaping.problem is not None:
-            self.is_dropped = True
-            raise NotReady("The workers go back.")
-        self.service.serve(engine)
-        ready(1.0)
-        await self.ending.wait()
-        self.loss = NodeDrained("Workers change.")
-        self.service.lose(self.loss)
-        self.remains = self.without_drained(frozenset())
-
-    def without_drained(self, nodes: frozenset[str]) -> Remains:
-        return Remains("demo-1", self._epoch.number, PLACEMENT, frozenset(), nodes)
-
-    def check_serves(self) -> None:
-        """Do nothing, because it serves."""
-
-    def drain(self, nodes: frozenset[str], why: str) -> None:
-        assert (nodes, why) == (frozenset(), "Workers change.")
-        self.ending.set()
-
-
-class FakeReshaping:
-    """Change to a next plan, which may fail to load."""
-
-    late: Mapping[RankId, int] = MappingProxyType({})
-
-    def __init__(self, problem: RingError | None, late_problem: RingError | None = None) -> None:
-        self._problem, self.calls, self.paused_requests = problem, list[str](), 0
-        self.problem = late_problem
-
-    async def load(self) -> None:
-        self.calls.append("load")
-        if self._problem is not None:
-            raise self._problem
-
-    def left(self, remains: Remains) -> Remains:
-        return replace(remains, epoch=7)
-
-    def back(self, remains: Remains, _now: Placement) -> Remains:
-        return remains
-
-    async def abandon(self) -> None:
-        self.calls.append("abandon")
-
-    async def close(self) -> None:
-        self.calls.append("close")
-
-
-@pytest.mark.parametrize("fault", ["", "load", "patch"])
-def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be_loaded(
-    monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    monkeypatch.setattr(subject, "Instance", ChangingInstance)
-    machines, meter, stopped = FakeMachines(), Meter(), list[int]()
-    reshaping = FakeReshaping(WorkerLost("No memory is left.") if fault == "load" else None)
-
-    def make(*_given: object, may_pause: bool) -> Any:
-        assert not may_pause
-        return reshaping
-
-    monkeypatch.setattr(subject, "Reshaping", make)
-
-    async def stop(epoch: Epoch, _wait: object) -> None:
-        stopped.append(epoch.number)
-
-    monkeypatch.setattr(subject, "stop_workers", stop)
-    if fault == "patch":
-
-        async def refuse(*_: object) -> Epoch:
-            raise PlanError("There is no room.")
-
-        monkeypatch.setattr(machines, "patch", refuse)
-
-    async def run() -> Replica:
-        replica = make_replica(machines, meter)
-        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
-        await run_tasks_until(lambda: replica.service.error is None)
-        changing = replica.split_again("Workers change.", may_pause=False)
-        if fault == "load":
-            with pytest.raises(WorkerLost, match="No memory"):
-                await changing
-        else:
-            assert await changing is cast("Any", reshaping)
-            await run_tasks_until(lambda: replica.service.error is None and replica.service.info.epoch > 1)
-        running.cancel()
-        return replica
-
-    replica = asyncio.run(run())
-    if fault == "load":
-        assert (reshaping.calls, replica.service.info.epoch) == (["load", "abandon"], 1)
-    else:
-        assert reshaping.calls == ["load", "abandon" if fault else "close"]
-        assert reshaping.paused_requests == 2
-    # The number 2 was that of workers that were started for the change.
-    assert [remains.epoch for remains in machines.remains] == ([] if fault else [7])
-    assert [call for call in machines.calls if call.startswith("patch")] == (
-        [] if fault else ["patch 8 None"]
-    )
-    assert (stopped, machines.loads) == (([1], 2) if fault == "patch" else ([], 1))
-    assert not meter.losses
-
-
-def test_all_workers_go_back_to_their_stages_if_one_cannot_load_its_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(subject, "Instance", ChangingInstance)
-    machines, meter = FakeMachines(), Meter()
-    reshaping = FakeReshaping(None, StepFailed("No memory is left."))
-
-    def make(*_given: object, may_pause: bool) -> Any:
-        del may_pause
-        return reshaping
-
-    monkeypatch.setattr(subject, "Reshaping", make)
-
-    async def run() -> Replica:
-        replica = make_replica(machines, meter)
-        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
-        await run_tasks_until(lambda: replica.service.error is None)
-        await replica.split_again("Workers change.", may_pause=False)
-        await run_tasks_until(lambda: running.done() or replica.service.info.epoch > 8)
-        assert not running.done(), running.exception()
-        await run_tasks_until(lambda: replica.service.error is None)
-        running.cancel()
-        return replica
-
-    asyncio.run(run())
-    # First the next plan was patched, then the present one, of which no rank is lost.
-    assert [(each.epoch, each.lost) for each in machines.remains] == [(7, set()), (1, set())]
-    assert not machines.remains[1].leaves_others
-    assert [call for call in machines.calls if call.startswith("patch")] == ["patch 8 None", "patch 9 None"]
-    assert (reshaping.calls, machines.loads) == (["load", "close"], 1)
-    assert [*map(type, machines.failures)] == [NodeDrained], "no machine is blamed"
-    assert not meter.losses
-
-
-def test_new_workers_end_if_the_server_is_stopped_while_stages_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machines, reshaping, begun = FakeMachines(), FakeReshaping(None), asyncio.Event()
-    monkeypatch.setattr(subject, "Instance", ChangingInstance)
-
-    def make(*_given: object, may_pause: bool) -> Any:
-        del may_pause
-        return reshaping
-
-    async def stop(*_: object) -> None: ...
-
-    monkeypatch.setattr(subject, "Reshaping", make)
-    monkeypatch.setattr(subject, "stop_workers", stop)
-
-    async def never(*_: object) -> Epoch:
-        begun.set()
-        return await asyncio.get_running_loop().create_future()
-
-    monkeypatch.setattr(machines, "patch", never)
-
-    async def run() -> None:
-        replica = make_replica(machines, Meter())
-        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
-        await run_tasks_until(lambda: replica.service.error is None)
-        await replica.split_again("Workers change.", may_pause=False)
-        await begun.wait()
-        running.cancel()
-        await asyncio.wait([running])
-
-    asyncio.run(run())
-    assert reshaping.calls == ["load", "abandon"]
 
 
 class BrokenInstance(FakeInstance):

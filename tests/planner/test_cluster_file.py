@@ -14,7 +14,6 @@ from mlx_ring.planner.catalogue import chip_of_bin, chips, known_machines, known
 from mlx_ring.planner.cluster_file import (
     MOST_ADDED,
     Upkeep,
-    load_content,
     read_cluster,
     read_upkeep,
     with_machines,
@@ -231,11 +230,6 @@ def test_texts_and_numbers_without_bound_are_no_sizes(value: str) -> None:
     text = f"machines: [{{name: a, memory_gb: {value}, bandwidth_gb_s: 100, tflops: 4}}]"
     with pytest.raises(ConfigError, match=r"memory_gb is .*; it must be a number above 0"):
         read_cluster(text, "c.yaml")
-
-
-def test_content_that_is_no_yaml_is_reported_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^c\.yaml is neither YAML nor JSON: .* in line 1, column 15\.$"):
-        load_content("machines: [a, ", "c.yaml")
 
 
 def test_added_machines_have_names_of_their_own_and_the_link_to_all() -> None:

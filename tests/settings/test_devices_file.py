@@ -11,8 +11,8 @@ import pytest
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import estimated_cluster, load_content, read_cluster
-from mlx_ring.settings.devices_file import DevicesFile, read_devices, read_share
+from mlx_ring.planner.cluster_file import estimated_cluster, read_cluster
+from mlx_ring.settings.devices_file import DevicesFile, load_content, read_devices, read_share
 
 PROTOTYPE = """
 {"devices":[
@@ -205,3 +205,8 @@ def test_an_invalid_share_is_refused_with_file_machine_and_value(value: object) 
 def test_a_share_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="of mini is given twice, as memory_utilization and gpu_"):
         read_share("mini", "cluster.json", {"memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5})
+
+
+def test_content_that_is_no_yaml_is_reported_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^c\.yaml is neither YAML nor JSON: .* in line 1, column 15\.$"):
+        load_content("machines: [a, ", "c.yaml")

@@ -241,8 +241,7 @@ def speed(answer: Mapping[str, Any]) -> str:
 
 
 def _read(config: Path) -> DevicesFile:
-    from mlx_ring.planner.cluster_file import load_content
-    from mlx_ring.settings.devices_file import lists_devices, read_devices
+    from mlx_ring.settings.devices_file import lists_devices, load_content, read_devices
 
     try:
         text = config.read_text("utf-8")

@@ -10,20 +10,18 @@ from typing import Annotated
 import typer
 
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.core.folders import state_folder
 from mlx_ring.host.running import end_running, running_here
-from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 app = typer.Typer(no_args_is_help=True)
 
 _STATE = setting_option("state_dir")
 _START_S = 600.0
-_NO_FOLDER = Path(os.devnull)
 
 
 def _state(state_dir: str | None) -> Path:
-    """Return the state folder in which head and agent run. It ignores every `.env`."""
-    return state_folder(load_settings({"state_dir": state_dir}, folder=_NO_FOLDER).state_dir)
+    from mlx_ring.cluster.lifecycle.host_side import state_here
+
+    return state_here(state_dir)
 
 
 @app.command("about")
@@ -106,11 +104,10 @@ def ask(
     api_key_file: Annotated[str | None, typer.Option(metavar="FILE")] = None,
 ) -> None:
     """Send a request to the head, with the body from standard input, and print the answer."""
-    from mlx_ring.cluster.lifecycle.host_side import ask_head
+    from mlx_ring.cluster.lifecycle.host_side import ask_head, keys_here
 
     state = _state(state_dir)
-    settings = load_settings({"api_key_file": api_key_file}, folder=state)
-    print(ask_head(state, method, path, sys.stdin.read(), api_keys(settings)))
+    print(ask_head(state, method, path, sys.stdin.read(), keys_here(state, api_key_file)))
 
 
 @app.command("logs")

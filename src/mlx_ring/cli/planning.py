@@ -17,14 +17,14 @@ from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import cluster_of, link_named, load_content, read_cluster
+from mlx_ring.planner.cluster_file import cluster_of, link_named, read_cluster
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
 from mlx_ring.planner.weight_format import WeightFormat
-from mlx_ring.settings.devices_file import DevicesFile, lists_devices, read_devices
+from mlx_ring.settings.devices_file import DevicesFile, lists_devices, load_content, read_devices
 
 BITS = (2, 3, 4, 5, 6, 8, 16, 32)
 """Bits of weights that sizes are known for."""

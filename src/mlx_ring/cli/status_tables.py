@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.planner.catalogue import accuracy, chips, known_machines
-from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.replicas import total_tokens_per_s
+if TYPE_CHECKING:
+    from mlx_ring.planner.plan import Plan
 
 StatusPart = Mapping[str, Any]
 
@@ -128,6 +127,8 @@ _GIGABYTE = 10**9
 
 def list_machines() -> None:
     """Print the known machines."""
+    from mlx_ring.planner.catalogue import chips, known_machines  # a status is shown without the planner
+
     table = Table("machine", "memory, GB", box=None, pad_edge=False)
     table.add_column("GB/s", justify="right")
     table.add_column("teraflops", justify="right")
@@ -151,6 +152,8 @@ def show_plans(made: Sequence[Plan], sequences: int) -> None:
             print(f"{chr(10) * (number > 1)}Replica {number} of {len(made)}:")
         show_plan(each)
     if len(made) > 1:
+        from mlx_ring.planner.replicas import total_tokens_per_s
+
         together = total_tokens_per_s(made, sequences)
         print(f"\n{together:.1f} tokens/s for {sequences} sequences over {len(made)} replicas together.")
 
@@ -191,6 +194,8 @@ def _whose(users: int) -> str:
 
 def expectation(made: Sequence[Plan]) -> str:
     """Return what to expect of machines that were not measured, as ranges."""
+    from mlx_ring.planner.catalogue import accuracy
+
     decode, prefill = accuracy("decode"), accuracy("prefill")
     slowest = max(made, key=lambda each: each.prediction.token_s).prediction
     speed, first_s = 1 / slowest.token_s, slowest.first_token_s

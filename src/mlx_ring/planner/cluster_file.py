@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import yaml
-
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.catalogue import chip_of_bin, chip_profile, chips, known_profile, named_links
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
@@ -18,6 +16,7 @@ from mlx_ring.settings.devices_file import (
     Device,
     DevicesFile,
     lists_devices,
+    load_content,
     read_devices,
     read_share,
 )
@@ -52,21 +51,6 @@ class Upkeep:
             return None
         idle = self.watts if self.idle_watts is None else self.idle_watts
         return idle + (self.watts - idle) * busy
-
-
-def load_content(text: str, where: str) -> object:
-    """Return the content of a YAML or JSON file.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        said = problem or str(error).partition("\n")[0]
-        raise ConfigError(f"{where} is neither YAML nor JSON: {said}{place}.") from error
 
 
 def read_cluster(text: str, where: str) -> ClusterProfile:

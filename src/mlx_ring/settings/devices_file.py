@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import yaml
+
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import CLUSTER_PORT
 from mlx_ring.settings.hostfile import Hostfile, is_hostfile, read_hostfile
@@ -82,6 +84,21 @@ class DevicesFile:
     @property
     def coordinator(self) -> Device:
         return next(device for device in self.devices if device.is_coordinator)
+
+
+def load_content(text: str, where: str) -> object:
+    """Return the content of a YAML or JSON file.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        said = problem or str(error).partition("\n")[0]
+        raise ConfigError(f"{where} is neither YAML nor JSON: {said}{place}.") from error
 
 
 def lists_devices(content: object) -> bool:

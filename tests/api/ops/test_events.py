@@ -20,7 +20,8 @@ from tests.api.test_streaming import ENDLESS, open_requests
 from tests.api.twins import TwinService
 from tests.default_settings import make_api_settings
 from tests.engine.engines import PLAIN, collect, make_engine, make_request
-from tests.engine.twin import TwinExecutor, hash_token
+from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import hash_token
 from tests.eventually import eventually
 
 from mlx_ring.api.ops.events import MOST_WATCHERS, Counters, EventFeed, json_patch, rates_between

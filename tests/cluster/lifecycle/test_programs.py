@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.cluster.lifecycle.arguments import Machine
-from mlx_ring.cluster.lifecycle.installation import FoundPrograms, Python
-from mlx_ring.cluster.lifecycle.programs import find_pythons, make_ready
+from mlx_ring.cluster.lifecycle.installation import FoundPrograms, Installation, Python, own_versions
+from mlx_ring.cluster.lifecycle.programs import any_program, find_program, find_pythons, make_ready
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import HostFailed
 from mlx_ring.settings.devices_file import Device
@@ -70,3 +70,16 @@ def write_interpreter(path: Path, script: str) -> Path:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
+
+
+def test_this_machine_is_described_and_its_head_asked_without_a_further_process(tmp_path: Path) -> None:
+    here = Machine(Device("box", "localhost", state_dir=str(tmp_path)), "localhost", is_here=True)
+    found = any_program(here, find_program(here))
+    assert found is not None
+    assert found.installation == Installation(own_versions(), str(tmp_path), "", ())
+    with pytest.raises(
+        HostFailed, match=r"^box: No head runs here: start it with `mlx-ring cluster start`\.$"
+    ):
+        found.ask_head("GET", "/health", "", api_key_file=None, timeout_s=60.0)
+    with pytest.raises(HostFailed, match=r"^box: .*keys.* cannot be read"):
+        found.ask_head("GET", "/health", "", api_key_file=str(tmp_path / "keys"), timeout_s=60.0)

@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import hashlib
 import json
+import os
 import plistlib
 import re
 import shlex
@@ -27,10 +28,11 @@ import psutil
 from mlx_ring.cluster.lifecycle.installation import OWN_PROGRAM, Installation, own_versions
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
-from mlx_ring.core.folders import AUTHORITY_FILE, logs_folder, node_folder
+from mlx_ring.core.folders import AUTHORITY_FILE, logs_folder, node_folder, state_folder
 from mlx_ring.host.private_files import make_private_folder, read_private
 from mlx_ring.host.running import running_here
 from mlx_ring.models.model_source import builtin_names
+from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 if TYPE_CHECKING:
     import httpx
@@ -46,6 +48,16 @@ _OWN = False
 
 Its certificate is for the name by which other machines know it.
 """
+
+
+def state_here(state_dir: str | None) -> Path:
+    """Return the state folder in which head and agent run. It ignores every `.env`."""
+    return state_folder(load_settings({"state_dir": state_dir}, folder=Path(os.devnull)).state_dir)
+
+
+def keys_here(state: Path, api_key_file: str | None) -> tuple[str, ...]:
+    """Return the keys of this machine's head, of which a request needs one."""
+    return tuple(api_keys(load_settings({"api_key_file": api_key_file}, folder=state)))
 
 
 def installation_here(state: Path, *, identity: bool) -> Installation:

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ import mlx_ring
 from mlx_cpu_kernels.build import BINARIES, SOURCES, Target, find_binary
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.cluster.lifecycle.arguments import Machine
+from mlx_ring.cluster.lifecycle.host_side import ask_head, installation_here, keys_here, state_here
 from mlx_ring.cluster.lifecycle.installation import (
     OWN_PROGRAM,
     PACKAGES,
@@ -38,9 +39,9 @@ from mlx_ring.cluster.lifecycle.installation import (
     read_python,
     read_pythons,
 )
-from mlx_ring.cluster.lifecycle.shell import run_on, send_to
+from mlx_ring.cluster.lifecycle.shell import check_exit, run_on, send_to
 from mlx_ring.cluster.lifecycle.wheels import Wanted, WheelStore, packages_for
-from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.errors import ConfigError, HostFailed, RingError
 
 _OWN = "mlx-ring"
 _VENDORED = "vendored"
@@ -285,6 +286,30 @@ class ReadyMachine:
             timeout_s=timeout_s,
         )
 
+    def ask_head(
+        self, method: str, path: str, body: str, *, api_key_file: str | None, timeout_s: float
+    ) -> str:
+        """Send the head there a request and return its answer. On this machine, that needs no further process.
+
+        Raises:
+            HostFailed: a machine out of reach, no running head, or an error as its answer.
+        """
+        if self.machine.is_here:
+            with _errors_of(self.machine):
+                state = Path(self.installation.state)
+                return ask_head(state, method, path, body, keys_here(state, api_key_file))
+        keys = ("--api-key-file", api_key_file) if api_key_file else ()
+        return self.on_host("ask", *keys, method, path, stdin=body, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def _errors_of(machine: Machine) -> Generator[None]:
+    """Raise errors of this process as those of a command that runs on the machine."""
+    try:
+        yield
+    except RingError as error:
+        check_exit(machine, 1, str(error))
+
 
 def find_program(machine: Machine, *, identity: bool = False) -> FoundPrograms:
     """Return the programs on a machine; with `identity`, create the machine's ID if it has none.
@@ -293,9 +318,13 @@ def find_program(machine: Machine, *, identity: bool = False) -> FoundPrograms:
         HostFailed: a machine out of reach.
     """
     flag = "--identity" if identity else ""
+    if machine.is_here and not identity:
+        with _errors_of(machine):
+            here = installation_here(state_here(machine.device.state_dir or None), identity=False)
+        return read_found([f"program\there\t{here.to_json()}"])
     if machine.is_here:
         state = ("--state-dir", machine.device.state_dir) if machine.device.state_dir else ()
-        said = run_on(machine, (*OWN_PROGRAM, *ON_HOST, "about", *state, *((flag,) if flag else ())))
+        said = run_on(machine, (*OWN_PROGRAM, *ON_HOST, "about", *state, flag))
         return read_found([f"program\there\t{said.strip()}"])
     versions = json.dumps(own_versions())
     script = ("sh", "-c", _PROBE, "sh", machine.device.program, machine.device.state_dir, flag, versions)

@@ -387,9 +387,9 @@ def _on_coordinator(readies: Sequence[ReadyMachine], model: str, folders: Sequen
 
 def _ask(found: ReadyMachine, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     keys = {name.replace("-", "_"): value for name, value in file.serve.items()}.get("api_key_file")
-    words = ("ask", *(("--api-key-file", str(keys)) if keys else ()), method, path)
     text = "" if body is None else json.dumps(body)
-    return json.loads(found.on_host(*words, stdin=text, timeout_s=_ANSWER_S))
+    file_of_keys = str(keys) if keys else None
+    return json.loads(found.ask_head(method, path, text, api_key_file=file_of_keys, timeout_s=_ANSWER_S))
 
 
 def _coordinators(machines: Sequence[Machine]) -> list[Machine]:
