@@ -52,14 +52,22 @@ class Streams:
                     continue
                 if not self.texts[number]:
                     self.begun.wait(60)
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    self.ends[number] = "error"
+                    continue
+                choice = event["choices"][0]
                 self.texts[number] += choice["text"]
                 self.ends[number] = choice["finish_reason"] or self.ends[number]
 
-    def finish(self) -> list[str]:
+    def join(self) -> list[str | None]:
+        """Wait for all, and return the reasons of their ends."""
         for thread in self._threads:
             thread.join(120)
-        assert self.ends == ["length"] * STREAMS
+        return self.ends
+
+    def finish(self) -> list[str]:
+        assert self.join() == ["length"] * STREAMS
         return self.texts
 
 
@@ -202,6 +210,28 @@ def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, t
     assert expected(server) == texts
     assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["attending"]
+
+
+def test_model_that_is_unloaded_by_force_while_it_moves_does_not_hold_up_the_drain(
+    cluster: Cluster, texts: list[str]
+) -> None:
+    """Let the requests never move: the worker that computes them is stopped in a step."""
+    server = cluster.server
+    other = other_node(server)
+    stopped, streams, _ = cluster.stop_worker(texts)
+    with ThreadPoolExecutor(1) as pool:
+        draining = pool.submit(server.http.post, "/cluster/drain", json={"node": other}, timeout=120)
+        cluster.wait_for_the_move()
+        unloaded = server.http.post("/models/unload", json={"model": "demo", "force": True}, timeout=120)
+        assert unloaded.status_code == 200, unloaded.text
+        drained = draining.result()
+        stopped.close()
+    assert (drained.status_code, drained.json()["moved"]) == (200, [])
+    assert streams.join() == ["error"] * STREAMS
+    # The next request loads it, on the machines that are left.
+    assert expected(server) == texts
+    assert other not in nodes_in_use(server)
+    assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
 
 
 def losses(server: Server) -> float:
