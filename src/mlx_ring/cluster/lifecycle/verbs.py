@@ -17,6 +17,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     head_arguments,
     head_host,
 )
+from mlx_ring.cluster.lifecycle.host_side import whole_path
 from mlx_ring.cluster.lifecycle.programs import ReadyMachine, any_program, find_program, make_ready
 from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
@@ -381,8 +382,9 @@ def _like(running: Sequence[Running], kind: ProcessKind, words: Sequence[str]) -
 
 def _on_coordinator(readies: Sequence[ReadyMachine], model: str, folders: Sequence[Path]) -> str:
     head = next(found for found in readies if found.machine.device.is_coordinator)
-    words = ("--", model, *(map(str, folders) if head.machine.is_here else ()))
-    return head.on_host("model", *words).removesuffix("\n")
+    if head.machine.is_here:
+        return whole_path(model, [*folders, Path.home()])
+    return head.on_host("model", "--", model).removesuffix("\n")
 
 
 def _ask(found: ReadyMachine, file: DevicesFile, method: str, path: str, body: object = None) -> Any:
