@@ -304,3 +304,10 @@ class Draining(NotReady):
 
 class Suspended(NotReady):
     """The server ends before the answer does. The journal keeps the answer, which continues later."""
+
+
+def reason_of(error: OSError | UnicodeError) -> str:
+    """Return why a file cannot be read or written, without the error's number and the file's name."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "it is not text in UTF-8"
