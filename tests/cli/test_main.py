@@ -53,14 +53,12 @@ def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
         (["serve", "--port", "http"], "--port is http; it must be a whole number from 0 to 65535."),
         (["serve", "--stages", "-1"], "--stages is -1; it must be a whole number from 1 to 1024."),
         (["serve", "--config", "none.yaml"], "The settings file none.yaml does not exist."),
-        (
-            ["serve", "--nope"],
-            "No such option: --nope. `mlx-ring serve --help` lists the arguments and options.",
-        ),
+        (["serve", "--nope"], "No such option: --nope"),
+        (["ps", "--xyz"], "No such option: --xyz. `mlx-ring ps --help` lists the arguments and options."),
         (["models", "nope"], "No such command 'nope'. `mlx-ring models --help` lists the commands."),
         (
             ["serve", "--host", "a.invalid"],
-            "--host is a.invalid, which is not a valid address: Name or service",
+            "--host is a.invalid, which is not a valid address: ",
         ),
         (
             ["cluster", "start", "-c", "none.json"],
@@ -72,7 +70,9 @@ def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
-    assert complaint(*arguments, folder=tmp_path).startswith(said)
+    sentence = complaint(*arguments, folder=tmp_path)
+    assert sentence.startswith(said)
+    assert "[Errno" not in sentence
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import ssl
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.errors import ConfigError, RequestError, without_number
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -114,7 +113,7 @@ def ask_head(
             raise RequestError(_refusal(url, answer.status_code, reply, had_key=bool(given["headers"])))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            distrust(error, url) or f"No head answers at {url} ({_without_number(error)}): {hint}."
+            distrust(error, url) or f"No head answers at {url} ({_reason(error)}): {hint}."
         ) from error
     return reply
 
@@ -156,15 +155,15 @@ def pull_at(
                     yield event
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            distrust(error, url) or f"The head at {url} ended the download ({_without_number(error)})."
+            distrust(error, url) or f"The head at {url} ended the download ({_reason(error)})."
         ) from error
 
 
-def _without_number(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return what went wrong, in words. An answer that is no JSON comes from another program."""
     if isinstance(error, (ValueError, LookupError, TypeError)):
         return "another program answers there"
-    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    return without_number(str(error)) or type(error).__name__
 
 
 def _address(url: str, path: str) -> str:

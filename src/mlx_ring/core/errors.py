@@ -49,6 +49,7 @@ gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Self
 
@@ -311,3 +312,8 @@ def reason_of(error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return "it is not text in UTF-8"
+
+
+def without_number(text: str) -> str:
+    """Return an error's text without the numbers of the system's errors, such as [Errno 111]."""
+    return re.sub(r"\[Errno -?\d+\] ", "", text)
