@@ -6,7 +6,8 @@ import { createInterface } from "node:readline";
 import { fileURLToPath } from "node:url";
 import { KEY, MODEL, QUESTION, URL, WRONG_KEY, check, equal, expect, run } from "./checks.mjs";
 
-const PROGRAM = join(dirname(fileURLToPath(import.meta.url)), "node_modules", "@cline", "cli-linux-x64", "bin", "cline");
+const PACKAGES = join(dirname(fileURLToPath(import.meta.url)), "node_modules");
+const PROGRAM = join(PACKAGES, "@cline", "cli-linux-x64", "bin", "cline");
 // Without this, it leaves a process of its own in the background.
 const OPTIONS = { env: { ...process.env, CLINE_SESSION_BACKEND_MODE: "local" }, killSignal: "SIGKILL" };
 

@@ -22,8 +22,8 @@ const CONFIG = (key, model) => ({
 // Return the events of one task. With a title, opencode does not ask the model for one.
 const ask = (key, model, ...more) => {
   writeFileSync(join(process.env.HOME, "opencode.json"), JSON.stringify(CONFIG(key, model)));
-  const command = ["run", "--pure", "--title", "task", "--format", "json", "-m", `mlx-ring/${model}`, ...more, QUESTION];
-  const done = spawnSync(PROGRAM, command, {
+  const options = ["--pure", "--title", "task", "--format", "json", "-m", `mlx-ring/${model}`, ...more];
+  const done = spawnSync(PROGRAM, ["run", ...options, QUESTION], {
     cwd: process.env.HOME,
     // It reads the settings of the folder in PWD, which another working directory does not change.
     env: { ...process.env, PWD: process.env.HOME },
