@@ -55,6 +55,13 @@ def twin() -> Iterator[tuple[TwinService, str]]:
         yield service, url
 
 
+def test_a_missing_api_key_is_asked_for_by_its_flag() -> None:
+    with serving(TwinService(), make_api_settings(api_keys=("key",))) as url:
+        code, screen = chat(url, "Hello.")
+    assert code != 0
+    assert screen == "This server requires an API key: give it with --api-key, or set MLX_RING_API_KEY.\n"
+
+
 def test_answers_are_printed_and_sent_with_the_next_message(twin: tuple[TwinService, str]) -> None:
     service, url = twin
     code, screen = chat(f"{url}/v1/", "Hello.", "", "And you?", system="Be kind.")

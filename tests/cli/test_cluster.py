@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,29 @@ def test_cluster_start_refuses_settings_in_the_environment(tmp_path: Path) -> No
 
 def test_status_without_a_head_names_the_address(tmp_path: Path) -> None:
     said = complaint("cluster", "status", "--url", "http://127.0.0.1:1", folder=tmp_path)
-    assert "No head answers at http://127.0.0.1:1" in said
+    assert "No head answers at http://127.0.0.1:1 (Connection refused): give --url" in said
+
+
+def test_another_program_at_a_head_s_address_is_named_as_such(tmp_path: Path) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<p>It works!</p>")
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+            del format, args
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            said = complaint("cluster", "status", "--url", url, folder=tmp_path)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert said.startswith(f"No head answers at {url} (another program answers there): give --url")
 
 
 def test_stop_ends_a_server_that_was_started_by_hand(tmp_path: Path) -> None:

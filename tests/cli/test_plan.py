@@ -13,6 +13,12 @@ from tests.processes import run_in_process
 MINIS = ("--machine", "m4-mac-mini-16", "--machine", "m4-mac-mini-16")
 
 
+def test_a_machine_s_name_is_whole_in_a_narrow_terminal(tmp_path: Path) -> None:
+    machines = ("--machine", "m4-mac-mini-16", "--machine", "m2-max-mac-studio-64")
+    done = run_in_process("plan", "demo", *machines, folder=tmp_path, environment={"COLUMNS": "80"})
+    assert re.search(r"^m2-max-mac-studio-64 +0-7 ", done.stdout, re.MULTILINE), done.stdout
+
+
 def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
     done = run_in_process("plan", "demo", *MINIS, "--strategy", "uniform", folder=tmp_path)
     assert done.returncode == 0, done.stderr

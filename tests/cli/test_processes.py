@@ -49,9 +49,12 @@ def test_run_chats_with_a_server_that_has_the_model_and_leaves_it_running(
 
 
 def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with own_server("demo", None) as url:
+        ps(as_json=False, api_key=None, cacert=None, state_dir=None)
+        assert f" {url} " in capsys.readouterr().out, "the address is whole in a narrow terminal"
         ps(as_json=True, api_key=None, cacert=None, state_dir=None)
         [row] = json.loads(capsys.readouterr().out)
         assert (row["model"], row["url"], row["state"]) == ("demo", url, "ready")
@@ -78,7 +81,7 @@ def test_ps_asks_a_server_with_a_key_and_fails_without_it(
     assert ended.value.exit_code == 1
     said = capsys.readouterr().err
     assert "Process 4711 cannot be asked" in said
-    assert "asks for another API key: give it with --api-key, or set MLX_RING_API_KEY." in said
+    assert "asks for an API key: give it with --api-key, or set MLX_RING_API_KEY." in said
 
 
 def test_run_lets_a_server_download_a_model_before_it_loads_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
             ("token", "revoke", "12345678"),
             "There is no token '12345678': `mlx-ring token list` shows the IDs.",
         ),
-        (("node", "remove", "mini"), "There is no node 'mini': the cluster's nodes are none."),
+        (("node", "remove", "mini"), "There is no node 'mini': no machine has joined this cluster."),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence(

@@ -23,6 +23,8 @@ class Client:
     """Settings for a server at URL that requires KEY, as docs/clients.md shows them."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that keep it from using the internet."""
+    only_on: tuple[str, str] | None = None
+    """System and processor of its package, by `sys.platform` and `platform.machine()`; None if it runs everywhere."""
 
     @property
     def in_javascript(self) -> bool:
@@ -63,6 +65,8 @@ def _anthropic(major: int) -> Client:
 
 
 _LOCAL_COSTS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+_LINUX_X86 = ("linux", "x86_64")
 
 CLIENTS: Sequence[Client] = (
     _openai(1),
@@ -186,6 +190,26 @@ CLIENTS: Sequence[Client] = (
         "with_continue_cli.mjs",
         "`cn --config config.yaml`, with `provider: openai`, `apiBase: URL/v1`, `apiKey: KEY` and `model: MODEL`",
         {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_METRICS_ENABLED": "0"},
+    ),
+    Client(
+        "opencode",
+        "opencode-linux-x64",
+        "with_opencode.mjs",
+        'in `opencode.json`: a provider with `"npm": "@ai-sdk/openai-compatible"`, '
+        '`"options": {"baseURL": "URL/v1", "apiKey": "KEY"}` and `models`, as in [apps.md](apps.md#opencode)',
+        {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        },
+        only_on=_LINUX_X86,
+    ),
+    Client(
+        "cline",
+        "@cline/cli-linux-x64",
+        "with_cline.mjs",
+        "`cline auth -p openai -k KEY -b URL/v1 -m MODEL`",
+        only_on=_LINUX_X86,
     ),
     Client(
         "llm-comply",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,8 @@ def test_the_page_and_the_pins_agree() -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_passes_its_checks(client: Client, server: Server, passed: set[str], tmp_path: Path) -> None:
+    if client.only_on not in (None, (sys.platform, platform.machine())):
+        pytest.skip(f"{client.package} is a program for {' '.join(client.only_on)}")
     found = failures(client, command_of(client), server, tmp_path / "home")
     assert not found, found
     assert becomes_idle(server)

@@ -70,9 +70,11 @@ def test_losses_outlive_a_head_and_a_node_can_be_readmitted(tmp_path: Path) -> N
     assert entries[-1] is not None
     again = QuarantineList(tmp_path, clock=lambda: next(times_s))
     assert set(again.held()) == {"mini"}
-    with pytest.raises(ConfigError, match="nodes in quarantine are mini"):
+    with pytest.raises(ConfigError, match=r"of it\. Nodes in quarantine are mini\.$"):
         again.readmit("studio")
     again.readmit("mini")
+    with pytest.raises(ConfigError, match=r"is not in quarantine, and plans avoid no link of it\.$"):
+        again.readmit("mini")
     assert not quarantine.held()
     assert quarantine.note("mini", "once more", 0.0) is None
 
@@ -83,7 +85,7 @@ def test_losses_in_the_future_cause_no_quarantine(tmp_path: Path) -> None:
     assert [ahead.note("mini", "its worker died", 0.0) for _ in range(LOSSES)][-1] is not None
     corrected = QuarantineList(tmp_path, clock=lambda: 1000.0)
     assert not corrected.held()
-    with pytest.raises(ConfigError, match="nodes in quarantine are none"):
+    with pytest.raises(ConfigError, match=r"plans avoid no link of it\.$"):
         corrected.readmit("mini")
     assert corrected.note("mini", "once more", 0.0) is None
 

@@ -123,7 +123,7 @@ def test_records_below_the_level_are_not_written(tmp_path: Path) -> None:
 def test_a_log_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lines = lines_of("logging.info('continues')", tmp_path / "file" / "logs")
-    assert "cannot be written" in lines[0]
+    assert "logs cannot be written (File exists): log lines" in lines[0]
     assert lines[1].endswith("continues")
 
 

@@ -362,6 +362,7 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
             "to /a/b (Permission denied): correct that",
         ),
         (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
+        (OSError("[Errno -2] Name not known"), "cannot be fetched (Name not known): connect to the network"),
     ],
 )
 def test_a_failure_of_the_disk_is_not_taken_for_one_of_the_network(error: OSError, said: str) -> None:

@@ -79,6 +79,9 @@ def test_the_digest_depends_on_the_model_and_not_on_its_path(folder: Path, tmp_p
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="There is no folder"):
         read_model_folder(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFound, match="file is no folder: give a model's folder, or a GGUF file"):
+        read_model_folder(tmp_path / "file")
 
 
 def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:

@@ -142,14 +142,21 @@ def run() -> int:
         message = error.format_message()
         if not message:  # a command without a verb has printed its help
             return 0
-        _complain(
-            f"{message}{'' if message.endswith(('.', '?')) else '.'} `mlx-ring --help` lists the commands."
-        )
+        _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} {_advice(error)}")
         return WRONG_INPUT
     except RingError as error:
         _complain(str(error))
         return WRONG_INPUT if isinstance(error, (ConfigError, ModelError, PlanError, TrustError)) else 1
     return code if isinstance(code, int) else 0
+
+
+def _advice(error: typer.TyperException) -> str:
+    """Return a sentence that names the help of the command that was given."""
+    context: Any = getattr(error, "ctx", None)
+    if context is None:
+        return "`mlx-ring --help` lists the commands."
+    listed = "commands" if isinstance(context.command, TyperGroup) else "arguments and options"
+    return f"`{context.command_path} --help` lists the {listed}."
 
 
 def _complain(sentence: str) -> None:

@@ -38,7 +38,7 @@ from mlx_ring.cli.planning import (
     running_basis,
 )
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.errors import ConfigError, PlanError, reason_of
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
 from mlx_ring.engine.simulated_load import (
     ARRIVALS,
@@ -342,7 +342,7 @@ def _recorded(path: Path) -> tuple[Recorded, ...]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--requests is {path}, which cannot be read: {error}.") from error
+        raise ConfigError(f"--requests is {path}, which cannot be read: {reason_of(error)}.") from error
     return read_recorded(text, str(path))
 
 

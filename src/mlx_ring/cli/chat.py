@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,6 @@ _SILENCE_S = 60.0
 """Maximum pause of a stream. A live server sends a comment far more often."""
 _TRY_EVERY_S, _COMES_BACK_S = 1.0, 120.0
 """Time between two tries to get the rest of an answer, and longest time of all tries."""
-_UNAVAILABLE = 503
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
 _MISUSE = 2
@@ -337,7 +337,9 @@ def _check(response: httpx.Response) -> None:
     """Raise `ChatError` with the server's message if it answered with an error."""
     if not response.is_error:
         return
-    kind = ConnectionBroke if response.status_code == _UNAVAILABLE else ChatError
+    kind = ConnectionBroke if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE else ChatError
+    if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" not in response.request.headers:
+        raise ChatError("This server requires an API key: give it with --api-key, or set MLX_RING_API_KEY.")
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -18,7 +18,7 @@ from rich.table import Table
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
-from mlx_ring.core.errors import ConfigError, HostFailed
+from mlx_ring.core.errors import ConfigError, HostFailed, reason_of
 from mlx_ring.core.folders import packages_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
@@ -246,7 +246,7 @@ def _read(config: Path) -> DevicesFile:
     try:
         text = config.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config is {config}, which cannot be read: {error}.") from error
+        raise ConfigError(f"--config is {config}, which cannot be read: {reason_of(error)}.") from error
     content = load_content(text, str(config))
     if not lists_devices(content):
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.errors import ConfigError, RequestError, without_number
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -84,7 +84,7 @@ def ask_head(
     api_key: str | None = None,
     cacert: Path | None = None,
     timeout_s: float = 60.0,
-    hint: str = "give --url",
+    hint: str = "start one with `mlx-ring serve`, or give its address with --url",
 ) -> Any:
     """Return the JSON answer of a running head to GET, or with a body to POST.
 
@@ -110,15 +110,18 @@ def ask_head(
         )
         reply: Any = answer.json()
         if answer.is_error:
-            raise RequestError(_refusal(url, answer.status_code, reply))
+            raise RequestError(_refusal(url, answer.status_code, reply, had_key=bool(given["headers"])))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(distrust(error, url) or f"No head answers at {url} ({error}): {hint}.") from error
+        raise ConfigError(
+            distrust(error, url) or f"No head answers at {url} ({_reason(error)}): {hint}."
+        ) from error
     return reply
 
 
-def _refusal(url: str, status: int, reply: Any) -> str:
+def _refusal(url: str, status: int, reply: Any, *, had_key: bool) -> str:
     if status == HTTPStatus.UNAUTHORIZED:
-        return f"The head at {url} asks for another API key: give it with --api-key, or set MLX_RING_API_KEY."
+        key = "another API key" if had_key else "an API key"
+        return f"The head at {url} asks for {key}: give it with --api-key, or set MLX_RING_API_KEY."
     return f"The head at {url} refuses: {reply['error']['message']}"
 
 
@@ -141,7 +144,9 @@ def pull_at(
         with httpx.stream("POST", _address(url, "/models/pull"), json=body, timeout=60.0, **given) as answer:
             if answer.is_error:
                 answer.read()
-                raise RequestError(_refusal(url, answer.status_code, answer.json()))
+                raise RequestError(
+                    _refusal(url, answer.status_code, answer.json(), had_key=bool(given["headers"]))
+                )
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     event: Any = json.loads(line.removeprefix("data: "))
@@ -150,8 +155,15 @@ def pull_at(
                     yield event
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            distrust(error, url) or f"The head at {url} ended the download ({error})."
+            distrust(error, url) or f"The head at {url} ended the download ({_reason(error)})."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, in words. An answer that is no JSON comes from another program."""
+    if isinstance(error, (ValueError, LookupError, TypeError)):
+        return "another program answers there"
+    return without_number(str(error)) or type(error).__name__
 
 
 def _address(url: str, path: str) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import typer
 
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
-from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
@@ -327,7 +327,7 @@ def given_machines(
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cluster is {file}, which cannot be read: {error}.") from error
+        raise ConfigError(f"--cluster is {file}, which cannot be read: {reason_of(error)}.") from error
     content = load_content(text, str(file))
     listed = read_devices(content, str(file)) if lists_devices(content) else DevicesFile(())
     return read_cluster(text, str(file)), listed

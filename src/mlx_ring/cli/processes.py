@@ -115,8 +115,9 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
 
     table = Table(Column("model", overflow="fold"), "is", "on", box=None, pad_edge=False)
     table.add_column("memory", justify="right")
-    for title in ("since", "server", "process"):
-        table.add_column(title)
+    table.add_column("since")
+    table.add_column("server", no_wrap=True)
+    table.add_column("process")
     for row in rows:
         table.add_row(
             row["model"],

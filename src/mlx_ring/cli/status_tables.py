@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from mlx_ring.planner.plan import Plan
@@ -162,7 +162,7 @@ def show_plan(made: Plan) -> None:
     """Print a plan as a table, with its prediction."""
     console = Console(soft_wrap=True)
     are_shared = any(stage.is_shared for stage in made.stages)
-    table = Table("machine", "layers", box=None, pad_edge=False)
+    table = Table(Column("machine", no_wrap=True), "layers", box=None, pad_edge=False)
     for title in (*["share"] * are_shared, "weights", "memory", "of", "ms a token"):
         table.add_column(title, justify="right")
     table.add_column("why")

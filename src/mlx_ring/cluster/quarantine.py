@@ -213,10 +213,11 @@ class QuarantineList:
             held = quarantined(still_counting(content.losses, now_s), now_s)
             avoided = avoided_links(still_counting(content.links, now_s), now_s)
             if node not in held and not any(node in ends for ends in avoided):
-                links = ", ".join(sorted(" and ".join(ends) for ends in avoided))
+                links = sorted(" and ".join(ends) for ends in avoided)
                 raise ConfigError(
-                    f"The node {node!r} is not in quarantine: nodes in quarantine are {', '.join(sorted(held)) or 'none'}. "
-                    f"Links that plans avoid are {links or 'none'}."
+                    f"The node {node!r} is not in quarantine, and plans avoid no link of it."
+                    + (f" Nodes in quarantine are {', '.join(sorted(held))}." if held else "")
+                    + (f" Links that plans avoid are {', '.join(links)}." if links else "")
                 )
             content.losses = tuple(loss for loss in content.losses if loss.node != node)
             content.links = tuple(loss for loss in content.links if node not in loss.ends)

@@ -49,6 +49,7 @@ gRPC in `rpc/failures.py` and HTTP in `api/errors.py`, and nowhere else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Self
 
@@ -304,3 +305,15 @@ class Draining(NotReady):
 
 class Suspended(NotReady):
     """The server ends before the answer does. The journal keeps the answer, which continues later."""
+
+
+def reason_of(error: OSError | UnicodeError) -> str:
+    """Return why a file cannot be read or written, without the error's number and the file's name."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "it is not text in UTF-8"
+
+
+def without_number(text: str) -> str:
+    """Return an error's text without the numbers of the system's errors, such as [Errno 111]."""
+    return re.sub(r"\[Errno -?\d+\] ", "", text)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from mlx_ring.core.errors import reason_of
 from mlx_ring.core.traces import REQUEST_ID, TRACEPARENT
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -313,9 +314,7 @@ def configure_logging(
             stderr.setLevel(logging.NOTSET if to_stderr else logging.CRITICAL)
         except OSError as error:
             stderr.shows_children = True
-            problem = (
-                f"The log folder {log_dir} cannot be written ({error}): log lines are written to stderr only."
-            )
+            problem = f"The log folder {log_dir} cannot be written ({reason_of(error)}): log lines are written to stderr only."
     _make_central(handlers, formatter, level)
     _quieten(level)
     for name in _GRPC_READS:

@@ -56,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(
-            f"--host is {host}, which is not a valid address: {error}. Give a name or an IP address."
+            f"--host is {host}, which is not a valid address: {getattr(error, 'strerror', None) or error}. Give a name or an IP address."
         ) from error
     server = socket.socket(family, kind, protocol)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -48,7 +48,7 @@ from huggingface_hub.utils import (
     filter_repo_objects,
 )
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.hub_cache import PART, repository_folder
 from mlx_ring.models.model_folder import (
@@ -406,7 +406,7 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
             f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
             "set HF_HOME to another folder, then pull it again; the download continues where it ended."
         )
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = without_number(" ".join(str(error).split())) or type(error).__name__
     if is_here:
         return ModelNotFound(f"The hub cannot be asked ({reason}).")
     return ModelNotFound(

@@ -207,6 +207,10 @@ def read_model_folder(path: Path) -> ModelFolder:
         ModelCorrupt: a file is missing, truncated, or contradicts another.
     """
     if not path.is_dir():
+        if path.exists():
+            raise ModelNotFound(
+                f"{path} is no folder: give a model's folder, or a GGUF file, whose name ends in {SUFFIX}."
+            )
         raise ModelNotFound(f"There is no folder {path}.")
     _refuse_special_files(path)
     if not (path / "config.json").is_file():

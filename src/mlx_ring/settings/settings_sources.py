@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, reason_of
 from mlx_ring.core.folders import kv_folder, logs_folder, state_folder
 from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
@@ -166,7 +166,7 @@ def _dotenv_source(path: Path) -> DotEnvSettingsSource:
     try:
         return DotEnvSettingsSource(Settings, env_file=path, env_file_encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}.") from error
 
 
 def _variables(source: EnvSettingsSource) -> dict[str, str]:
@@ -236,7 +236,7 @@ def _read_file(path: Path) -> dict[object, object]:
     except FileNotFoundError as error:
         raise ConfigError(f"The settings file {path} does not exist.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {path} cannot be read: {error}.") from error
+        raise ConfigError(f"The settings file {path} cannot be read: {reason_of(error)}.") from error
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"The settings file {path} is no valid YAML or JSON: {reason}.") from error
@@ -341,7 +341,7 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
         lines = settings.api_key_file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--api-key-file is {settings.api_key_file}, which cannot be read: {error}."
+            f"--api-key-file is {settings.api_key_file}, which cannot be read: {reason_of(error)}."
         ) from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:

@@ -79,6 +79,8 @@ def test_a_removed_node_gets_no_new_certificate(authority: Authority, members: M
 
 
 def test_removing_an_unknown_node_names_the_known_ones(authority: Authority, members: Members) -> None:
+    with pytest.raises(ConfigError, match="There is no node 'mini-2': no machine has joined this cluster"):
+        members.remove("mini-2")
     members.admit(certificate(authority, "mini-1", make_key()))
     with pytest.raises(ConfigError, match="There is no node 'mini-2': the cluster's nodes are mini-1"):
         members.remove("mini-2")

@@ -237,8 +237,15 @@ class Members:
         with self._file.change() as content:
             member = content.members.pop(node, None)
             if member is None:
-                known = ", ".join(sorted(content.members)) or "none"
-                raise ConfigError(f"There is no node {node!r}: the cluster's nodes are {known}.")
+                known = ", ".join(sorted(content.members))
+                raise ConfigError(
+                    f"There is no node {node!r}: "
+                    + (
+                        f"the cluster's nodes are {known}."
+                        if known
+                        else "no machine has joined this cluster."
+                    )
+                )
             content.revoked = _valid([*content.revoked, *member.certificates], self._clock())
         return member
 
