@@ -13,14 +13,8 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.simulated_load import (
-    Arrivals,
-    Lengths,
-    Load,
-    Recorded,
-    ServiceLevel,
-    read_recorded,
-)
+from mlx_ring.engine.capacity_search import Arrivals, Lengths, Load, Recorded, read_recorded
+from mlx_ring.engine.simulated_load import ServiceLevel
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile

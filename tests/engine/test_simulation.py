@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp
 from random import Random
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -246,3 +248,27 @@ def test_a_percentile_counts_each_value_as_often_as_it_came() -> None:
     values = [(0.3, 1), (0.1, 90), (0.2, 9)]
     assert [percentile(values, percent) for percent in (50, 90, 91, 99, 100)] == [0.1, 0.1, 0.2, 0.2, 0.3]
     assert percentile([], 95) == 0.0
+
+
+def test_no_step_looks_at_each_of_many_running_streams() -> None:
+    cost = LinearCost(per_step_s=0.01, per_row_s=1e-5, per_token_s=1e-5, per_context_s=0.0)
+
+    def calls(streams: int) -> int:
+        """Return the number of Python's calls, those of generators included."""
+        requests = [SimulatedRequest(0.001 * number, 20, 30 + number % 50) for number in range(streams)]
+        policy = make_policy(num_speculative_tokens=0, max_num_seqs=streams)
+        simulation, count = Simulation(Costs((cost,), 1e-4, 1e-4), 1, policy), 0
+
+        def note(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            simulation.run(requests)
+        finally:
+            sys.setprofile(before)
+        return count
+
+    assert calls(600) < 3.2 * calls(200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -140,7 +141,7 @@ def test_no_pipeline_exceeds_the_bound_of_its_machines(
         plan = place(model, cluster_of(*nodes), request)
     except PlanError:
         reject()
-    bound = PipelineBounds(nodes, model, request).tokens_per_s(range(len(nodes)), sequences)
+    bound = PipelineBounds(nodes, model, request).tokens_per_s(tuple(range(len(nodes))), sequences)
     assert plan.prediction.tokens_per_s <= bound * (1 + 1e-9)
 
 
@@ -177,3 +178,20 @@ def test_of_many_unequal_machines_small_ones_join_and_useless_ones_are_left_out(
     assert "n11" not in used
     assert used >= {f"n{number}" for number in range(5)}
     assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)
+
+
+def test_moves_of_a_machine_bound_each_replica_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, compute = Counter[tuple[object, int]](), PipelineBounds.bound
+
+    def counted(self: PipelineBounds, kinds: tuple[int, ...], share: int) -> float:
+        computed[kinds, share] += 1
+        return compute(self, kinds, share)
+
+    monkeypatch.setattr(PipelineBounds, "bound", counted)
+    whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
+    nodes = [
+        node_of(f"n{number}", (0.4 + number / 30) * whole, gb_s=100 + 9 * number) for number in range(10)
+    ]
+    assert place_replicas(model_of(28), cluster_of(*nodes), THROUGHPUT, None)
+    assert computed
+    assert set(computed.values()) == {1}

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of
 
-from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.profiles import NodeProfile, kinds_of, sets_by_size
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.search import (
     MachineLayers,
     Partition,
+    RequestTables,
     any_partition,
     in_order,
-    kinds_of,
     quickest_partition,
-    sets_by_size,
     steadiest_costs,
 )
 from mlx_ring.planner.stage_costs import Table
@@ -192,3 +191,56 @@ def test_the_times_of_many_pipelines_at_once_are_those_of_each(
         assert np.isfinite(seconds) == fits
         if fits:
             assert seconds == pytest.approx(times.request_s(pieces, request), rel=1e-12)
+
+
+def chain_cost(tables: RequestTables, slowest_s: float) -> float:
+    """Return the least sum over machines in the order of their fastest layer, in plain code."""
+    allowed = [
+        np.where(paces <= slowest_s, sums, np.inf)
+        for sums, paces in zip(tables.sums, tables.paces, strict=True)
+    ]
+    order = sorted(range(len(allowed)), key=lambda node: float(np.diagonal(allowed[node], 1).min()))
+    ends = range(len(allowed[0]))
+    costs: dict[tuple[int, int], float] = {}
+    for place, node in enumerate(order):
+        for end in ends:
+            reached = (
+                costs[before, first] + tables.hops[order[before], node] + allowed[node][first, end]
+                for before in range(place)
+                for first in ends
+                if tables.link_paces[order[before], node] <= slowest_s
+            )
+            costs[place, end] = min(float(allowed[node][0, end]), min(reached, default=np.inf))
+    return min(costs[place, ends[-1]] for place in range(len(order)))
+
+
+@examples(0.2)
+@given(st.integers(0, 2**32))
+def test_many_unlike_machines_are_searched_as_in_plain_code_while_the_bound_falls(seed: int) -> None:
+    numbers, machines, layers = np.random.default_rng(seed), 9, 6
+
+    def table() -> Table:
+        made = numbers.integers(1, 99, (layers + 1, layers + 1)).astype(float)
+        made[numbers.random(made.shape) < 0.2] = np.inf
+        made[np.tril_indices(layers + 1)] = np.inf
+        return made
+
+    sums = [table() for _ in range(machines)]
+    hops, link_paces = (numbers.integers(0, 99, (machines, machines)).astype(float) for _ in range(2))
+    paces = [np.where(np.isfinite(each), table(), np.inf) for each in sums]
+    tables = RequestTables(sums, hops, np.full((machines, machines), 3.0), paces, link_paces)
+    assert not tables.is_exact
+    quickest, bounds = tables.search(), [np.inf, *range(98, 0, -7)]
+    for bound in bounds:
+        found, fresh = quickest(bound), tables.search()(bound)
+        assert found == fresh
+        assert np.isinf(chain_cost(tables, bound)) == (found is None)
+        if found is not None:
+            home_s = 3.0 * (len(found.pieces) > 1)
+            least = chain_cost(tables, bound)
+            assert least <= found.cost <= least + 3.0
+            assert tables.slowest_s(found.pieces) <= bound
+            # The last hop goes back to the first machine.
+            inner = [(one.node, other.node) for one, other in pairwise(found.pieces)]
+            total = sum(times(tables.sums, found.pieces)) + sum(float(hops[pair]) for pair in inner)
+            assert found.cost == pytest.approx(total + home_s)

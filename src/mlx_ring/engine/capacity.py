@@ -11,8 +11,16 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.capacity_search import CLOSE, Found, Replicas, Search, fitting_policy, replicas_of
-from mlx_ring.engine.simulated_load import Load, Outcome, ServiceLevel
+from mlx_ring.engine.capacity_search import (
+    CLOSE,
+    Found,
+    Load,
+    Replicas,
+    Search,
+    fitting_policy,
+    replicas_of,
+)
+from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan

@@ -171,7 +171,7 @@ chunk's time that they may take."""
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
 
-_BURST_S = 0.25
+BURST_S = 0.25
 """Longest time between requests that count as having arrived together."""
 
 
@@ -295,7 +295,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         came = min(sequence.admitted_at for sequence in self)
         return any(
             (member.first_token_at is not None and member.first_token_at < came)
-            or member.admitted_at > came + _BURST_S
+            or member.admitted_at > came + BURST_S
             for batch in self._batches
             for member in batch.members.values()
         )

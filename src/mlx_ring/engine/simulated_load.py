@@ -5,21 +5,17 @@ The streams of a micro-batch that have a row in each of its steps are one number
 
 from __future__ import annotations
 
-import csv
 import heapq
-import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from math import ceil, inf
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import NamedTuple
 
-import numpy as np
-
-from mlx_ring.core.engine_stats import BLOCK
-from mlx_ring.core.errors import ConfigError
-from mlx_ring.engine.decode import MicroBatch
+from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.engine.decode import MicroBatch, MicroBatches
+from mlx_ring.engine.prefill import BURST_S, Prefilling, PromptKv, SentSteps
+from mlx_ring.engine.step_times import ChunkSizer
 
 
 class SimulatedRequest(NamedTuple):
@@ -167,6 +163,120 @@ class Sent:
     sampled_at: float = 0.0
 
 
+# ---- prompts
+
+
+class Prompts(Prefilling[Stream, Span]):
+    """Prompts in prefill, which know without a look at each stream whether others decode beside them.
+
+    Questions are answered anew only after a change.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        stages: int,
+        *,
+        batches: MicroBatches[Stream],
+        running: Mapping[int, Stream],
+        in_flight: SentSteps,
+        sizer: ChunkSizer,
+        kv: PromptKv[Stream],
+    ) -> None:
+        super().__init__(
+            policy,
+            stages,
+            batches=batches,
+            in_flight=in_flight,
+            sizer=sizer,
+            kv=kv,
+            running=running,
+            make_chunk=_span,
+        )
+        # Times and numbers of streams, the least time first. Entries that hold no more are dropped when they come first.
+        self._admitted: list[tuple[float, int]] = []
+        """Admissions of the prompts."""
+        self._first_tokens: list[tuple[float, int]] = []
+        """First tokens of the streams that decode ..."""
+        self._newest: list[tuple[float, int]] = []
+        """... and their admissions, negative."""
+        self.waits_for_time = False
+        """True if a step was not made because too little time is saved for it."""
+        self._spares: bool | None = None
+        self._within: dict[int, bool] = {}
+
+    def add(self, sequence: Stream) -> None:
+        """Add an admitted prompt."""
+        super().add(sequence)
+        heapq.heappush(self._admitted, (sequence.admitted_at, sequence.id))
+        self._forget()
+
+    def remove(self, sequence: int) -> None:
+        """Remove a prompt, if it is one; call it also before a stream ends or is preempted."""
+        super().remove(sequence)
+        self._forget()
+
+    def note_decoding(self, stream: Stream) -> None:
+        """Note a stream that decodes from now on, or that has its first token."""
+        heapq.heappush(self._newest, (-stream.admitted_at, stream.id))
+        if stream.first_token_at is not None:
+            heapq.heappush(self._first_tokens, (stream.first_token_at, stream.id))
+        self._spares = None
+
+    def _forget(self) -> None:
+        self._spares = None
+        self._within.clear()
+
+    def next_chunks(self) -> list[tuple[Stream, Span]]:
+        """Return the chunks of the next step, counted as sent; empty if nothing may be sent now."""
+        self.waits_for_time = False
+        return super().next_chunks()
+
+    def _may_go(self) -> bool:
+        self.waits_for_time = super()._may_go()
+        return self.waits_for_time
+
+    def _fill(self, size: int, room: int) -> tuple[list[tuple[Stream, Span]], int]:
+        self._within.clear()
+        return super()._fill(size, room)
+
+    def _left_within(self, most: int) -> bool:
+        if most not in self._within:
+            self._within[most] = super()._left_within(most)
+        return self._within[most]
+
+    def _has_to_spare(self) -> bool:
+        if self._spares is None:
+            self._spares = self._look_for_others()
+        return self._spares
+
+    def _look_for_others(self) -> bool:
+        _drop_first(self._admitted, self._is_prompt)
+        _drop_first(self._newest, lambda time, stream: self._decodes(-time, stream))
+        _drop_first(self._first_tokens, lambda _, stream: stream in self._batches)
+        came = self._admitted[0][0]
+        return bool(
+            (self._newest and -self._newest[0][0] > came + BURST_S)
+            or (self._first_tokens and self._first_tokens[0][0] < came)
+        )
+
+    def _is_prompt(self, admitted_at: float, stream: int) -> bool:
+        return stream in self._line and self._line[stream].admitted_at == admitted_at
+
+    def _decodes(self, admitted_at: float, stream: int) -> bool:
+        return stream in self._batches and self._running[stream].admitted_at == admitted_at
+
+
+def _span(stream: Stream, end: int) -> Span:
+    return Span(stream.scheduled, end - stream.scheduled)
+
+
+def _drop_first(times: list[tuple[float, int]], holds: Callable[[float, int], bool]) -> None:
+    """Drop the first entries of a heap until one holds."""
+    while times and not holds(*times[0]):
+        heapq.heappop(times)
+
+
 # ---- the outcome
 
 
@@ -239,155 +349,10 @@ def percentile(values: Iterable[tuple[float, int]], percent: float) -> float:
     return 0.0
 
 
-# ---- load and service level
+# ---- the service level
 
-Arrivals = Literal["poisson", "even", "burst"]
-ARRIVALS: tuple[Arrivals, ...] = get_args(Arrivals)
 _SOONER = 1.1
 """Factor by which a run may have more tokens than its requests on average."""
-
-
-class Lengths(NamedTuple):
-    """Numbers of tokens from `low` to `high`, all equally likely."""
-
-    low: int
-    high: int
-
-    @property
-    def mean(self) -> float:
-        return (self.low + self.high) / 2
-
-    def draw(self, random: np.random.Generator) -> int:
-        """Return one of them."""
-        return int(random.integers(self.low, self.high + 1))
-
-
-class Recorded(NamedTuple):
-    """A recorded request."""
-
-    prompt: int
-    answer: int
-    at_s: float | None = None
-
-
-def read_recorded(text: str, where: str) -> tuple[Recorded, ...]:
-    """Return the requests of a file of CSV or JSON lines.
-
-    Raises:
-        ConfigError: a line is no request, or they are not in order of arrival.
-    """
-    lines = [line for line in text.splitlines() if line.strip()]
-    is_json = bool(lines) and lines[0].lstrip().startswith("{")
-    entries = map(_json_line, lines) if is_json else csv.DictReader(lines)
-    found = [_one_recorded(entry, f"{where}, request {number}") for number, entry in enumerate(entries, 1)]
-    if not found:
-        raise ConfigError(f"{where} has no requests: give the columns prompt and answer.")
-    times = [each.at_s for each in found if each.at_s is not None]
-    if len(times) not in (0, len(found)) or any(later < sooner for sooner, later in pairwise(times)):
-        raise ConfigError(
-            f"{where}: `at` must be the seconds of every request, in order of arrival, or of none."
-        )
-    return tuple(found)
-
-
-def _json_line(line: str) -> object:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def _one_recorded(entry: object, where: str) -> Recorded:
-    try:
-        fields = cast("Mapping[str, Any]", entry)
-        at = fields.get("at")
-        found = Recorded(
-            int(fields["prompt"]), int(fields["answer"]), None if at in (None, "") else float(at)
-        )
-    except (TypeError, KeyError, ValueError, AttributeError):
-        raise ConfigError(
-            f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
-        ) from None
-    if min(found.prompt, found.answer) < 1:
-        raise ConfigError(
-            f"{where}: prompt {found.prompt} and answer {found.answer} must be 1 token or more."
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests and how they arrive."""
-
-    prompt: Lengths
-    answer: Lengths
-    arrivals: Arrivals = "poisson"
-    burst: int = 8
-    """Number of requests that arrive at once, with bursts."""
-    prefix_hits: float = 0.0
-    """Share of each prompt that the prefix cache supplies."""
-    recorded: tuple[Recorded, ...] = ()
-    """Requests that are repeated in their order, in place of the lengths; with times, they arrive as recorded."""
-    seed: int = 0
-
-    @property
-    def mean_prompt(self) -> float:
-        return self._mean([each.prompt for each in self.recorded], self.prompt)
-
-    @property
-    def mean_answer(self) -> float:
-        return self._mean([each.answer for each in self.recorded], self.answer)
-
-    @staticmethod
-    def _mean(recorded: Sequence[int], lengths: Lengths) -> float:
-        return sum(recorded) / len(recorded) if recorded else lengths.mean
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Longest prompt and longest answer."""
-        if not self.recorded:
-            return self.prompt.high, self.answer.high
-        return max(each.prompt for each in self.recorded), max(each.answer for each in self.recorded)
-
-    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
-        """Return requests in order of arrival.
-
-        Args:
-            count: number of requests.
-            rate: requests per second on average.
-        """
-        return [each._replace(at_s=each.at_s / rate) for each in islice(self.at_one_per_second(), count)]
-
-    def at_one_per_second(self) -> Iterator[SimulatedRequest]:
-        """Yield the requests without end, one per second on average."""
-        random, moments = np.random.default_rng(self.seed), self._moments()
-        for number, at_s in enumerate(moments):
-            if self.recorded:
-                prompt, answer, _ = self.recorded[number % len(self.recorded)]
-            else:
-                prompt, answer = self.prompt.draw(random), self.answer.draw(random)
-            cached = min(prompt - 1, int(self.prefix_hits * prompt))
-            yield SimulatedRequest(at_s, prompt, answer, cached)
-
-    def _moments(self) -> Iterator[float]:
-        """Yield the times of arrival for one request per second."""
-        random, at = np.random.default_rng(self.seed + 1), 0.0
-        recorded = [each.at_s for each in self.recorded if each.at_s is not None]
-        if recorded:
-            # The pause between two rounds is a mean one.
-            pause = (recorded[-1] - recorded[0]) / max(1, len(recorded) - 1) or 1.0
-            each = [later - sooner for sooner, later in pairwise(recorded)]
-            while True:
-                for gap in (pause, *each):
-                    at += gap / pause
-                    yield at
-        while True:
-            if self.arrivals == "burst":
-                at += float(random.exponential()) * self.burst
-                yield from (at for _ in range(self.burst))
-            else:
-                at += 1.0 if self.arrivals == "even" else float(random.exponential())
-                yield at
 
 
 @dataclass(frozen=True, slots=True)

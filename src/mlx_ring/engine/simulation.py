@@ -16,8 +16,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefill import Prefilling
-from mlx_ring.engine.simulated_load import Cohort, Gap, Outcome, Sent, SimulatedRequest, Span, Stream
+from mlx_ring.engine.simulated_load import Cohort, Gap, Outcome, Prompts, Sent, SimulatedRequest, Span, Stream
 from mlx_ring.engine.step_times import ChunkSizer
 
 _MICRO = 1e6
@@ -83,7 +82,7 @@ class Simulation:
         self._batches = MicroBatches[Stream](stages)
         self._cohorts: dict[MicroBatch[Stream], Cohort] = {}
         self.sent = self.prefills = 0
-        self._prefilling = _Prompts(
+        self._prefilling = Prompts(
             policy,
             stages,
             batches=self._batches,
@@ -91,11 +90,12 @@ class Simulation:
             sizer=self._sizer,
             kv=self,
             running=self._running,
-            make_chunk=_span,
         )
         self._completed = 0
         self._frees = False
         """True while freed KV memory waits for a step."""
+        self._asks_for_rows = False
+        """True if prompts were admitted or preempted, which may allow decode rows at the next answer."""
         self._free_at = [0.0] * stages
         self._link_free_at = [0.0] * stages
         self._events: list[tuple[float, int, int, Sent]] = []
@@ -151,13 +151,17 @@ class Simulation:
     # ---- admission, as `Scheduler` has it
 
     def _schedule(self, now: float) -> None:
+        preempted = self._outcome.preemptions
         while self._send_rows(now):
             pass
+        running = len(self._running)
         if self._waiting:
             self._admit(now)
+        has_admitted = len(self._running) > running
         while self._prefilling and self._send_chunks(now):
             while self._send_rows(now):
                 pass
+        self._asks_for_rows = has_admitted or self._outcome.preemptions > preempted
         if self._frees and self._completed == self.sent:
             idle = [0.0] * self._stages
             self._send(Sent(self.sent + 1, 0), now, now + self._head_s, idle, idle)
@@ -172,9 +176,8 @@ class Simulation:
             self._budget.charge(stream.id, tokens)
             del self._waiting[stream.id]
             running[stream.id] = stream
-            self._prefilling.add(stream)
-            self._prefilling.has_to_spare = None
             stream.admitted_at = now
+            self._prefilling.add(stream)
 
     def _make_room(self, stream: Stream) -> bool:
         """Reserve the next token's KV, preempting the newest streams if needed; return False if it must wait."""
@@ -195,7 +198,6 @@ class Simulation:
         if stream.joined and stream.cohort is not None:
             stream.cohort.count_out(stream)
         stream.fill_to = stream.length
-        self._prefilling.remove(stream.id)
         self._remove(stream)
         stream.generation += 1
         stream.scheduled = stream.reused = 0
@@ -209,7 +211,7 @@ class Simulation:
 
     def _remove(self, stream: Stream) -> None:
         """Remove a running stream that is not counted, and free its memory."""
-        self._prefilling.has_to_spare = None
+        self._prefilling.remove(stream.id)
         del self._running[stream.id]
         if stream.cohort is not None:
             del stream.cohort.single[stream.id]
@@ -230,7 +232,6 @@ class Simulation:
         self._join(stream, batch)
 
     def _join(self, stream: Stream, batch: MicroBatch[Stream]) -> None:
-        self._prefilling.has_to_spare = None
         cohort = self._cohorts.get(batch)
         if cohort is None:
             cohort = self._cohorts[batch] = Cohort(batch)
@@ -315,10 +316,10 @@ class Simulation:
         for stream, _ in chunks:
             if stream.scheduled >= stream.fill_to:
                 self._prefilling.remove(stream.id)
-                self._prefilling.has_to_spare = None
                 stream.in_flight.append(sent)
                 sent.single.append((stream, stream.generation))
                 self._join(stream, self._batches.add(stream))
+                self._prefilling.note_decoding(stream)
         seconds = [self._costs.chunk_s(stage, spans) for stage in range(self._stages)]
         self._send(sent, now, now + self._head_s, seconds, self._outcome.prefill_s)
         return True
@@ -360,8 +361,8 @@ class Simulation:
         elif sent.tokens:
             self._sizer.record_chunk(stage, sent.step, sent.tokens, sent.compute_us[stage])
         if stage < self._stages - 1:
-            # It changes only what is left for prompts.
-            if self._prefilling:
+            # It changes only the time that is saved for prompts.
+            if self._prefilling and (self._asks_for_rows or self._prefilling.waits_for_time):
                 self._schedule(now)
             return
         if sent.cohort is not None:
@@ -391,7 +392,7 @@ class Simulation:
             stream.in_flight.remove(sent)
         if stream.first_token_at is None:
             stream.first_token_at = now
-            self._prefilling.has_to_spare = None
+            self._prefilling.note_decoding(stream)
             outcome.tokens += outcome.begin_s <= now <= outcome.end_s
             if stream.request.at_s >= outcome.begin_s:
                 outcome.first_token_s.append(now - stream.request.at_s)
@@ -422,22 +423,6 @@ class Simulation:
         if not stream.has_begun:
             stream.has_begun = True
             stream.scheduled = stream.reused = stream.request.cached_tokens
-
-
-class _Prompts(Prefilling[Stream, Span]):
-    """Prompts of a simulation, which asks more often than they change whether others decode beside them."""
-
-    has_to_spare: bool | None = None
-    """Answer to the question; None after a change of the prompts or of the streams that decode."""
-
-    def _has_to_spare(self) -> bool:
-        if self.has_to_spare is None:
-            self.has_to_spare = super()._has_to_spare()
-        return self.has_to_spare
-
-
-def _span(stream: Stream, end: int) -> Span:
-    return Span(stream.scheduled, end - stream.scheduled)
 
 
 def _number(stream: Stream) -> int:

@@ -81,7 +81,9 @@ class ChunkTimes:
     def __init__(self) -> None:
         self._recorded = 0
         self._classes: dict[int, deque[tuple[float, int, int]]] = {}
-        """Time, tokens and number of the last chunks of each class."""
+        """Time, tokens and number of the last chunks of each class ..."""
+        self._middles: dict[int, tuple[float, int, int]] = {}
+        """... and the one of them with the middle time."""
         self._tokens: list[int] = []
         """Measured sizes, one of each class."""
         self._us: list[float] = []
@@ -99,15 +101,14 @@ class ChunkTimes:
         place = int(_CLASSES_PER_OCTAVE * math.log2(tokens))
         kept = self._classes.setdefault(place, deque(maxlen=_OF_A_CLASS))
         kept.append((compute_us, tokens, self._recorded))
-        new_us = _middle(kept)[0]
+        new_us, _, _ = self._middles[place] = _middle(kept)
         sizes: list[tuple[int, float]] = []
-        for other, chunks in sorted(self._classes.items()):
-            us, size, _ = _middle(chunks)
+        for other, (us, size, _) in sorted(self._middles.items()):
             slower, faster = (us, new_us) if other < place else (new_us, us)
             contradicts = other != place and slower > _CONTRADICTS * faster
-            is_old = bool(sizes) and chunks[-1][2] <= self._recorded - _REMEMBERED
+            is_old = bool(sizes) and self._classes[other][-1][2] <= self._recorded - _REMEMBERED
             if contradicts or is_old:
-                del self._classes[other]
+                del self._classes[other], self._middles[other]
             else:
                 sizes.append((size, us))
         self._tokens = [size for size, _ in sizes]

@@ -17,9 +17,9 @@ import numpy as np
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, kinds_of
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import MOST_NODES, Kinds, any_partition, kinds_of
+from mlx_ring.planner.search import MOST_NODES, any_partition
 from mlx_ring.planner.stage_costs import StageTables, Table
 from mlx_ring.planner.tensor_plans import with_left_undone
 from mlx_ring.planner.timetable import Timetable
@@ -337,9 +337,17 @@ class PipelineBounds:
         self._first: dict[int, Table] = {}
         """Seconds of each layer on a machine of the first kind, by rows."""
         self._pace: dict[tuple[int, int], float] = {}
+        self._highest: dict[tuple[tuple[int, ...], int], float] = {}
+        """Bounds by kinds and sequences, because moves of one machine leave most replicas as they are."""
 
-    def tokens_per_s(self, kinds: Sequence[int], share: int) -> float:
+    def tokens_per_s(self, kinds: tuple[int, ...], share: int) -> float:
         """Return a throughput of `share` sequences that machines of these kinds cannot exceed."""
+        if (kinds, share) not in self._highest:
+            self._highest[kinds, share] = self.bound(kinds, share)
+        return self._highest[kinds, share]
+
+    def bound(self, kinds: tuple[int, ...], share: int) -> float:
+        """Compute the bound."""
         highest = 0.0
         for stages in range(1, len(kinds) + 1):
             groups = min(stages, share)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -385,3 +386,51 @@ def _cpu_quota(profile: MachineProfile) -> CpuQuota | None:
     if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None
     return CpuQuota(share, period_s)
+
+
+# ---- machines that are alike
+
+Kinds = Sequence[Sequence[int]]
+"""Machines by their places, in lists of those that are alike."""
+
+
+def kinds_of(keys: Sequence[Hashable], *between: Seconds) -> Kinds:
+    """Return the lists of machines that are alike: two of them can be exchanged without changing any cost.
+
+    Args:
+        keys: what makes a machine different, by machine.
+        between: costs from machine to machine.
+    """
+    kinds: dict[Hashable, list[list[int]]] = {}
+    for place, key in enumerate(keys):
+        lists = kinds.setdefault(key, [])
+        same = next((kind for kind in lists if all(_is_alike(kind[0], place, one) for one in between)), None)
+        if same is None:
+            lists.append([place])
+        else:
+            same.append(place)
+    return sorted(kind for lists in kinds.values() for kind in lists)
+
+
+def _is_alike(one: int, other: int, costs: Seconds) -> bool:
+    """Return True if the costs stay when the two machines are exchanged."""
+    others = np.ones(len(costs), bool)
+    others[[one, other]] = False
+    return bool(
+        costs[one, other] == costs[other, one]
+        and np.array_equal(costs[one, others], costs[other, others])
+        and np.array_equal(costs[others, one], costs[others, other])
+    )
+
+
+def sets_by_size(kinds: Kinds) -> list[list[int]]:
+    """Return all sets of machines by their number, as bits; of machines that are alike, only the first ones."""
+    found: list[list[int]] = [[0]]
+    for kind in kinds:
+        first_ones = [0, *accumulate(1 << place for place in kind)]
+        longer: list[list[int]] = [[] for _ in range(len(found) + len(kind))]
+        for size, sets in enumerate(found):
+            for more, bits in enumerate(first_ones):
+                longer[size + more] += [members | bits for members in sets]
+        found = longer
+    return found

@@ -8,17 +8,15 @@ that are alike only the first ones are tried: their number counts, not which the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import TypeVar
+from itertools import pairwise
 
 import numpy as np
 
 from mlx_ring.planner.group_search import KnownCuts, cut
-from mlx_ring.planner.stage_costs import Table
-
-_Made = TypeVar("_Made")
+from mlx_ring.planner.profiles import Kinds, kinds_of, sets_by_size
+from mlx_ring.planner.stage_costs import Table, arriving_room, by_length, once, paces_by_length
 
 MOST_NODES = 8
 """Number of machines up to which searches are exact, whatever the machines are."""
@@ -61,8 +59,9 @@ class _Search:
             for one, other in pairwise(kind):
                 self._earlier[other] = 1 << one
         self._nodes = range(len(tables))
-        # By end and first layer, so that the least over first layers is looked for in neighbouring numbers.
-        self._tables = once(lambda each: np.ascontiguousarray(each[0].T), tables)
+        self._tables = tables
+        self._by_length = once(lambda each: by_length(each[0])[-max(1, _longest(each[0])) :], tables)
+        """Costs by number of layers, up to the largest number that is possible, and end."""
         self._hops = hops
         self._join = np.add if adds else np.maximum
         self._starts = len(tables) if starts_apart else 1
@@ -90,7 +89,7 @@ class _Search:
             if earlier:
                 return
             costs = np.full((self._starts, len(self._tables[last])), np.inf)
-            costs[last if self._starts > 1 else 0] = self._tables[last][:, 0]
+            costs[last if self._starts > 1 else 0] = self._tables[last][0]
             self._best[1 << last] = {last: costs}
             return
         sets = [bits for bits in self._sets[stages - 1] if not bits >> last & 1 and bits & earlier == earlier]
@@ -100,16 +99,19 @@ class _Search:
         for before, costs in zip(sets, self._joined(reached, last), strict=True):
             self._best.setdefault(before | 1 << last, {})[last] = costs
 
-    def _joined(self, reached: Table, last: int) -> Table:
+    def _joined(self, costs: Table, last: int) -> Table:
         """Return the cost by set, first machine and end, after this machine's layers are added."""
-        rows = reached.reshape(-1, reached.shape[-1])
+        rows = costs.reshape(-1, costs.shape[-1])
         best = np.full(rows.shape, np.inf)
         possible = np.flatnonzero(np.isfinite(rows).any(axis=1))
+        stages = self._by_length[last]
         for place in range(0, len(possible), _AT_ONCE):
             some = possible[place : place + _AT_ONCE]
-            room = self._room[: len(some)]
-            best[some] = self._join(rows[some][:, None], self._tables[last], out=room).min(axis=2)
-        return best.reshape(reached.shape)
+            room = self._room[: len(some), : len(stages)]
+            reached, before = arriving_room(rows.shape[-1], len(some))
+            reached[:] = rows[some]
+            best[some] = self._join(before[:, -len(stages) :], stages, out=room).min(axis=1)
+        return best.reshape(costs.shape)
 
     def _arriving(self, before: int, last: int) -> Table:
         """Return the cost by machine of a set, first machine and layer, including the hop to the next machine."""
@@ -120,68 +122,14 @@ class _Search:
         end = len(self._tables[last]) - 1
         while before := members & ~(1 << last):
             arriving = self._arriving(before, last)[:, start]
-            first = int(self._join(arriving.min(axis=0), self._tables[last][end]).argmin())
+            first = int(self._join(arriving.min(axis=0), self._tables[last][:, end]).argmin())
             pieces.append(MachineLayers(last, first, end))
             members, last, end = before, list(self._best[before])[int(arriving[:, first].argmin())], first
         return (MachineLayers(last, 0, end), *reversed(pieces))
 
 
-Kinds = Sequence[Sequence[int]]
-"""Machines by their places, in lists of those that are alike."""
-
-
-def kinds_of(keys: Sequence[Hashable], *between: Table) -> Kinds:
-    """Return the lists of machines that are alike: two of them can be exchanged without changing any cost.
-
-    Args:
-        keys: what makes a machine different, by machine.
-        between: costs from machine to machine.
-    """
-    kinds: dict[Hashable, list[list[int]]] = {}
-    for place, key in enumerate(keys):
-        lists = kinds.setdefault(key, [])
-        same = next((kind for kind in lists if all(_is_alike(kind[0], place, one) for one in between)), None)
-        if same is None:
-            lists.append([place])
-        else:
-            same.append(place)
-    return sorted(kind for lists in kinds.values() for kind in lists)
-
-
-def _is_alike(one: int, other: int, costs: Table) -> bool:
-    """Return True if the costs stay when the two machines are exchanged."""
-    others = np.ones(len(costs), bool)
-    others[[one, other]] = False
-    return bool(
-        costs[one, other] == costs[other, one]
-        and np.array_equal(costs[one, others], costs[other, others])
-        and np.array_equal(costs[others, one], costs[others, other])
-    )
-
-
-def sets_by_size(kinds: Kinds) -> list[list[int]]:
-    """Return all sets of machines by their number, as bits; of machines that are alike, only the first ones."""
-    found: list[list[int]] = [[0]]
-    for kind in kinds:
-        first_ones = [0, *accumulate(1 << place for place in kind)]
-        longer: list[list[int]] = [[] for _ in range(len(found) + len(kind))]
-        for size, sets in enumerate(found):
-            for more, bits in enumerate(first_ones):
-                longer[size + more] += [members | bits for members in sets]
-        found = longer
-    return found
-
-
 def _has_few_sets(kinds: Kinds) -> bool:
     return math.prod(len(kind) + 1 for kind in kinds) <= _MOST_SETS
-
-
-def once(make: Callable[[tuple[Table, ...]], _Made], *tables: Sequence[Table]) -> list[_Made]:
-    """Return what is made of each machine's tables, once for machines that have the same objects."""
-    each: list[tuple[Table, ...]] = list(zip(*tables, strict=True))
-    distinct = {tuple(map(id, one)): one for one in each}
-    made = {key: make(one) for key, one in distinct.items()}
-    return [made[tuple(map(id, one))] for one in each]
 
 
 def _within(slowest_s: float, tables: Sequence[Table], paces: Sequence[Table]) -> list[Table]:
@@ -330,13 +278,18 @@ class RequestTables:
             self.link_paces[between],
         )
 
-    def quickest(self, kinds: Kinds, slowest_s: float = np.inf) -> Partition | None:
-        """Return the partition with the least sum, whose stages and links all keep the pace `slowest_s`."""
-        allowed = _within(slowest_s, self.sums, self.paces)
-        hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
+    def search(self) -> Callable[[float], Partition | None]:
+        """Return a function that finds the partition with the least sum whose stages and links keep a pace."""
+        kinds = self.kinds()
         if not _has_few_sets(kinds):
-            return _chain(allowed, hops, self.back)
-        return _quickest(allowed, hops, self.back, kinds, self.stages)
+            return _Chain(self.sums, self.paces, self.hops, self.link_paces, self.back).quickest
+
+        def quickest(slowest_s: float) -> Partition | None:
+            allowed = _within(slowest_s, self.sums, self.paces)
+            hops = np.where(self.link_paces <= slowest_s, self.hops, np.inf)
+            return _quickest(allowed, hops, self.back, kinds, self.stages)
+
+        return quickest
 
     def slowest_s(self, pieces: Sequence[MachineLayers]) -> float:
         """Return the slowest pace of a pipeline's stages and links."""
@@ -357,11 +310,11 @@ def quickest_request(tables: RequestTables, *, among: Sequence[int] = ()) -> Par
         found = quickest_request(tables.among(among))
         pieces = () if found is None else (replace(piece, node=among[piece.node]) for piece in found.pieces)
         return found and Partition(tuple(pieces), found.cost)
-    kinds = tables.kinds()
+    quickest = tables.search()
     close = _CLOSE if len(tables.sums) <= FEW_NODES else _LESS_CLOSE
     best: Partition | None = None
     bound = np.inf
-    while bound > 0 and (found := tables.quickest(kinds, bound)) is not None:
+    while bound > 0 and (found := quickest(bound)) is not None:
         slowest_s = tables.slowest_s(found.pieces)
         if best is None or found.cost + slowest_s < best.cost:
             best = Partition(found.pieces, found.cost + slowest_s)
@@ -369,40 +322,86 @@ def quickest_request(tables: RequestTables, *, among: Sequence[int] = ()) -> Par
     return best
 
 
-def _chain(tables: Sequence[Table], hops: Table, back: Table) -> Partition | None:
-    """Return the quickest partition over some of many machines, ordered by speed; machines may be left out."""
-    order = sorted(range(len(tables)), key=lambda node: _layer_s(tables[node]))
-    count = len(tables[0])
-    costs = np.full((len(order), count), np.inf)
-    before, firsts = np.full((len(order), count), -1), np.zeros((len(order), count), np.intp)
-    for place, node in enumerate(order):
-        costs[place] = tables[node][0]
-        if not place:
-            continue
-        arriving = costs[:place] + hops[order[:place], node][:, None]
-        reached, last = arriving.min(axis=0), arriving.argmin(axis=0)
-        joined = reached[:, None] + tables[node]
-        joined_first = joined.argmin(axis=0)
-        joined_s = joined.min(axis=0)
-        better = joined_s < costs[place]
-        costs[place] = np.where(better, joined_s, costs[place])
-        firsts[place] = np.where(better, joined_first, 0)
-        before[place] = np.where(better, last[joined_first], -1)
-    best: Partition | None = None
-    for place in range(len(order)):
-        if not np.isfinite(costs[place, -1]):
-            continue
-        pieces, at, end = list[MachineLayers](), place, count - 1
-        while at >= 0:
-            first = int(firsts[at, end])
-            pieces.append(MachineLayers(order[at], first, end))
-            at, end = int(before[at, end]), first
-        pieces.reverse()
-        home_s = float(back[pieces[-1].node, pieces[0].node]) if len(pieces) > 1 else 0.0
-        cost = float(costs[place, -1]) + home_s
-        if np.isfinite(cost) and (best is None or cost < best.cost):
-            best = Partition(tuple(pieces), cost)
-    return best
+class _Chain:
+    """Search for pipelines over some of many machines, ordered by speed, as the bound of the slowest pace falls."""
+
+    def __init__(
+        self, sums: Sequence[Table], paces: Sequence[Table], hops: Table, link_paces: Table, back: Table
+    ) -> None:
+        self._sums = once(lambda each: by_length(each[0]), sums)
+        """Costs of the stages that keep the last bound."""
+        self._paces = once(lambda each: by_length(each[0]), paces)
+        both = once(lambda each: paces_by_length(each[0], each[1]), self._sums, self._paces)
+        self._least, self._most = (np.stack(each) for each in zip(*both, strict=True))
+        """Least and greatest pace of a possible stage, by machine and number of layers, all layers first."""
+        self._hops, self._link_paces, self._back = hops, link_paces, back
+        self._least_back = float(np.min(back, where=~np.eye(len(back), dtype=bool), initial=np.inf))
+
+    def quickest(self, slowest_s: float = np.inf) -> Partition | None:
+        """Return the partition with the least sum whose stages and links keep a pace; machines may be left out.
+
+        The pace may not be slower than in the call before.
+        """
+        possible, count = self._least <= slowest_s, self._least.shape[1] + 1
+        partly_slower = np.maximum.accumulate(possible, axis=1) & (self._most > slowest_s)
+        for sums, paces, partly in zip(self._sums, self._paces, partly_slower, strict=True):
+            if len(rows := np.flatnonzero(partly)):
+                sums[rows] = np.where(paces[rows] <= slowest_s, sums[rows], np.inf)
+        layer_s = np.stack([sums[-1] for sums in self._sums]).min(axis=1)
+        order: list[int] = [node for node in np.argsort(layer_s, kind="stable") if possible[node].any()]
+        between = np.ix_(order, order)
+        hops = np.where(self._link_paces[between] <= slowest_s, self._hops[between], np.inf)
+        costs, alone = np.full((2, len(order), count), np.inf)
+        reached, before = arriving_room(count)
+        room = np.empty((max(count, len(order)), count))
+        tables: list[Table] = []
+        for place, node in enumerate(order):
+            longest = int(possible[node].argmax())
+            table = self._sums[node][longest:]
+            tables.append(table)
+            alone[place, 1 : len(table) + 1] = np.diagonal(table[::-1], 1)
+            costs[place] = alone[place]
+            if place:
+                np.add(costs[:place], hops[:place, place, None], out=room[:place]).min(axis=0, out=reached)
+                joined = np.add(table, before[longest:], out=room[: len(table)]).min(axis=0)
+                np.minimum(costs[place], joined, out=costs[place])
+        best, pieces = (np.inf, 0), tuple[MachineLayers, ...]()
+        for place in np.argsort(costs[:, -1], kind="stable"):
+            cost = float(costs[place, -1])
+            if not np.isfinite(cost) or cost > best[0]:
+                break
+            if cost < alone[place, -1] and cost + self._least_back > best[0]:
+                continue
+            found = _traced(order, tables, costs, hops, int(place))
+            home_s = float(self._back[found[-1].node, found[0].node]) if len(found) > 1 else 0.0
+            if np.isfinite(home_s) and (cost + home_s, place) < best:
+                best, pieces = (cost + home_s, int(place)), found
+        return Partition(pieces, best[0]) if pieces else None
+
+
+def _traced(
+    order: Sequence[int], tables: Sequence[Table], costs: Table, hops: Table, place: int
+) -> tuple[MachineLayers, ...]:
+    """Return the stages of the best partition of all layers that ends on a machine, by its place in the order."""
+    pieces, end = list[MachineLayers](), costs.shape[1] - 1
+    while True:
+        column = tables[place][:, end]
+        lengths = len(column)
+        alone_s = column[lengths - end] if end <= lengths else np.inf
+        first, last = 0, -1
+        if place:
+            arriving = costs[:place] + hops[:place, place, None]
+            reached, before = arriving_room(costs.shape[1])
+            reached[:] = arriving.min(axis=0)
+            joined = column + before[-lengths:, end]
+            shortest = int(joined.argmin())
+            if joined[shortest] < alone_s:
+                first = end - lengths + shortest
+                last = int(arriving[:, first].argmin())
+        pieces.append(MachineLayers(int(order[place]), first, end))
+        if last < 0:
+            return tuple(reversed(pieces))
+        place, end = last, first
 
 
 def _layer_s(table: Table) -> float:
@@ -419,7 +418,7 @@ def any_partition(tables: Sequence[Table], hops: Table) -> Partition | None:
         return partition
     kinds = _by_tables([free], walls)
     if not _has_few_sets(kinds):
-        return _chain(free, walls, walls)
+        return _Chain(free, free, walls, walls, walls).quickest()
     most = min(len(free), len(free[0]) - 1)
     circle = next(_circles(free, walls, walls, kinds, most, adds=True), None)
     return None if circle is None else Partition(circle.pieces(), circle.cost)

@@ -7,11 +7,12 @@ each of these is what was found there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from mlx_cpu_kernels.machine import scratch_bytes
@@ -32,6 +33,7 @@ Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
 
 _Seconds = TypeVar("_Seconds")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,3 +381,43 @@ def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
 def before(each: Table) -> Table:
     """Return the sum of all layers before each, and of all."""
     return np.concatenate(([0.0], np.cumsum(each)))
+
+
+# ---- tables
+
+
+def once(make: Callable[[tuple[Table, ...]], _Made], *tables: Sequence[Table]) -> list[_Made]:
+    """Return what is made of each machine's tables, once for machines that have the same objects."""
+    each: list[tuple[Table, ...]] = list(zip(*tables, strict=True))
+    distinct = {tuple(map(id, one)): one for one in each}
+    made = {key: make(one) for key, one in distinct.items()}
+    return [made[tuple(map(id, one))] for one in each]
+
+
+def by_length(table: Table) -> Table:
+    """Return the costs of stages by number of layers, all layers first, and by end: `(layers, layers + 1)`.
+
+    A bound that excludes long stages then leaves the last rows.
+    """
+    ends = np.arange(len(table))
+    firsts = ends - np.arange(len(table) - 1, 0, -1)[:, None]
+    return np.where(firsts >= 0, table[firsts, ends], np.inf)
+
+
+def paces_by_length(sums: Table, paces: Table) -> tuple[Table, Table]:
+    """Return the least pace of the possible stages of each number of layers, and the greatest; NaN for none."""
+    is_possible = np.isfinite(sums)
+    least = np.min(paces, axis=1, where=is_possible, initial=np.inf)
+    most = np.max(paces, axis=1, where=is_possible, initial=-np.inf)
+    some = is_possible.any(axis=1)
+    return np.where(some, least, np.nan), np.where(some, most, np.nan)
+
+
+def arriving_room(ends: int, *rows: int) -> tuple[Table, Table]:
+    """Return room for costs by end, and a view of those before each stage, in the order of `by_length`.
+
+    Their shapes are `(*rows, ends)` and `(*rows, ends - 1, ends)`.
+    """
+    room = np.full((*rows, 2 * ends - 1), np.inf)
+    strides = (*room.strides, room.strides[-1])
+    return room[..., ends - 1 :], as_strided(room, (*rows, ends - 1, ends), strides)

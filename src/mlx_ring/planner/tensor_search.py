@@ -26,10 +26,10 @@ from mlx_ring.planner.group_search import (
 )
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, kinds_of, sets_by_size
 from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.search import FEW_NODES, MOST_NODES, Kinds, kinds_of, sets_by_size
+from mlx_ring.planner.search import FEW_NODES, MOST_NODES
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
     RankGroup,
