@@ -64,7 +64,7 @@ def write_smollm2_folder(folder: Path) -> Path:
         "rope_theta": number("rope.freq_base"),
         "max_position_embeddings": number("context_length"),
         "tie_word_embeddings": True,
-        "eos_token_id": 2,
+        "eos_token_id": [2, 0],  # the end of a turn and that of a text
         "quantization": {"group_size": 32, "bits": 4},
     }
     folder.mkdir(parents=True, exist_ok=True)

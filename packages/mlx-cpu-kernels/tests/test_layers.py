@@ -4,6 +4,7 @@
 # MLX's stubs take an unpacked list for any later parameter.
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_the_gated_activation_equals_mlxs(shape: tuple[int, ...]) -> None:
     operations.uninstall()
     assert llama.swiglu is activations.swiglu
     assert_close(llama.swiglu(gate, up), expected, mx.float32)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu_approx", "gelu_fast_approx"])
+def test_very_negative_numbers_become_zero_as_by_mlx(name: str) -> None:
+    """Expect NaN of minus infinity, and minus zero of the others."""
+    from mlx import nn
+
+    activations: Any = pytest.importorskip("mlx_lm.models.activations")
+    operations.install()
+    values = [-math.inf, -3e38, -1e20, -1e5, -200.0, -104.0, -88.00001, math.nan, math.inf, 3e38]
+    x = mx.array(values * 2)
+    more = [mx.ones_like(x)] if name == "swiglu" else []
+    ours = getattr(activations if more else nn, name)(x, *more)
+    theirs = x * mx.sigmoid(x) if more else operations.stock(name)(x)
+    assert mx.array_equal(ours, theirs, equal_nan=True)
+    assert np.signbit(exact(ours)[1:7]).all()
+    near = mx.array([-88.0, -87.0, -80.0])  # not zero yet
+    assert mx.all(activations.swiglu(near, mx.ones_like(near)) < 0).item()
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -27,6 +27,7 @@ from comparison import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from property_examples import examples
 
 from mlx_cpu_kernels import operations
@@ -201,6 +202,44 @@ def test_products_of_tiny_and_of_huge_numbers_are_as_exact(
     x = numbers(2, rows, 256) * 2.0**exponent
     ours = mx.quantized_matmul(x, *weights, **options)
     assert_close(ours, exact(x) @ dense_of(weights, options).T, mx.float32)
+
+
+def _without_columns(options: dict[str, Any], columns: int, meant: list[int]) -> list[mx.array]:
+    """Quantize 40 rows of a matrix whose weights in some columns are zero, beside others in their groups."""
+    weights, scales, *_ = mx.quantize(numbers(1, 40, columns), **options)
+    words = cast("NDArray[np.uint32]", np.array(weights))
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(40, columns, -1)
+    width = bits.shape[-1]
+    zero = 0 if "mode" in options else 1 << (width - 1)
+    bits[:, meant] = [zero >> bit & 1 for bit in range(width)]
+    packed = np.packbits(bits.reshape(40, -1), axis=1, bitorder="little").view(np.uint32)
+    biases = [] if "mode" in options else [scales * -float(zero)]
+    return [mx.array(packed), scales, *biases]
+
+
+@given(st.data(), formats, st.integers(1, 20), st.floats(3, 6))
+@examples(2)
+def test_outliers_that_meet_weights_of_zero_leave_the_others_exact(
+    data: st.DataObject, options: dict[str, Any], rows: int, exponent: float
+) -> None:
+    """Put outliers into single columns, into an eighth of each group, and into a whole group."""
+    group, groups = unit_of(options), data.draw(st.integers(1, 9))
+    each = options.get("group_size") or MODES[options["mode"]]
+    columns = group * groups
+    meant = {
+        "one": [data.draw(st.integers(0, columns - 1))],
+        "some": [column for column in range(columns) if column % each < each // 8],
+        "a group": list(range(each)) if columns > each else [0],
+    }[data.draw(st.sampled_from(["one", "some", "a group"]))]
+    parts = _without_columns(options, columns, meant)
+    x = exact(numbers(2, rows, columns))
+    outlying = data.draw(st.integers(0, rows - 1))
+    x[outlying, meant] = 10.0**exponent * np.sign(x[outlying, meant])
+    activations = mx.array(x.astype(np.float32))
+    expected = exact(activations) @ dense_of(parts, options).T
+    ours = mx.quantized_matmul(activations, *parts, **options)
+    for row in range(rows):
+        assert_close(ours[row], expected[row], mx.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -134,7 +134,7 @@ def test_the_rotations_of_llama_3_are_recognized(tmp_path: Path, factor: float) 
 
 
 def test_other_factors_of_rotations_are_refused(tmp_path: Path) -> None:
-    for wrong in (llama3_factors(500000.0, 8.0, context=4096), [1.0, 2.0, 3.0, 4.0]):
+    for wrong in (llama3_factors(500000.0, 8.0, context=4096), [1.0, 2.0, 3.0, 4.0], [0.5] * 8, [1.0, 0.5]):
         with pytest.raises(ModelUnsupported, match=r"factor .* of rotation"):
             config(tmp_path, tensors={"rope_freqs.weight": factors(wrong)})
     assert "rope_scaling" not in config(tmp_path, tensors={"rope_freqs.weight": factors([1.0] * 8)})
@@ -166,6 +166,8 @@ def test_long_rotations_have_both_lists_of_factors(tmp_path: Path) -> None:
             {"type": "linear", "factor": 8.0},
         ),
         ({"own.rope.scale_linear": 4.0}, {"type": "linear", "factor": 4.0}),
+        ({"own.rope.scaling.type": "linear", "own.rope.scaling.factor": 0.0}, None),
+        ({"own.rope.scaling.factor": 0.0, "own.rope.scale_linear": 4.0}, None),
         (
             {
                 "own.rope.scaling.type": "yarn",
@@ -193,6 +195,25 @@ def test_scaled_rotations(
         ({"llama.attention.value_length": 8}, ModelUnsupported, "values of 8 numbers"),
         ({"llama.rope.dimension_count": 8}, ModelUnsupported, "rotations of 8"),
         ({"llama.rope.freq_base": math.nan}, ModelCorrupt, "freq_base as nan"),
+        (
+            {"llama.rope.freq_base": -10000.0},
+            ModelCorrupt,
+            r"rope\.freq_base as -10000; it must be 0 or more",
+        ),
+        ({"llama.attention.layer_norm_rms_epsilon": -1e-5}, ModelCorrupt, "rms_epsilon as -1e-05"),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": -4.0},
+            ModelCorrupt,
+            r"rope\.scaling\.factor as -4",
+        ),
+        ({"llama.attention.scale": 0.5}, ModelUnsupported, r"llama\.attention\.scale 0\.5, which is not"),
+        ({"llama.logit_scale": 3.0}, ModelUnsupported, r"llama\.logit_scale 3, which is not"),
+        ({"llama.attention.clamp_kqv": 1.0}, ModelUnsupported, r"attention\.clamp_kqv 1, which is not"),
+        (
+            {"llama.attention.sliding_window": 7},
+            ModelUnsupported,
+            r"attention\.sliding_window 7, which is not",
+        ),
         ({"llama.rope.scaling.type": "dynamic"}, ModelUnsupported, "'dynamic'"),
         ({"llama.rope.scaling.type": "linear"}, ModelUnsupported, "'linear' with factor None"),
     ],
@@ -202,6 +223,28 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         config(tmp_path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "metadata"),
+    [
+        (
+            {},
+            {"own.attention.scale": 0.25, "own.logit_scale": 1.0, "own.attention.clamp_kqv": 0.0},
+        ),
+        ({}, {"own.attention.scale": 0.0, "own.logit_scale": 0.0, "own.attention.sliding_window": 4096}),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.0}, {"own.attention.sliding_window": 2047}),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 16, "query_pre_attn_scalar": 16},
+            {"own.attention.scale": 0.25},
+        ),
+    ],
+)
+def test_numbers_that_change_nothing_are_accepted(
+    tmp_path: Path, changes: dict[str, Any], metadata: dict[str, Value]
+) -> None:
+    """Ignore the window of Phi-3, as mlx-lm's model of the same folder does."""
+    assert config(tmp_path, changes, metadata=metadata) == config(tmp_path, changes)
 
 
 def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:

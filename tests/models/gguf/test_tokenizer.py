@@ -27,12 +27,16 @@ TEXTS = [
     "日本語のテキスト, Привет мир! 🎉👩‍👩‍👧 café naïve e\u0301",
     " leading and trailing   ",
     "a\u00a0b\u2003c\u200bd",
+    "<s>[INST] Hi there[/INST]  I am[/INST][INST]x</s> y",
+    "<|user|>\n  What is it?<|end|>\n<|endoftext|> a</s>\tb<unk>\nc<s> d",
     "",
 ]
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Patterns as the Hugging Face tokenizers of these models have them."""
 QWEN2 = LLAMA3.replace("{1,3}", "")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKS = {"mistral": ["[INST]", "[/INST]"], "phi3": ["<|endoftext|>", "<|user|>", "<|end|>"]}
+"""Further special tokens of the forms of SentencePiece's tokenizers."""
 
 
 def corpus() -> Iterator[str]:
@@ -66,25 +70,34 @@ def byte_pairs(name: str) -> Tokenizer:
     return tokenizer
 
 
-def sentence_pieces(*, has_prefix: bool) -> Tokenizer:
-    """Train a tokenizer as SentencePiece's BPE: spaces are a character of the tokens, unknown ones become bytes."""
+def sentence_pieces(form: str) -> Tokenizer:
+    """Train a tokenizer as SentencePiece's BPE: spaces are a character of the tokens, unknown ones become bytes.
+
+    Form `mistral` puts a space before a text, as Hugging Face's of Mistral v0.3 does, `llama` before each part of it
+    between special tokens, `plain` nowhere. After the special ones of `phi3` white space is stripped.
+    """
     octets = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))  # noqa: S106 - no password
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     ends: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if has_prefix:
+    if form != "plain":
         steps.insert(0, normalizers.Prepend("▁"))
         ends.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000, special_tokens=["<unk>", "<s>", "</s>", *octets], show_progress=False
-    )
+    special = ["<unk>", "<s>", "</s>", *(MARKS.get(form, ())), *octets]
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.pre_tokenizer = None  # pyright: ignore[reportAttributeAccessIssue] - the stub lacks None
     tokenizer.decoder = decoders.Sequence(ends)
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in octets]
+    if form == "mistral":
+        content["normalizer"] = None
+        space = {"replacement": "▁", "prepend_scheme": "first", "split": False}
+        content["pre_tokenizer"] = {"type": "Metaspace", **space}
+    for token in content["added_tokens"]:
+        token["rstrip"] = form == "phi3" and token["content"] in ("</s>", "<|user|>", "<|end|>")
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -112,17 +125,19 @@ def write(folder: Path, metadata: Mapping[str, Value]) -> GgufFile:
 
 
 @pytest.fixture(
-    scope="module", params=["gpt-2", "smollm", "llama-bpe", "qwen2", "llama with spaces", "llama"]
+    scope="module",
+    params=["gpt-2", "smollm", "llama-bpe", "qwen2", *(f"spm {form}" for form in ("llama", "plain", *MARKS))],
 )
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, Tokenizer]:
     """Give a trained tokenizer, and the one of a GGUF file that was made of it."""
     name = cast("str", request.param)
-    if name.startswith("llama") and name != "llama-bpe":
-        has_prefix = name == "llama with spaces"
-        trained = sentence_pieces(has_prefix=has_prefix)
-        metadata = metadata_of(trained, "llama", add_space_prefix=has_prefix)
+    kind, _, form = name.partition(" ")
+    if kind == "spm":
+        trained = sentence_pieces(form)
+        metadata = metadata_of(trained, "llama", add_space_prefix=form != "plain")
+        metadata["general.architecture"] = "phi3" if form == "phi3" else "llama"
     else:
         trained = byte_pairs(name)
         metadata = metadata_of(trained, "gpt2", pre=name)
@@ -194,6 +209,42 @@ def test_the_folder_has_a_chat_template_and_the_ends_of_a_turn(tmp_path: Path, p
     assert tokenizer.decode(ids) == "<|im_start|>Hi<|im_end|>"
     assert (ids[0], ids[-1]) == (1, 2)
     assert tokenizer.eos_token_ids == {0, 2}
+
+
+@pytest.mark.parametrize("named", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])
+@pytest.mark.parametrize(
+    "other", ["<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>", "<end_of_utterance>"]
+)
+def test_a_text_ends_too_where_the_file_names_the_end_of_a_turn(
+    tmp_path: Path, named: str, other: str
+) -> None:
+    def ends(kind: int) -> list[int]:
+        metadata: dict[str, Value] = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": ["a", other, named],
+            "tokenizer.ggml.token_type": [1, kind, 3],
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.eos_token_id": 2,
+        }
+        return make_tokenizer(write(tmp_path, metadata)).ends
+
+    assert [ends(kind) for kind in (3, 4, 1)] == [[2, 1], [2, 1], [2]]
+
+
+def test_a_model_by_the_name_of_phi_3_strips_white_space_too(tmp_path: Path) -> None:
+    """Take only tokenizers of SentencePiece: Phi-4 has Phi-3's architecture, and its special tokens strip nothing."""
+
+    def strips(tokenizer: Tokenizer, kind: str, name: str, architecture: str) -> bool:
+        metadata = {**metadata_of(tokenizer, kind, pre="gpt-2"), "general.name": name}
+        metadata["general.architecture"] = architecture
+        content: Any = make_tokenizer(write(tmp_path, metadata)).content
+        return any(token["rstrip"] for token in content["added_tokens"])
+
+    pieces = sentence_pieces("phi3")
+    assert strips(pieces, "llama", "Phi-3 mini", "llama")
+    assert strips(pieces, "llama", "My model", "phi3")
+    assert not strips(pieces, "llama", "My model", "llama")
+    assert not strips(byte_pairs("gpt-2"), "gpt2", "Phi 4", "phi3")
 
 
 def test_a_user_defined_token_is_never_cut_and_is_no_special_one(tmp_path: Path, plain: Tokenizer) -> None:

@@ -103,6 +103,11 @@ _LAYERS_OF_GEMMA_27B = 62
 """Number of layers of the Gemma 3 model whose attention is scaled by another width than the head's."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of all published Llama 3 models. GGUF has only the factors that follow from them."""
+_NEUTRAL = {
+    **dict.fromkeys(("attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping"), (0.0,)),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
+}
+"""Numbers that mlx-lm's models of these architectures do not have, with the values that change nothing."""
 _TOLERANCE = 1e-3
 _MOST_LAYERS = 100_000
 """Most values of a number that is given for each layer."""
@@ -236,10 +241,32 @@ class _Metadata:
         }
         if (value_dim := self._integer("attention.value_length")) not in (None, head_dim):
             raise self._unsupported(f"keys of {head_dim} and values of {value_dim} numbers")
+        self._check_neutral()
         config |= self._experts() | self._special(config) | self._rope(config)
+        self._check_attention(config)
         if (bits := self._bits()) is not None:
             config["quantization"] = {"group_size": GROUP, "bits": bits}
         return config
+
+    def _check_neutral(self) -> None:
+        """Refuse numbers that would change results and are none of mlx-lm's."""
+        for name, neutral in _NEUTRAL.items():
+            if (found := self._float(name)) is not None and found not in neutral:
+                raise self._unsupported(f"{self._prefix}.{name} {found:g}")
+
+    def _check_attention(self, config: Mapping[str, Any]) -> None:
+        """Refuse another scale than mlx-lm's, and a window where mlx-lm's model has none.
+
+        Phi-3's window is ignored by mlx-lm, as by llama.cpp.
+        """
+        width = config.get("query_pre_attn_scalar", config["head_dim"])
+        scale = self._float("attention.scale") or width**-0.5
+        if abs(scale - width**-0.5) > _TOLERANCE * width**-0.5:
+            raise self._unsupported(f"{self._prefix}.attention.scale {scale:g}")
+        window = self._integer("attention.sliding_window") or 0
+        is_used = "sliding_window" not in config and self._prefix != "phi3"
+        if is_used and 0 < window < config["max_position_embeddings"]:
+            raise self._unsupported(f"{self._prefix}.attention.sliding_window {window}")
 
     def _experts(self) -> dict[str, Any]:
         count = self._integer("expert_count")
@@ -276,7 +303,9 @@ class _Metadata:
     def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scaling of rotations."""
         kind = self._file.value(f"{self._prefix}.rope.scaling.type", str) or "none"
-        factor = self._float("rope.scaling.factor") or self._float("rope.scale_linear")
+        factor = self._float("rope.scaling.factor")
+        factor = self._float("rope.scale_linear") if factor is None else factor
+        factor = 1.0 if factor == 0 else factor
         original = self._integer("rope.scaling.original_context_length")
         if (long := self._floats("rope_factors_long.weight")) is not None:
             short = self._floats("rope_factors_short.weight") or long
@@ -284,11 +313,11 @@ class _Metadata:
             original = original or config["max_position_embeddings"]
             scaling["original_max_position_embeddings"] = original
             return {"rope_scaling": scaling, "original_max_position_embeddings": original}
-        if (factors := self._floats("rope_freqs.weight")) is not None and max(factors) > 1:
+        if (factors := self._floats("rope_freqs.weight")) is not None and set(factors) != {1.0}:
             return {"rope_scaling": self._llama3(factors, config)}
-        if kind == "none" and factor in (None, 1.0):
+        if (kind == "none" and factor is None) or (kind in ("none", "linear") and factor == 1):
             return {}
-        if kind in ("linear", "none") and factor is not None:
+        if kind in ("none", "linear") and factor is not None:
             return {"rope_scaling": {"type": "linear", "factor": factor}}
         if kind == "yarn" and factor is not None and self._prefix != "phi3":
             scaling = {"type": "yarn", "factor": factor}
@@ -350,7 +379,12 @@ class _Metadata:
 
     def _float(self, name: str) -> float | None:
         """Return a number with the digits that float32 has: 1e-05 instead of 9.999999747378752e-06."""
-        found = self._file.value(f"{self._prefix}.{name}", float)
+        key = f"{self._prefix}.{name}"
+        found = self._file.value(key, float)
+        if found is not None and found < 0:
+            raise ModelCorrupt(
+                f"{self._file.path} gives {key} as {found:g}; it must be 0 or more. Fetch the file again."
+            )
         return None if found is None else _shortest(found)
 
     def _floats(self, name: str) -> list[float] | None:

@@ -15,8 +15,15 @@ from mlx_ring.models.gguf import GgufFile, shown
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are never made by merges."""
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-"""Tokens that end a turn. Many files name the end of a text only."""
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>")
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "_<EOT>")
+_ENDS = frozenset({*_TURN_ENDS, *_TEXT_ENDS})
+"""Tokens that end an answer. Many files name only one of them; llama.cpp knows the others by their texts too."""
+_PHI3_NAMES = ("phi-3", "phi3")
+_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Phi-3's special tokens that do not strip the white space after them."""
+_INSTRUCTION = "[INST]"
+"""Control token of the tokenizers of Mistral v0.3 and later."""
 _LONGEST_PIECE = 256
 """Most characters of a token whose merges are looked for, at each of its places."""
 _SPACE = "\u2581"
@@ -182,20 +189,27 @@ class _Maker:
         prefix = self._file.value("tokenizer.ggml.add_space_prefix", bool)
         has_prefix = prefix is None or prefix
         unknown = self._id("unknown")
-        normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+        normalizers: list[dict[str, object]] = [
+            {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        ]
+        cut: dict[str, object] | None = None
         decoders: list[dict[str, object]] = [
             {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},
         ]
         if has_prefix:
-            normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+            if self._begins_once():
+                normalizers = []
+                cut = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False}
+            else:
+                normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         content = {
             "version": "1.0",
             "added_tokens": self._added(),
-            "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": None,
+            "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+            "pre_tokenizer": cut,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {
                 "type": "BPE",
@@ -208,12 +222,38 @@ class _Maker:
         }
         return content, True
 
+    def _begins_once(self) -> bool:
+        """Report whether a space is added before the whole text only, and not after each control token.
+
+        GGUF does not say so. Hugging Face's tokenizers of Mistral v0.3 and later do it, those of Llama 2 do not.
+        """
+        return any(
+            kind == _CONTROL and token == _INSTRUCTION
+            for token, kind in zip(self._tokens, self._kinds, strict=True)
+        )
+
+    def _strips(self) -> bool:
+        """Report whether special tokens strip the white space after them.
+
+        GGUF does not say so. Hugging Face's tokenizer of Phi-3 does it, and llama.cpp by the model's name.
+        """
+        name = (self._file.value("general.name", str) or "").lower()
+        is_phi3 = self._file.value("general.architecture", str) == "phi3"
+        return self._kind == "llama" and (is_phi3 or any(each in name for each in _PHI3_NAMES))
+
     def _added(self) -> list[dict[str, object]]:
         """Return the tokens that are found in a text before it is cut."""
-        alike = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        alike = {"single_word": False, "lstrip": False, "normalized": False}
         unknown = self._id("unknown") if self._kind == "llama" else None
+        strips = self._strips()
         return [
-            {"id": number, "content": token, **alike, "special": kind == _CONTROL or number == unknown}
+            {
+                "id": number,
+                "content": token,
+                **alike,
+                "rstrip": strips and token not in _KEEPS_SPACE,
+                "special": kind == _CONTROL or number == unknown,
+            }
             for number, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True))
             if (kind in (_CONTROL, _USER_DEFINED) or number == unknown) and token
         ]
@@ -239,7 +279,7 @@ class _Maker:
         known = [
             number
             for number, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED) and token in _TURN_ENDS
+            if kind in (_CONTROL, _USER_DEFINED) and token in _ENDS
         ]
         return list(dict.fromkeys(number for number in (*named, *known) if number is not None))
 

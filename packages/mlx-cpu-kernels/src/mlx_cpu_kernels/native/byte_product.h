@@ -14,6 +14,9 @@
 // which so has the columns i, i + values, i + 2 * values ... x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
 //
+// What is far smaller than its group's largest value loses digits. That matters where the few large values meet weights
+// of zero, and so leave no trace in float32. Rows with outliers are therefore not multiplied here: see find_outliers.
+//
 // Some instruction sets multiply bytes in pairs only, into 16 bits, or have no fast way from 3, 5 and 6 bits to bytes.
 // They take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits. Each half of a lane of 32 bits fetches
 // the bytes that hold two neighbours (four of 3 bits). Value i of every half becomes vector i.
@@ -42,6 +45,13 @@ constexpr int64_t kProductsAThread = 100'000;
 constexpr float kLargest = 8355000.f;
 // Sizes of a row's largest number between which the digits' scales, their sums and inverses stay within float32.
 constexpr float kTiny = 0x1p-60f, kHuge = 0x1p90f;
+// A group without a larger number is zero: its inverse would not be finite, and the row has far larger numbers.
+constexpr float kLeast = 0x1p-100f;
+// Values below a 256th of the largest one are small. An error of 2^-24 of the largest is 2^-16 of such a value at
+// least, and may exceed 1e-5 of a result.
+constexpr float kSmall = 1 / 256.f;
+// Values that are not small are outliers, where they are an eighth of all at most.
+constexpr int64_t kOutlierShare = 8;
 
 template <class V, int bits>
 struct Block {
@@ -107,6 +117,21 @@ inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKe
 template <class V, Format format>
 constexpr int kOffset = format.is_e2m1() ? V::kE2m1Offset : 0;
 
+// Whether `count` magnitudes, the largest of which is `largest`, are small ones beside outliers. load(i) gives a
+// vector of them.
+template <class V, class F>
+inline bool find_outliers(int64_t count, float largest, F&& load) {
+  const auto one = V::broadcast(1), limit = V::broadcast(largest * kSmall), least = V::broadcast(0x1p-126f);
+  auto others = V::zero(), numbers = V::zero();  // numbers of values that are not small, and that are not zero
+  for (int64_t i = 0; i < count; i += V::kLanes) {
+    auto magnitude = load(i);
+    others = V::add(others, V::zero_where_below(one, magnitude, limit));
+    numbers = V::add(numbers, V::zero_where_below(one, magnitude, least));
+  }
+  const float outliers = V::sum(others);
+  return outliers <= float(larger(count / kOutlierShare, 1)) && V::sum(numbers) > outliers;
+}
+
 // x as digits, in the order of the packed weights: [row][block][vector][plane][digit], with a scale and a sum a group.
 template <class V, Format format>
 class ByteRows {
@@ -121,8 +146,12 @@ class ByteRows {
     if constexpr (format.is_affine()) sums_ = scratch<float>(Slot::x_sums, x.count * groups_);
     if constexpr (kOffset<V, format> != 0)
       offsets_ = scratch<uint32_t>(Slot::x_offsets, x.count * blocks_ * V::kLanes);
-    for (int64_t row = 0; row < x.count; row++) convert(x.row(row), x.type, columns, group_size, row);
+    for (int64_t row = 0; row < x.count && fits_; row++) fits_ = convert(x.row(row), x.type, columns, group_size, row);
   }
+
+  // Whether the digits hold each row of x. A row of tiny or of huge numbers does not fit, nor one with outliers; NaN
+  // does, its sums keep it.
+  bool fits() const { return fits_; }
 
   int64_t blocks() const { return blocks_; }
   int64_t groups() const { return groups_; }  // of a row, in whole vectors; those beyond the end are zero
@@ -138,20 +167,31 @@ class ByteRows {
   static constexpr int64_t kBlockSize = B::kVectors * B::kPlanes * B::kDigits;
   int64_t row_size() const { return blocks_ * kBlockSize; }
 
-  [[gnu::flatten]] void convert(const void* x, Type type, int64_t columns, int group_size, int64_t row) {
+  // Returns false where the row does not fit.
+  [[gnu::flatten]] bool convert(const void* x, Type type, int64_t columns, int group_size, int64_t row) {
+    float largest = 0;
+    float* magnitudes = scratch<float>(Slot::values, groups_);  // the largest ones of the groups
     Digit* digits[B::kPlanes];  // in the columns' order
     int64_t padded = blocks_ * B::kColumns;
     digits[0] = scratch<Digit>(Slot::rows, B::kPlanes * padded);
     for (int p = 1; p < B::kPlanes; p++) digits[p] = digits[p - 1] + padded;
     for (int64_t g = 0; g < groups_; g++) {
       bool inside = g * group_size < columns;
-      float scale = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
+      magnitudes[g] = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
+      if (magnitudes[g] < 0) return false;
+      largest = magnitudes[g] > largest ? magnitudes[g] : largest;
+      float scale = (magnitudes[g] < kLeast ? 0 : magnitudes[g]) / (format.is_e2m1() ? 2 * kLargest : kLargest);
       float sum = inside ? sum_group(x, type, g * group_size, group_size) : 0;
       if constexpr (format.is_affine())
         sums_[row * groups_ + g] = sum;
       else
         scale += 0 * sum;  // the digits of what is not finite are, and there is no bias that meets the sum
       scales_[row * groups_ + g] = scale;
+    }
+    if ((largest > 0 && largest < kTiny) || largest > kHuge) return false;
+    if constexpr (format.is_affine()) {  // a weight of zero is the sum of two numbers, and so are the sums of groups
+      auto load = [&](int64_t g) { return V::load(magnitudes + g); };
+      if (find_outliers<V>(columns / group_size, largest, load)) return false;
     }
     for (int64_t c = columns; c < padded; c++)
       for (int p = 0; p < B::kPlanes; p++) digits[p][c] = 0;
@@ -166,6 +206,7 @@ class ByteRows {
         V::store_words(offsets_ + (row * blocks_ + b) * V::kLanes, sums[0]);
       }
     }
+    return true;
   }
 
   static float sum_group(const void* x, Type type, int64_t first, int64_t count) {
@@ -174,14 +215,18 @@ class ByteRows {
     return V::sum(sum);
   }
 
-  // Writes the digits of a group, and returns its scale.
+  // Writes the digits of a group, and returns its largest magnitude. Where it has outliers, returns a negative number.
   static float convert_group(const void* x, Type type, int64_t first, int64_t count, Digit* const* digits) {
-    auto most = V::zero();
-    for (int64_t i = 0; i < count; i += V::kLanes)
-      most = V::maximum(most, V::absolute(V::load_values(x, type, first + i)));
-    float largest = V::largest(most);
-    if (largest < kTiny * 0x1p-40f) largest = 0;  // its inverse would not be finite, and the row has far larger numbers
-    auto inverse = V::broadcast(largest > 0 ? kLargest / largest : 0);
+    auto magnitude = [&](int64_t i) { return V::absolute(V::load_values(x, type, first + i)); };
+    auto most = V::zero(), magnitudes = V::zero();
+    for (int64_t i = 0; i < count; i += V::kLanes) {
+      most = V::maximum(most, magnitude(i));
+      magnitudes = V::add(magnitudes, magnitude(i));
+    }
+    const float largest = V::largest(most);
+    // Outliers and small values have a mean below a seventh of the largest one, which few groups have.
+    if (V::sum(magnitudes) * 7 < largest * float(count) && find_outliers<V>(count, largest, magnitude)) return -1;
+    auto inverse = V::broadcast(largest >= kLeast ? kLargest / largest : 0);
     const auto half = V::broadcast_word(B::kIsWide ? 2048 : 128);
     for (int64_t i = 0; i < count; i += V::kLanes) {
       auto low = V::round_to_words(V::multiply(V::load_values(x, type, first + i), inverse));
@@ -197,7 +242,7 @@ class ByteRows {
         V::store_low_bytes(digits[2] + first + i, low);
       }
     }
-    return largest / (format.is_e2m1() ? 2 * kLargest : kLargest);
+    return largest;
   }
 
   static void arrange(const Digit* in_order, Digit* block) {
@@ -209,6 +254,7 @@ class ByteRows {
   Digit* planes_;
   float *scales_, *sums_;
   uint32_t* offsets_;
+  bool fits_ = true;
 };
 
 // The products of a block for several rows of the matrix and one of x, as float32.
@@ -401,12 +447,13 @@ void multiply_piece(ByteTile<V, format>& tile, int64_t x_rows, const RowsProduct
 }
 
 // Products of one format. The rows of all matrices are one loop, in which the threads take equal shares: a share may end
-// within a piece.
+// within a piece. Returns false, and computes nothing, where x does not fit.
 template <class V, Format format>
-void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+bool multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
   const int64_t columns = products[0].w.columns;
   const int group_size = products[0].w.group_size;
   ByteRows<V, format> bytes(x, columns, group_size);
+  if (!bytes.fits()) return false;
   auto shares_of = [](const RowsProduct& product) { return (product.w.rows + kShare - 1) / kShare; };
   int64_t shares = 0;
   for (int i = 0; i < count; i++) shares += shares_of(products[i]);
@@ -420,18 +467,6 @@ void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
         multiply_piece<V, format>(tile, x.count, products[i], row, smaller(row + kPiece, last));
     }
   });
-}
-
-// Whether the digits hold each row of x. A row of tiny or of huge numbers does not fit; NaN does, its sums keep it.
-template <class V>
-bool fits_bytes(const Rows& x, int64_t columns) {
-  for (int64_t row = 0; row < x.count; row++) {
-    auto most = V::zero();
-    for (int64_t i = 0; i < columns; i += V::kLanes)
-      most = V::maximum(most, V::absolute(V::load_values(x.row(row), x.type, i)));
-    const float largest = V::largest(most);
-    if ((largest > 0 && largest < kTiny) || largest > kHuge) return false;
-  }
   return true;
 }
 
@@ -444,10 +479,12 @@ bool pays_by_bytes(const Rows& x, const Quantized& w) {
 }
 
 template <class V>
-void multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+bool multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+  bool fits = false;
   with_format(products[0].w, [&]<Format format>() {
-    if constexpr (format.mode != Mode::mxfp8) multiply_by_bytes<V, format>(x, products, count, threads);
+    if constexpr (format.mode != Mode::mxfp8) fits = multiply_by_bytes<V, format>(x, products, count, threads);
   });
+  return fits;
 }
 
 }  // namespace

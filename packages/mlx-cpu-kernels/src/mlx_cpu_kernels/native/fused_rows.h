@@ -111,6 +111,9 @@ void layer_norm_rows(const LayerNorm& norm, Threads& threads) {
   });
 }
 
+// The least -t for which the sigmoid of t is exactly 0, as MLX's is: the number after 88.
+constexpr float kZeroSigmoid = 0x1.600002p6f;
+
 // t of x * sigmoid(t).
 template <class V>
 inline typename V::Float sigmoid_argument(Activation activation, typename V::Float x) {
@@ -130,8 +133,9 @@ template <class V>
                                            int64_t columns, void* y) {
   each_vector<V>(columns, [&](int64_t, auto load, auto store) {
     auto x = load(gate, type);
-    auto t = sigmoid_argument<V>(activation, x);
-    auto e = exponential<V>(V::multiply(t, V::broadcast(-1)));
+    auto minus_t = V::multiply(sigmoid_argument<V>(activation, x), V::broadcast(-1));
+    auto e = exponential<V>(minus_t);
+    e = V::add(e, V::zero_where_below(V::broadcast(INFINITY), minus_t, V::broadcast(kZeroSigmoid)));
     auto value = V::divide(x, V::add(e, V::broadcast(1)));
     store(y, type, up ? V::multiply(value, load(up, type)) : value);
   });

@@ -1,8 +1,6 @@
 // Chooses the way of a product, and gathers an instruction set's table.
 #pragma once
 
-#include <optional>
-
 #include "attention.h"
 #include "byte_product.h"
 #include "fused_rows.h"
@@ -18,20 +16,16 @@ inline bool same_format(const Quantized& a, const Quantized& b) {
 
 template <class V>
 void multiply_transposed_rows(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
-  auto goes_by_bytes = [&, fits = std::optional<bool>()](const Quantized& w) mutable {
-    if (!pays_by_bytes<V>(x, w)) return false;
-    if (!fits) fits = fits_bytes<V>(x, w.columns);
-    return *fits;
-  };
   for (int begin = 0, end; begin < count; begin = end) {
-    const auto& [w, y] = products[begin];
+    const auto& w = products[begin].w;
+    auto joins = [&](const Quantized& other) { return same_format(w, other) && pays_by_bytes<V>(x, other); };
     end = begin + 1;
-    if (goes_by_bytes(w)) {
-      while (end < count && same_format(w, products[end].w) && goes_by_bytes(products[end].w)) end++;
-      multiply_by_bytes<V>(x, products + begin, end - begin, threads);
-    } else {
-      multiply_by_panels<V>(x, TransposedPanels<V>(w), y, threads);
+    if (pays_by_bytes<V>(x, w)) {
+      while (end < count && joins(products[end].w)) end++;
+      if (multiply_by_bytes<V>(x, products + begin, end - begin, threads)) continue;
     }
+    for (int i = begin; i < end; i++)
+      multiply_by_panels<V>(x, TransposedPanels<V>(products[i].w), products[i].y, threads);
   }
 }
 

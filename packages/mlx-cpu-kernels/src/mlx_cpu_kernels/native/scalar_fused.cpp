@@ -54,7 +54,7 @@ void scalar_gated_activation(Activation activation, const Matrix& gate, const Ma
     double t = activation == Activation::silu        ? x
                : activation == Activation::gelu_tanh ? 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)
                                                      : 1.702 * x;
-    return x / (1 + std::exp(-t));
+    return x / (t < -88 ? INFINITY : 1 + std::exp(-t));  // zero from there on, as MLX's
   };
   threads.parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
