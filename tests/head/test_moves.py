@@ -21,7 +21,7 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
-from mlx_ring.head.moves import Moves
+from mlx_ring.head.moves import FailedLoads, Moves
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 NO_ROOM = PlanError("There is no room for 4 layers.")
@@ -281,8 +281,11 @@ class FailingService:
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(requests=lambda: [1, 2])
-        self.info = SimpleNamespace(name="demo-1", epoch=1)
         self.fails, self.loads = False, 0
+
+    @property
+    def info(self) -> SimpleNamespace:
+        return SimpleNamespace(name="demo-1", epoch=1 + self.loads)
 
     @property
     def error(self) -> RingError | None:
@@ -303,6 +306,22 @@ class FailingReplica(FakeReplica):
         del why
         self.drained.append(nodes)
         self.service.fails = True
+
+
+def test_errors_of_one_loss_and_those_of_instances_that_served_later_count_once() -> None:
+    replica = FakeReplica("a", "b")
+    failed = FailedLoads("demo", cast("Any", replica))
+    for epoch in range(1, 5):
+        replica.service.info = SimpleNamespace(name="demo-1", epoch=epoch)
+        for error in (WorkerLost("A stream broke."), WorkerLost("A worker was killed.")):
+            replica.service.error = error
+            failed.check()
+        failed.check()
+    replica.service.info = SimpleNamespace(name="demo-1", epoch=5)
+    failed.check()  # the error of the epoch before, while the next one is loaded
+    replica.service.error = WorkerLost("Another worker was killed.")
+    with pytest.raises(NotReady, match=r"in 5 attempts, .*Another worker"):
+        failed.check()
 
 
 GIVES_UP = "demo could not be loaded in 5 attempts, and is tried again later: Worker .* out of memory"
@@ -371,6 +390,71 @@ def test_unloading_by_force_ends_the_move_of_the_model() -> None:
         with pytest.raises(Conflict, match="demo was unloaded while it moved"):
             await moving
         assert not head.one_at_a_time.locked()
+
+    hosted.replace = replace
+    asyncio.run(run())
+
+
+def test_a_model_that_is_being_unloaded_by_force_begins_no_move() -> None:
+    hosted = FakeHosted(FakeReplica("a", "b"))
+    head = Head(hosted, "a", "b")
+    is_choosing, has_chosen = asyncio.Event(), asyncio.Event()
+
+    async def choose() -> MoveWay | None:
+        is_choosing.set()
+        await has_chosen.wait()
+        return "beside"
+
+    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del old, new, ready
+        raise AssertionError("It moves.")
+
+    async def run() -> None:
+        moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
+        await is_choosing.wait()
+        unloading = asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True))
+        await asyncio.sleep(0)
+        has_chosen.set()
+        with pytest.raises(Conflict, match="demo was unloaded before it moved"):
+            await moving
+        await unloading
+        assert hosted.replicas == []
+
+    hosted.replace = replace
+    asyncio.run(run())
+
+
+def test_a_second_unload_by_force_waits_for_the_clean_up_of_the_first() -> None:
+    hosted = FakeHosted(FakeReplica("a", "b"))
+    head = Head(hosted, "a", "b")
+    is_loading, is_cleaning, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    cleaned: list[str] = []
+
+    async def choose() -> MoveWay | None:
+        return "beside"
+
+    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
+        del old, new, ready
+        is_loading.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            is_cleaning.set()
+            await may_end.wait()
+            cleaned.append("new workers")
+
+    async def run() -> None:
+        moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
+        await is_loading.wait()
+        unloads = [asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True))]
+        await is_cleaning.wait()
+        unloads.append(asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True)))
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*unloads)
+        with pytest.raises(Conflict):
+            await moving
+        assert cleaned == ["new workers"]
 
     hosted.replace = replace
     asyncio.run(run())

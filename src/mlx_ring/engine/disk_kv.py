@@ -207,7 +207,7 @@ class DiskKv:
         tokens = fetch.tokens[: offer.tokens]
         for other_id, other in self._fetches.items():
             # Content of a longer text cannot be cut if some layers forget.
-            most = blocks if other.offer is None else other.offer.tokens // BLOCK_TOKENS
+            most = len(other.digests) if other.offer is None else other.offer.tokens // BLOCK_TOKENS
             fits = most == blocks if self._forgets else most >= blocks
             if other is not fetch and fits and other.digests[:blocks] == fetch.digests[:blocks]:
                 for sequence in fetch.waiting:
@@ -338,7 +338,9 @@ class DiskKv:
         blocks = step_pb2.KvBlocks(
             block_tokens=BLOCK_TOKENS, digests=text.digests, last_tokens=text.last_tokens
         )
-        self._unsent.append(worker_pb2.FetchKv(id=saving.fetch, blocks=blocks, for_save=True))
+        self._unsent.append(
+            worker_pb2.FetchKv(id=saving.fetch, blocks=blocks, only_looks=True, for_save=True)
+        )
 
     def _counted(self, rank: RankId, fetched: worker_pb2.KvFetched) -> None:
         """Record how many blocks of the next text a rank need not save."""
@@ -349,7 +351,8 @@ class DiskKv:
             fetched.blocks if len(saving.owed_by) == len(self._ranks) else min(saving.next, fetched.blocks)
         )
         saving.owed_by.discard(rank)
-        if saving.is_counted and saving.next >= len(saving.text.digests):
+        saving.next = min(saving.next, len(saving.text.digests))
+        if saving.is_counted and saving.next == len(saving.text.digests) and not saving.text.listed:
             self._end_save(sequence)
 
     def _end_save(self, sequence: int) -> None:

@@ -201,7 +201,7 @@ class Instance:
         hello = head_hello(assignments[0], epoch.node, epoch.head)
         cleanup.callback(self._shares.leave, epoch.instance)
         await cleanup.enter_async_context(self.watch.watching(hello))
-        cleanup.push_async_callback(self._stop_workers)
+        cleanup.push_async_exit(self._stop_workers)
         if not epoch.loaded:
             self._shares.expect(self._kv_user, self._reservations())
         if not (is_quick := self._is_beside or self._service.recoveries.status is not None):
@@ -424,9 +424,9 @@ class Instance:
         self._shares.attach(instance, engine)
         return engine
 
-    async def _stop_workers(self) -> None:
+    async def _stop_workers(self, error: type[BaseException] | None, *_: object) -> None:
         self.watch.end()
-        if self.remains is None and not self.is_dropped:
+        if not self.is_dropped and (self.remains is None or error is asyncio.CancelledError):
             await stop_workers(self._epoch, self.watch.wait_unless_silent)
 
 

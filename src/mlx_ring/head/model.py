@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 Ready = Callable[[ServedModel, InstanceInfo, float], None]
 """Callback for an instance that serves: its model, the instance, and the seconds that loading took."""
-
-
 JUST_NOW_S = 0.5
 _PATIENCE = 2.0
 """Multiple of the predicted time after which requests no longer wait for their own instance while another one serves."""
@@ -398,9 +396,10 @@ class HostedModel:
 
     async def _end(self, replica: Replica) -> None:
         """End one replica, which has no requests any more."""
-        task = self._tasks.pop(replica)
+        task = self._tasks[replica]
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait((task,))
+        del self._tasks[replica]
         self.replicas.remove(replica)
 
 

@@ -43,12 +43,14 @@ class _Unloaded(Conflict):
     """The model was unloaded while it moved."""
 
 
-class _FailedLoads:
+class FailedLoads:
     """Failed loads of a replica during a move."""
 
     def __init__(self, model: str, replica: Replica) -> None:
         self._model, self._replica = model, replica
         self._last: RingError | None = None
+        self._epoch: tuple[str, int] | None = None
+        """Epoch of the last failure that was counted. It may have several errors, of which the last is the best."""
         self._count = 0
 
     @property
@@ -61,7 +63,10 @@ class _FailedLoads:
         error = self._replica.service.error
         if error is None or error is self._last or isinstance(error, NotReady | NodeDrained):
             return
-        self._last, self._count = error, self._count + 1
+        counted, self._last, self._epoch = self._epoch, error, _epoch_of(self._replica)
+        if counted == self._epoch:
+            return
+        self._count += 1
         if self.is_over:
             raise NotReady(
                 f"{self._model} could not be loaded in {self._count} attempts, and is tried again later: {error}"
@@ -104,6 +109,8 @@ class Moves:
         self._has_ended = False
         self._moving: set[asyncio.Task[Any]] = set()
         self._step: _Step | None = None
+        self._to_unload: list[HostedModel] = []
+        """Models whose unloading by force has been requested; none of them begins to move."""
 
     def stop(self) -> None:
         """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
@@ -145,32 +152,46 @@ class Moves:
         Raises:
             Conflict: it answers requests, and `force` is False.
         """
-        reason = f"{hosted.model_id} was unloaded."
         step = self._step
-        if force and step is not None and step.hosted is hosted:
-            # The move may wait for long answers, or for loads, and no other load begins before its end.
-            step.reason = reason
-            step.work.cancel()
-            await step.ended.wait()
-        if step is None or not step.reason or hosted.replicas:
-            async with self._one_at_a_time:
-                busy = hosted.open_requests
-                if busy and not force:
-                    raise Conflict(
-                        f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
-                        'or unload it with "force": true, which ends them.'
-                    )
-                await hosted.stop(reason)
+        if not force:
+            await self._unload(hosted, force=False)
+        else:
+            self._to_unload.append(hosted)
+            try:
+                if step is not None and step.hosted is hosted:
+                    # The move may wait for long answers, or for loads, and no other load begins before its end.
+                    if not step.reason:
+                        step.reason = _unload_reason(hosted)
+                        step.work.cancel()
+                    await step.ended.wait()
+                if step is None or not step.reason or hosted.replicas:
+                    await self._unload(hosted, force=True)
+            finally:
+                self._to_unload.remove(hosted)
         log.info("Unloaded %s", hosted.model_id)
+
+    async def _unload(self, hosted: HostedModel, *, force: bool) -> None:
+        async with self._one_at_a_time:
+            busy = hosted.open_requests
+            if busy and not force:
+                raise Conflict(
+                    f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
+                    'or unload it with "force": true, which ends them.'
+                )
+            await hosted.stop(_unload_reason(hosted))
 
     async def _unless_unloaded(self, hosted: HostedModel, work: Coroutine[Any, Any, Result]) -> Result:
         """Move one model. Raises `_Unloaded` if it is unloaded instead."""
+        if hosted in self._to_unload:
+            work.close()
+            await hosted.stop(_unload_reason(hosted))
+            raise _Unloaded(f"{hosted.model_id} was unloaded before it moved.")
         step = self._step = _Step(hosted, asyncio.create_task(work))
         try:
             try:
                 moved = await step.work
             except (asyncio.CancelledError, RingError):
-                if not step.reason:
+                if not step.reason or self._has_ended:
                     raise
             else:
                 if not step.reason:
@@ -267,7 +288,7 @@ class Moves:
             PlanError: it does not fit.
             NotReady: too many loads have failed.
         """
-        failed = _FailedLoads(hosted.model_id, replica)
+        failed = FailedLoads(hosted.model_id, replica)
         while (error := replica.service.error) is not None or _epoch_of(replica) == before:
             if isinstance(error, PlanError):
                 raise error
@@ -276,7 +297,7 @@ class Moves:
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         moved: list[Moved] = []
-        failed: dict[Replica, _FailedLoads] = {}
+        failed: dict[Replica, FailedLoads] = {}
         session = _session(machines, node)
         async with self._one_at_a_time:
             if _session(machines, node) != session:
@@ -293,7 +314,7 @@ class Moves:
                 # Once it has left, recoveries place its layers.
                 while _is_drained(machines, node) and (found := self._using(node, failed)) is not None:
                     hosted, replica = found
-                    loads = failed.setdefault(replica, _FailedLoads(hosted.model_id, replica))
+                    loads = failed.setdefault(replica, FailedLoads(hosted.model_id, replica))
                     try:
                         work = self._move(hosted, replica, node, loads, force=force)
                         moved += await self._unless_unloaded(hosted, work)
@@ -312,7 +333,7 @@ class Moves:
         async with self._one_at_a_time:
             await machines.drain(find_node(machines, node), is_drained=False)
 
-    def _using(self, node: str, failed: Mapping[Replica, _FailedLoads]) -> tuple[HostedModel, Replica] | None:
+    def _using(self, node: str, failed: Mapping[Replica, FailedLoads]) -> tuple[HostedModel, Replica] | None:
         """Return a replica with layers on a node, or about to have some; None without one.
 
         Those that do not fit, or whose loads have failed too often, have none.
@@ -330,7 +351,7 @@ class Moves:
         )
 
     async def _move(
-        self, hosted: HostedModel, replica: Replica, node: str, failed: _FailedLoads, *, force: bool
+        self, hosted: HostedModel, replica: Replica, node: str, failed: FailedLoads, *, force: bool
     ) -> Sequence[Moved]:
         """Move a replica away from a node. While it is being loaded, wait a moment, and return nothing."""
         if replica.service.error is not None:
@@ -370,7 +391,7 @@ class Moves:
         return (Moved(hosted.model_id, "after", requests, now - started, why, now - paused),)
 
     @staticmethod
-    async def _until_left(replica: Replica, node: str, failed: _FailedLoads) -> None:
+    async def _until_left(replica: Replica, node: str, failed: FailedLoads) -> None:
         """Replace the ranks on a node, and wait until all serve. Raises what `_until_served` raises."""
         while (error := replica.service.error) is not None or _uses(replica, node):
             if isinstance(error, PlanError):
@@ -390,6 +411,10 @@ def _epoch_of(replica: Replica) -> tuple[str, int]:
 def _session(machines: Machines, node: str) -> int | None:
     member = machines.cluster_view().membership.members.get(node)
     return None if member is None else member.session
+
+
+def _unload_reason(hosted: HostedModel) -> str:
+    return f"{hosted.model_id} was unloaded."
 
 
 def _is_drained(machines: Machines, node: str) -> bool:

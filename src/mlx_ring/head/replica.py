@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses between a failed load and the next attempt. After a loss there is none, until losses are frequent."""
-
 _MOST_FAILED_PATCHES = 3
 """Number of patches in a row that may be lost before they serve, until the model is loaded as a whole."""
 
@@ -289,7 +288,12 @@ class Replica:
                 before = self._in_progress, self._left
                 running = self._begin(epoch, early)
                 current.follow(running.watch)
-                loss = await self._serve(running, epoch, ready)
+                try:
+                    loss = await self._serve(running, epoch, ready)
+                except asyncio.CancelledError:
+                    if self._reshaping is not None:
+                        await self._reshaping.abandon()
+                    raise
                 if running.is_dropped:
                     self._in_progress, self._left = before
                     remains = remains and epoch.all_stay(remains)
@@ -398,15 +402,9 @@ class Replica:
         return None if patched is None else replace(patched, kept={}, reshaping=reshaping)
 
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
-        """Replace the lost ranks of an instance. If that is impossible, stop the others and return None.
-
-        If they were only silent, and answer again, all stay.
-        """
-        returning = (
-            asyncio.create_task(self._machines.wait_for_return(remains), name="return of lost workers")
-            if remains.may_return
-            else None
-        )
+        """Replace the lost ranks, unless all answer again. If that is impossible, stop the others and return None."""
+        returned = self._machines.wait_for_return(remains) if remains.may_return else None
+        returning = None if returned is None else asyncio.create_task(returned, name="return of workers")
         try:
             patched = await unless_returned(returning, self._place_again(order, remains, early))
             if patched is None:

@@ -486,6 +486,30 @@ def test_blocks_that_need_not_be_saved_are_counted_after_those_that_are_being_wr
     assert count() == len(DIGESTS)
 
 
+def test_a_rank_that_cannot_write_needs_no_block_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, disk, counts = filled(), open_disk(tmp_path), list[int]()
+
+    def count() -> int:
+        answered = threading.Event()
+
+        def answer(found: int, *_: object) -> None:
+            counts.append(found)
+            answered.set()
+
+        disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), only_looks=True, for_save=True), answer)
+        assert answered.wait(60)
+        return counts[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_writer, "write_layers", fail_to_write)
+        disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
+        assert count() == len(DIGESTS)
+    monkeypatch.setattr(disk._writer, "_retries_at", 0.0)
+    assert count() == 0
+
+
 def test_no_more_is_read_than_memory_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,8 @@ _MOST_PENDING = 1 << 29
 """Bytes that may wait to be written."""
 _SLOW_S = 1.0
 """Time for which a save that may wait does so. Afterwards, blocks without room are not saved."""
+_RETRY_S = 60.0
+"""Time after a failed write in which no block is saved for further texts."""
 _SCAN_SHARE = 0.02
 """Share of the limit after whose writing the folder is measured again: other workers write there too."""
 _DAILY_SHARE = 5
@@ -67,12 +69,19 @@ class BlockWriter:
         """Bytes that this worker has written since it measured the folder."""
         self._listed: dict[bytes, bytes] = {}
         """Short blocks that were listed last, by their place."""
+        self._retries_at = 0.0
+        """Time from which it is tried again to write, after the disk has refused that."""
         self._complaint = ""
         """Last problem, which is not repeated."""
 
     def path(self, digest: bytes) -> Path:
         """Return the folder of a block."""
         return self._blocks / digest.hex()
+
+    @property
+    def can_write(self) -> bool:
+        """False if the day's bytes are written, or if the disk has just refused some."""
+        return not self._today.is_spent and time.monotonic() >= self._retries_at
 
     def has_room(self, *, may_wait: bool) -> bool:
         """Report whether another block may be written today, and soon; wait a little for that if it may."""
@@ -134,6 +143,7 @@ class BlockWriter:
                 self._unmeasured = 0
                 make_room(self.folder, self._limit)
         except OSError as error:
+            self._retries_at = time.monotonic() + _RETRY_S
             self.complain(f"KV cannot be saved in {self.folder}: {error.strerror or error}")
 
     def touch(self, digests: Sequence[bytes]) -> None:

@@ -89,6 +89,8 @@ class _Fetch:
     """True if blocks are only counted; then they have no content here."""
     for_save: bool = False
     """True if those are counted that need not be saved."""
+    needs_none: bool = False
+    """True if none can be saved now, so that none is copied in vain."""
     counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
     """Kinds that are there, by block."""
     from_peers: worker_pb2.PeerBlocks | None = None
@@ -206,6 +208,7 @@ class KvDisk:
             fetch.counted = self._count(fetch, digests)
         except Exception:
             log.exception("KV cannot be found in %s", self._writer.folder)
+        fetch.needs_none = not self._writer.can_write
         self._answer(id_, fetch)
         self._writer.touch(digests[: len(fetch.counted)])
 
@@ -325,7 +328,7 @@ class KvDisk:
     def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int], int]:
         """Return the first arguments of a fetch's answer."""
         if fetch.for_save:
-            return len(fetch.counted), (), 0
+            return fetch.wanted if fetch.needs_none else len(fetch.counted), (), 0
         if fetch.only_looks:
             return *self._ends(fetch.counted, fetch.size), 0
         if not self._forgets:

@@ -14,7 +14,7 @@
 // which so has the columns i, i + values, i + 2 * values ... x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
 //
-// What is far smaller than its group's largest value loses digits. That matters where the few large values meet weights
+// A value that is far smaller than its group's largest one loses digits. That matters where the few large values meet weights
 // of zero, and so leave no trace in float32. Rows with outliers are therefore not multiplied here: see find_outliers.
 //
 // Some instruction sets multiply bytes in pairs only, into 16 bits, or have no fast way from 3, 5 and 6 bits to bytes.
