@@ -463,51 +463,40 @@ def test_save_copies_as_many_blocks_as_it_may_and_the_first_missing_ones(tmp_pat
     assert fetch(disk) == 4
 
 
+def count_for_save(disk: Any) -> int:
+    """Return how many blocks a rank need not save."""
+    answered, counts = threading.Event(), list[int]()
+
+    def answer(found: int, *_: object) -> None:
+        counts.append(found)
+        answered.set()
+
+    disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), only_looks=True, for_save=True), answer)
+    assert answered.wait(60)
+    return counts[0]
+
+
 def test_blocks_that_need_not_be_saved_are_counted_after_those_that_are_being_written(tmp_path: Path) -> None:
-    run, disk, counts = filled(), open_disk(tmp_path), list[int]()
-
-    def count() -> int:
-        answered = threading.Event()
-
-        def answer(found: int, *_: object) -> None:
-            counts.append(found)
-            answered.set()
-
-        disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), for_save=True), answer)
-        assert answered.wait(60)
-        return counts[-1]
-
-    assert count() == 0
+    run, disk = filled(), open_disk(tmp_path)
+    assert count_for_save(disk) == 0
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
-    assert count() == len(DIGESTS)
+    assert count_for_save(disk) == len(DIGESTS)
     shutil.rmtree(tmp_path / NAME / DIGESTS[2].hex())
-    assert count() == 2
+    assert count_for_save(disk) == 2
     disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks(), first=2, most=1))
-    assert count() == len(DIGESTS)
+    assert count_for_save(disk) == len(DIGESTS)
 
 
 def test_a_rank_that_cannot_write_needs_no_block_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, disk, counts = filled(), open_disk(tmp_path), list[int]()
-
-    def count() -> int:
-        answered = threading.Event()
-
-        def answer(found: int, *_: object) -> None:
-            counts.append(found)
-            answered.set()
-
-        disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), only_looks=True, for_save=True), answer)
-        assert answered.wait(60)
-        return counts[-1]
-
+    run, disk = filled(), open_disk(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(block_writer, "write_layers", fail_to_write)
         disk.save(run.store, step_pb2.Save(sequence=1, blocks=blocks()))
-        assert count() == len(DIGESTS)
+        assert count_for_save(disk) == len(DIGESTS)
     monkeypatch.setattr(disk._writer, "_retries_at", 0.0)
-    assert count() == 0
+    assert count_for_save(disk) == 0
 
 
 def test_no_more_is_read_than_memory_has_room_for(
