@@ -60,6 +60,14 @@ def saved_blocks(twin: TwinExecutor) -> list[int]:
     return [len(disk) for disk in twin.disks.values()]
 
 
+async def ask_and_save() -> tuple[TwinExecutor, Answer]:
+    """Return a rank that has saved the prompt's blocks and the rest behind them, and the answer."""
+    twin = TwinExecutor((1,))
+    answer = await ask(make_engine(twin))
+    await settled(lambda: saved_blocks(twin) == [4])
+    return twin, answer
+
+
 def stats_of(engine: Engine) -> CacheStats:
     return engine.stats().cache
 

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from tests.default_settings import make_policy
-from tests.engine.disks import PROMPT, ask, make_engine, saved_blocks, settled, stats_of, with_disks_of
+from tests.engine.disks import (
+    PROMPT,
+    ask,
+    ask_and_save,
+    make_engine,
+    saved_blocks,
+    settled,
+    stats_of,
+    with_disks_of,
+)
 from tests.engine.engines import Answer, kv_of
 from tests.engine.twin import TwinExecutor
 
@@ -179,9 +188,7 @@ def test_nothing_is_saved_or_fetched(policy: Policy) -> None:
 
 def test_prompt_that_finds_no_room_for_what_was_fetched_is_computed() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
         after = with_disks_of(twin, 1)
         engine = make_engine(after, kv={RankId(0, 0): kv_of(6)})
         other = asyncio.create_task(ask(engine, (9,) * 600, 300))

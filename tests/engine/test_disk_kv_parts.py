@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.engine.disks import PROMPT, ask, make_engine, saved_blocks, settled, with_disks_of
+from tests.engine.disks import PROMPT, ask, ask_and_save, make_engine, settled, with_disks_of
 from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.types import BLOCK_TOKENS, RankId
@@ -24,9 +24,7 @@ def parts(step: step_pb2.Step) -> list[int]:
 
 def test_rows_of_others_go_out_between_the_parts_of_a_restore() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
         after = with_disks_of(twin, 1)
         engine = make_engine(after, kv=LARGE)
         undisturbed = await ask(make_engine(TwinExecutor((1,))), (1, 2, 3), 300)
@@ -45,9 +43,7 @@ def test_rows_of_others_go_out_between_the_parts_of_a_restore() -> None:
 
 def test_requests_that_come_during_a_restore_wait_for_it_or_leave() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
         after = with_disks_of(twin, 1)
         engine = make_engine(after, kv=LARGE)
         leaves = asyncio.create_task(ask(engine))
@@ -64,9 +60,7 @@ def test_requests_that_come_during_a_restore_wait_for_it_or_leave() -> None:
 
 def test_restore_gives_way_between_its_parts_to_a_sequence_that_runs() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
         after = with_disks_of(twin, 1)
         block_bytes = BLOCK_TOKENS * LARGE[RankId(0, 0)].bytes_per_token
         engine = make_engine(after, kv={RankId(0, 0): RankKv(7 * block_bytes, 200_000)})
@@ -94,9 +88,7 @@ def test_restore_gives_way_between_its_parts_to_a_sequence_that_runs() -> None:
 
 def test_restore_that_is_given_up_before_its_first_part_leaves_nothing() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
         after = with_disks_of(twin, 1)
         held = after.held_fetches = []
         engine = make_engine(after, kv=LARGE)
@@ -117,9 +109,7 @@ def test_restore_that_is_given_up_before_its_first_part_leaves_nothing() -> None
 
 def test_prompt_is_computed_if_a_part_of_its_restore_fails() -> None:
     async def run() -> None:
-        twin = TwinExecutor((1,))
-        first = await ask(make_engine(twin))
-        await settled(lambda: saved_blocks(twin) == [4])
+        twin, first = await ask_and_save()
 
         def fail(step: step_pb2.Step, _stage: int) -> step_pb2.Failure | None:
             if 2 not in parts(step):
