@@ -241,3 +241,20 @@ def test_text_that_ends_while_it_waits_for_its_turn_is_not_read() -> None:
     disk.leave(fifth)
     assert disk.answered(RankId(0, 0), counted(3, id_=1), 0.0, computes) is not None
     assert [read.id for read in disk.take_unsent(0.0)] == [6]
+
+
+def test_a_text_does_not_wait_for_a_longer_one_that_cannot_be_cut() -> None:
+    disk = DiskKv([RankId(0, 0)], {RankId(0, 0): RankKv(1 << 40, 1, slack=64)})
+    tokens = tuple(1 + place * 7 % 250 for place in range(6 * BLOCK_TOKENS + 40))
+    longer, shorter = make_text(tokens), make_text(tokens[: 3 * BLOCK_TOKENS + 40])
+    for text in (longer, shorter):
+        disk.want(text, 0)
+
+    def is_ahead(_: object, offers: Sequence[Offer], __: float) -> tuple[Offer, None]:
+        return offers[0], None
+
+    answer = worker_pb2.KvFetched(id=shorter.awaits_kv, blocks=3, ends=[3])
+    fetched = disk.answered(RankId(0, 0), answer, 0.0, is_ahead)
+    assert fetched is not None
+    assert (fetched.tokens, fetched.waiting) == ((), [shorter])
+    assert longer.awaits_kv != shorter.awaits_kv
