@@ -72,9 +72,7 @@ struct Avx2 {
   }
   static Int load_bytes(const void* from) { return load_some_bytes(from, kLanes); }
   static Int load_some_bytes(const void* from, int64_t count) {
-    int64_t bytes = 0;
-    std::memcpy(&bytes, from, count);
-    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes));
+    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(first_bytes(from, count))));
   }
 
   static Float load_values(const void* from, Type type, int64_t i) {
@@ -84,9 +82,10 @@ struct Avx2 {
   }
   static Float load_some_values(const void* from, Type type, int64_t i, int64_t count) {
     if (type == Type::float32) return _mm256_maskload_ps(static_cast<const float*>(from) + i, first(count));
-    alignas(16) uint16_t halves[kLanes] = {};
-    for (int64_t lane = 0; lane < count; lane++) halves[lane] = static_cast<const uint16_t*>(from)[i + lane];
-    return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)), type);
+    const char* halves = static_cast<const char*>(from) + 2 * i;
+    if (count <= 4) return widen(_mm_cvtsi64_si128(int64_t(first_bytes(halves, 2 * count))), type);
+    uint64_t last = first_bytes(halves + 2 * count - 8, 8) >> 16 * (8 - count);
+    return widen(_mm_set_epi64x(int64_t(last), int64_t(first_bytes(halves, 8))), type);
   }
   static void store_values(void* to, Type type, int64_t i, Float value) {
     if (type == Type::float32) return _mm256_storeu_ps(static_cast<float*>(to) + i, value);
@@ -160,9 +159,15 @@ struct Avx2 {
   // Two products of 8 bits do not fit into 16, and 3, 5 and 6 bits take too long to unpack into bytes.
   static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 
-  static Int multiply_add_bytes(Int sums, Int a, Int b) {
-    Int pairs = _mm256_maddubs_epi16(a, b);
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  // The sums of a block's pairs are less than 2^15: of four weights of 2 bits, or two of up to 24, and signed bytes.
+  static constexpr bool kSumsPairs = true;
+  static Int multiply_pairs(Int a, Int b) { return _mm256_maddubs_epi16(a, b); }
+  static Int add_halves(Int a, Int b) { return _mm256_add_epi16(a, b); }
+  // (high * 256 + middle) * 256 + low, of both pairs of a lane together.
+  static Int join_planes(Int high, Int middle, Int low) {
+    const Int one = _mm256_set1_epi16(1), above = _mm256_set1_epi16(256);
+    Int upper = _mm256_add_epi32(_mm256_madd_epi16(high, above), _mm256_madd_epi16(middle, one));
+    return _mm256_add_epi32(_mm256_slli_epi32(upper, 8), _mm256_madd_epi16(low, one));
   }
 
   template <int bits, class Vectors>
@@ -267,6 +272,21 @@ struct Avx2 {
       }
     }
   };
+
+  // The first `count` bytes, then zeros, by loads that overlap: a copy byte by byte would have to be stored before it could
+  // be loaded as a whole.
+  static uint64_t first_bytes(const void* from, int64_t count) {
+    auto overlapping = [&]<class T>(T) {
+      T begin, end;
+      std::memcpy(&begin, from, sizeof(T));
+      std::memcpy(&end, static_cast<const char*>(from) + count - sizeof(T), sizeof(T));
+      return begin | uint64_t{end} << 8 * (count - int64_t(sizeof(T)));
+    };
+    if (count == 8) return overlapping(uint64_t{});
+    if (count >= 4) return overlapping(uint32_t{});
+    if (count >= 2) return overlapping(uint16_t{});
+    return count ? *static_cast<const uint8_t*>(from) : 0;
+  }
 
   static Int first(int64_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -159,6 +159,7 @@ struct Avx512 {
   static constexpr bool has_wide_digits(int) { return false; }
 
   // Adds to each lane the products of its four unsigned bytes of a and its four signed bytes of b.
+  static constexpr bool kSumsPairs = false;  // see avx2_vector.h
   static Int multiply_add_bytes(Int sums, Int a, Int b) { return _mm512_dpbusd_epi32(sums, a, b); }
 
   // The weights of a block as bytes. Bits 2, 4, 8: vector i has value i of every byte. Bits 3, 5, 6: 64 values in order

@@ -94,6 +94,18 @@ inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKe
         last[r] = V::multiply_add_halves(last[r], w, low);
       });
     });
+  } else if constexpr (V::kSumsPairs) {
+    // The sums of a lane's two pairs fit into 16 bits for all vectors of a block. So each plane is widened once.
+    unroll<rows>([&]<int r>() {
+      typename V::Int pairs[B::kPlanes];
+      unroll<B::kPlanes>([&]<int plane>() {
+        pairs[plane] = V::multiply_pairs(weights[r][0], digits(0, plane));
+        unroll<B::kVectors - 1>([&]<int v>() {
+          pairs[plane] = V::add_halves(pairs[plane], V::multiply_pairs(weights[r][v + 1], digits(v + 1, plane)));
+        });
+      });
+      sums[r] = V::join_planes(pairs[0], pairs[1], pairs[2]);
+    });
   } else {
     auto add_plane = [&]<int plane>(auto& to) {
       unroll<B::kVectors>([&]<int v>() {
@@ -401,15 +413,21 @@ class ByteTile {
 
   template <int m, class Unpack>
   void add_block(int64_t b, int64_t first, typename V::Float (&sums)[rows][m], Unpack&& unpack) const {
-    typename V::Int weights[rows][B::kKept];
-    unroll<rows>([&]<int r>() { unpack(r, weights[r]); });
     const float* scales = scales_ + (b * B::kColumns >> group_shift_);
-    unroll<m>([&]<int j>() {
-      typename V::Float products[rows];
-      multiply_block<V, format, rows>(weights, x_, first + j, b, products);
-      unroll<rows>([&]<int r>() {
-        auto scale = V::template choose<B::kColumns / kLeastGroup>(scales + (r * m + j) * padded_groups_, lane_groups_);
-        sums[r][j] = V::multiply_add(products[r], scale, sums[r][j]);
+    // Where a block is summed row by row, the registers hold the weights of one row.
+    constexpr int at_once = V::kSumsPairs && !B::kIsWide ? 1 : rows;
+    unroll<rows / at_once>([&]<int part>() {
+      constexpr int begin = part * at_once;
+      typename V::Int weights[at_once][B::kKept];
+      unroll<at_once>([&]<int r>() { unpack(begin + r, weights[r]); });
+      unroll<m>([&]<int j>() {
+        typename V::Float products[at_once];
+        multiply_block<V, format, at_once>(weights, x_, first + j, b, products);
+        unroll<at_once>([&]<int i>() {
+          constexpr int r = begin + i;
+          auto scale = V::template choose<B::kColumns / kLeastGroup>(scales + (r * m + j) * padded_groups_, lane_groups_);
+          sums[r][j] = V::multiply_add(products[i], scale, sums[r][j]);
+        });
       });
     });
   }

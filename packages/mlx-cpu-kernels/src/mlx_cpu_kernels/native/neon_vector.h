@@ -141,6 +141,7 @@ struct Neon {
   // The products are of signed bytes, which 8 bits without a sign are not; 3, 5 and 6 bits take too long to unpack.
   static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 
+  static constexpr bool kSumsPairs = false;  // see avx2_vector.h
   static Int multiply_add_bytes(Int sums, Int a, Int b) {
     int8x16_t weights = vreinterpretq_s8_s32(a), x = vreinterpretq_s8_s32(b);
     int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(x)), high = vmull_high_s8(weights, x);
