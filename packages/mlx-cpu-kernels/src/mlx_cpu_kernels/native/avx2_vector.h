@@ -273,8 +273,8 @@ struct Avx2 {
     }
   };
 
-  // The first `count` bytes, then zeros, by loads that overlap: a copy byte by byte would have to be stored before it could
-  // be loaded as a whole.
+  // The first `count` bytes, then zeros, by loads that overlap. A copy byte by byte would be stored first, and a load of
+  // the whole would wait for it.
   static uint64_t first_bytes(const void* from, int64_t count) {
     auto overlapping = [&]<class T>(T) {
       T begin, end;
