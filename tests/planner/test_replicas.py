@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,12 +14,13 @@ from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.many_machines import PipelineBounds
+from mlx_ring.planner.pipeline import PipelineBounds
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import CpuQuota, NodeProfile, StepRatios
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import Table
 from mlx_ring.rpc.link_profile import LinkProfile
 
 THROUGHPUT = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
@@ -141,7 +143,9 @@ def test_no_pipeline_exceeds_the_bound_of_its_machines(
         plan = place(model, cluster_of(*nodes), request)
     except PlanError:
         reject()
-    bound = PipelineBounds(nodes, model, request).tokens_per_s(tuple(range(len(nodes))), sequences)
+    kinds = [[number] for number in range(len(nodes))]
+    bounds = PipelineBounds(model, cluster_of(*nodes), kinds, request)
+    bound = bounds.tokens_per_s(tuple(range(len(nodes))), sequences)
     assert plan.prediction.tokens_per_s <= bound * (1 + 1e-9)
 
 
@@ -180,14 +184,20 @@ def test_of_many_unequal_machines_small_ones_join_and_useless_ones_are_left_out(
     assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)
 
 
+def test_many_machines_that_hold_no_replica_are_told_what_is_missing() -> None:
+    cluster = cluster_of(*(node_of(f"n{number}", 0.2) for number in range(10)))
+    with pytest.raises(PlanError, match="GB are missing"):
+        place_replicas(model_of(28), cluster, THROUGHPUT, None)
+
+
 def test_moves_of_a_machine_bound_each_replica_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, compute = Counter[tuple[object, int]](), PipelineBounds.bound
+    computed, compute = Counter[tuple[object, int]](), PipelineBounds.seconds
 
-    def counted(self: PipelineBounds, kinds: tuple[int, ...], share: int) -> float:
-        computed[kinds, share] += 1
-        return compute(self, kinds, share)
+    def counted(self: PipelineBounds, sets: Sequence[tuple[int, ...]], share: int) -> Table:
+        computed.update((kinds, share) for kinds in sets)
+        return compute(self, sets, share)
 
-    monkeypatch.setattr(PipelineBounds, "bound", counted)
+    monkeypatch.setattr(PipelineBounds, "seconds", counted)
     whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
     nodes = [
         node_of(f"n{number}", (0.4 + number / 30) * whole, gb_s=100 + 9 * number) for number in range(10)
