@@ -32,7 +32,7 @@ _SIZES = 3
 """Number of sizes of replicas that are tried for hundreds of machines, from the smallest that fits."""
 _FEW = 64
 """Number of machines up to which all sizes are tried, and replicas are improved one by one."""
-_MOST_TRIES, _FEWER_TRIES = 400, 12
+_MOST_TRIES, _FEWER_TRIES = 400, 10
 """Numbers of replicas that are planned to improve a division, without bounds and with them."""
 _MOST_MOVES = 400
 """Number of moves by bounds before the replicas are planned."""
@@ -222,7 +222,7 @@ class ManyMachines:
         """Return the throughput of each replica; none once all together surely have `least` at most."""
         keys = [self._key(members) for members in division]
         members_of, numbers = dict(zip(keys, division, strict=True)), Counter(keys)
-        bounds = {key: self._bound(key, share) for key in numbers}
+        bounds = dict(zip(keys, self._highest(division, share, least), strict=True))
         most = sum(bounds[key] * number for key, number in numbers.items())
         speeds: dict[tuple[int, ...], float] = {}
         for key, number in numbers.items():
@@ -235,7 +235,10 @@ class ManyMachines:
 
     def _highest(self, division: Division, share: int, _least: float) -> list[float]:
         """Return the bound of each replica's throughput."""
-        return [self._bound(self._key(members), share) for members in division]
+        keys = [self._key(members) for members in division]
+        if self._bounds is not None:
+            self._bounds.compute(keys, share)
+        return [self._bound(key, share) for key in keys]
 
     def _bound(self, key: tuple[int, ...], share: int) -> float:
         """Return a throughput that machines of these kinds cannot exceed: that of their plan if they have one."""
@@ -303,12 +306,10 @@ class ManyMachines:
         if any(self._speed_alone(self._kind_of[place], share) for place in members):
             return True
         key = self._key(members), share
-        if self._bounds is not None:
-            # Without shared layers, there is a plan if there is a pipeline.
-            return self._bounds.tokens_per_s(*key) > 0 and self._holds_stages(key, members, share)
-        if key in self._plans or not self._holds_stages(key, members, share):
+        if self._bounds is None and (key in self._plans or not self._holds_stages(key, members, share)):
             return self._plan(members, share) is not None
-        return True
+        # Without shared layers, there is a plan if there is a pipeline.
+        return self._holds_stages(key, members, share)
 
     def _holds_stages(self, key: tuple[tuple[int, ...], int], members: tuple[int, ...], share: int) -> bool:
         """Return True if they have it as a pipeline of single machines, which is found out much faster than a plan."""

@@ -224,7 +224,7 @@ class Pipeline:
 
 Sets = NDArray[np.intp]
 """Kinds of the machines of each set, -1 for none: `(sets, machines)`."""
-_HALVINGS = 24
+_HALVINGS = 20
 """Number of times that the interval of a pace is halved."""
 _NEVER_S = 1e300
 """Seconds of a layer where there is no machine."""
@@ -282,7 +282,8 @@ class PipelineBounds:
 
     def tokens_per_s(self, kinds: tuple[int, ...], share: int) -> float:
         """Return a throughput of `share` sequences that no pipeline of these machines exceeds; 0 without enough memory."""
-        self.compute([kinds], share)
+        if (kinds, share) not in self._highest:
+            self.compute([kinds], share)
         return self._highest[kinds, share]
 
     def compute(self, sets: Iterable[tuple[int, ...]], share: int) -> None:
