@@ -27,11 +27,16 @@ from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.cluster_file import cluster_of as catalogued
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
 
 _MACHINES, _LAYERS, _STREAMS = 64, 128, 10_000
+_USERS = 256
+"""Users among whom replicas are shared out."""
 _MODEL = model_of(_LAYERS, layer_bytes=60_000_000)
+_WIDE = model_of(48, layer_bytes=600_000_000)
+"""Model for which several of these machines are needed."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ def _known(machines: int) -> ClusterProfile:
 def _plan(cluster: ClusterProfile, *, users: int = 1, objective: Objective = "latency") -> _Row:
     request = PlanRequest(Demand(4096, users), objective=objective, users=users)
     return _Row(2.0, lambda: lambda: place(_MODEL, cluster, request))
+
+
+def _replicas(model: ModelProfile, cluster: ClusterProfile) -> _Row:
+    """Return the row of the best division of the machines into replicas."""
+    request = PlanRequest(Demand(1024, _USERS), objective="throughput", users=_USERS)
+    return _Row(10.0, lambda: lambda: place_replicas(model, cluster, request, None))
 
 
 def _simulation(stages: int) -> _Row:
@@ -122,6 +133,10 @@ _ROWS: Mapping[str, _Row] = {
     "first-token-users": _plan(_UNLIKE, objective="first-token", users=8),
     "throughput": _plan(_UNLIKE, objective="throughput", users=8),
     "memory": _plan(_UNLIKE, objective="memory"),
+    "replicas": _replicas(_MODEL, _UNLIKE),
+    "replicas-wide": _replicas(_WIDE, _UNLIKE),
+    "replicas-1000": _replicas(_MODEL, alike(1000)),
+    "replicas-1000-unlike": _replicas(_MODEL, unlike(1000)),
     "streams": _simulation(1),
     "streams-4": _simulation(4),
     "capacity": _capacity(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,8 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
 from mlx_ring.engine.capacity_search import Arrivals, Lengths, Load, Recorded, read_recorded
-from mlx_ring.engine.simulated_load import ServiceLevel
+from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedRequest
+from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile
@@ -33,13 +35,14 @@ def measured(
     rate: float | None = None,
     kwh_price: float = 0.0,
     upkeep: dict[str, Upkeep] | None = None,
+    most_running: int = 8,
 ) -> Capacity:
     question = Question(
         load,
         ServiceLevel(1.0, 0.2) if level is None else level,
         PlanRequest(Demand(80, 1)),
         make_policy(num_speculative_tokens=0),
-        max_num_seqs=8,
+        max_num_seqs=most_running,
         rate=rate,
         kwh_price=kwh_price,
         upkeep=upkeep or {},
@@ -133,6 +136,23 @@ def test_a_small_model_on_a_fast_machine_has_no_endless_capacity() -> None:
     assert found.holds
     assert 0 < found.uses[0].busy <= 1
     assert found.tokens_per_s < 1e5
+
+
+def test_runs_are_not_longer_because_very_many_requests_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the requests of runs at a rate at which few run at the same time."""
+    counts, run = list[int](), Simulation.run
+
+    def counted(
+        self: Simulation, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True
+    ) -> Outcome:
+        counts.append(len(requests))
+        return run(self, requests, skipped=skipped, drains=drains)
+
+    monkeypatch.setattr(Simulation, "run", counted)
+    few, many = (measured(rate=20.0, most_running=most) for most in (256, 10_000))
+    assert few.holds
+    assert many.holds
+    assert max(counts) < 2000
 
 
 def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:

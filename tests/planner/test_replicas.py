@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given, reject
@@ -13,12 +15,13 @@ from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.many_machines import PipelineBounds
-from mlx_ring.planner.place import place
+from mlx_ring.planner.pipeline import PipelineBounds
+from mlx_ring.planner.place import place, place_if_it_fits
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import CpuQuota, NodeProfile, StepRatios
+from mlx_ring.planner.profiles import ClusterProfile, CpuQuota, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.stage_costs import Table
 from mlx_ring.rpc.link_profile import LinkProfile
 
 THROUGHPUT = PlanRequest(Demand(context_tokens=1024, sequences=16), objective="throughput")
@@ -141,7 +144,9 @@ def test_no_pipeline_exceeds_the_bound_of_its_machines(
         plan = place(model, cluster_of(*nodes), request)
     except PlanError:
         reject()
-    bound = PipelineBounds(nodes, model, request).tokens_per_s(tuple(range(len(nodes))), sequences)
+    kinds = [[number] for number in range(len(nodes))]
+    bounds = PipelineBounds(model, cluster_of(*nodes), kinds, request)
+    bound = bounds.tokens_per_s(tuple(range(len(nodes))), sequences)
     assert plan.prediction.tokens_per_s <= bound * (1 + 1e-9)
 
 
@@ -180,14 +185,40 @@ def test_of_many_unequal_machines_small_ones_join_and_useless_ones_are_left_out(
     assert all(stage.memory_bytes <= stage.usable_bytes for plan in plans for stage in plan.stages)
 
 
+def test_the_error_of_many_machines_without_room_for_a_replica_says_what_is_missing() -> None:
+    cluster = cluster_of(*(node_of(f"n{number}", 0.2) for number in range(10)))
+    with pytest.raises(PlanError, match="GB are missing"):
+        place_replicas(model_of(28), cluster, THROUGHPUT, None)
+
+
+def test_few_replicas_of_many_unlike_machines_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the plans of machines of which no two are alike, and most are too small for a replica."""
+    planned = list[int]()
+
+    def counted(
+        model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, *, explains: bool = True
+    ) -> Plan | None:
+        planned.append(len(cluster.nodes))
+        return place_if_it_fits(model, cluster, request, explains=explains)
+
+    monkeypatch.setattr("mlx_ring.planner.many_machines.place_if_it_fits", counted)
+    numbers = Random(4)
+    nodes = [
+        node_of(f"n{place}", numbers.uniform(1, 4), gb_s=numbers.uniform(50, 800)) for place in range(16)
+    ]
+    plans = place_replicas(model_of(28), cluster_of(*nodes), THROUGHPUT, None)
+    assert len(plans) > 1
+    assert len(planned) <= 12 + 2 * len(plans)
+
+
 def test_moves_of_a_machine_bound_each_replica_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, compute = Counter[tuple[object, int]](), PipelineBounds.bound
+    computed, compute = Counter[tuple[object, int]](), PipelineBounds.seconds
 
-    def counted(self: PipelineBounds, kinds: tuple[int, ...], share: int) -> float:
-        computed[kinds, share] += 1
-        return compute(self, kinds, share)
+    def counted(self: PipelineBounds, sets: Sequence[tuple[int, ...]], share: int) -> Table:
+        computed.update((kinds, share) for kinds in sets)
+        return compute(self, sets, share)
 
-    monkeypatch.setattr(PipelineBounds, "bound", counted)
+    monkeypatch.setattr(PipelineBounds, "seconds", counted)
     whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
     nodes = [
         node_of(f"n{number}", (0.4 + number / 30) * whole, gb_s=100 + 9 * number) for number in range(10)

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -335,15 +335,20 @@ class Search:
             if stage < self.replicas.stages - 1:
                 yield costs.hop_s(stage, int(computed + answer))[1]
 
-    @property
+    @cached_property
     def most(self) -> float:
         """Requests per second that the busiest stage or link can take, in steps as full as they may be."""
+        return 1 / min(self._busiest_s.values())
+
+    @cached_property
+    def _busiest_s(self) -> dict[int, float]:
+        """Seconds that a request takes of the busiest stage or link, by the rows of a step, fewest first."""
         cached = int(self.load.mean_prompt * self.load.prefix_hits)
         computed = max(1, int(self.load.mean_prompt) - cached)
         prompts = max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // computed)
         rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
-        fuller = {rows >> shift or 1 for shift in range(rows.bit_length())}
-        return 1 / min(max(self._occupied_s(count, prompts)) for count in fuller)
+        fuller = sorted({rows >> shift or 1 for shift in range(rows.bit_length())})
+        return {count: max(self._occupied_s(count, prompts)) for count in fuller}
 
     def at(self, rate: float) -> Found:
         """Return what is measured at a rate."""
@@ -351,9 +356,14 @@ class Search:
         return Found(rate, outcome, outcome, self.policy)
 
     def _streams(self, rate: float) -> float:
-        """Return about as many requests as run at the same time at a rate, none waiting."""
+        """Return about as many requests as come at a rate until their number no longer rises."""
         rows = max(1, self.policy.max_num_seqs // self.replicas.stages)
-        return min(float(self.policy.max_num_seqs), rate * self._request_s(rows) * rows)
+        most = min(float(self.policy.max_num_seqs), rate * self._request_s(rows) * rows)
+        if most <= MOST_RUNNING or rate >= self.most:
+            return most
+        # Steps just as full as serves them; near the highest rate, it takes much longer until they are.
+        rows = next(rows for rows, busiest_s in self._busiest_s.items() if rate * busiest_s <= 1)
+        return min(most, max(MOST_RUNNING, rows * self.replicas.stages / (1 - rate / self.most)))
 
     def _count(self, rate: float) -> int:
         """Return the number of requests to measure at about a rate."""

@@ -1,26 +1,28 @@
 """Replicas over more than eight machines. Pure.
 
-Alike machines join in replicas of equal size, and the rest in mixed ones. The sizes are improved kind by kind. A division is
-planned only while bounds of its replicas say that it may have a higher throughput than the best one.
+Alike machines join in replicas of equal size, and the rest in mixed ones. The sizes are improved kind by kind, and divisions of
+few machines by moves. Bounds of each replica's throughput choose sizes and moves without plans. A division is planned only
+while they say that it may have a higher throughput than the best one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import chain, combinations, permutations, product
 
 import numpy as np
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.pipeline import PipelineBounds
 from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
-from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, kinds_of
+from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, kinds_of
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES, any_partition
-from mlx_ring.planner.stage_costs import StageTables, Table
+from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.tensor_plans import with_left_undone
 from mlx_ring.planner.timetable import Timetable
 
@@ -30,8 +32,10 @@ _SIZES = 3
 """Number of sizes of replicas that are tried for hundreds of machines, from the smallest that fits."""
 _FEW = 64
 """Number of machines up to which all sizes are tried, and replicas are improved one by one."""
-_MOST_TRIES = 400
-"""Number of replicas that are planned to improve a division."""
+_MOST_TRIES, _FEWER_TRIES = 400, 10
+"""Numbers of replicas that are planned to improve a division, without bounds and with them."""
+_MOST_MOVES = 400
+"""Number of moves by bounds before the replicas are planned."""
 
 _ROUNDING = 1 + 1e-9
 """Factor by which bounds of throughputs are raised, because times are rounded."""
@@ -40,6 +44,10 @@ _BETTER = 1.001
 
 Division = list[tuple[int, ...]]
 """Places of each replica's machines."""
+Move = tuple[Division, Division]
+"""Replicas that a move ends, and those that it makes."""
+Speeds = Callable[[Division, int, float], list[float]]
+"""Function that returns the throughput of each replica for a share of the sequences; none if all have too little together."""
 
 
 class ManyMachines:
@@ -60,9 +68,8 @@ class ManyMachines:
         """True for machines, by kinds, that hold a replica as a pipeline with a share of the sequences."""
         self._alone: dict[tuple[int, int], float] = {}
         """Throughput of one machine, by kind, with a share of the sequences; 0 if it does not hold a replica."""
-        self._bounds = (
-            None if _may_share(model, cluster, request) else PipelineBounds(self._first_ones, model, request)
-        )
+        shares = _may_share(model, cluster, request)
+        self._bounds = None if shares else PipelineBounds(model, cluster, self._kinds, request)
 
     def plans(self, count: int | None) -> tuple[Plan, ...]:
         """Return a plan for each replica; None chooses their number by the throughput of all. There are none if none fits.
@@ -71,7 +78,7 @@ class ManyMachines:
             PlanError: the machines cannot hold that many.
         """
         best = self._by_count(count) if count else self._by_throughput()
-        share = self._request.share(len(best))
+        share = self._request.share(max(1, len(best)))
         plans = (self._named(members, share) for members in sorted(best))
         return tuple(plan for plan in plans if plan is not None)
 
@@ -89,11 +96,19 @@ class ManyMachines:
         return sorted(found, key=lambda members: -self._speed(members, share))[:count]
 
     def _by_throughput(self) -> Division:
+        """Return the best division of one size for all kinds, then improved kind by kind, and for few machines by moves."""
+        few = len(self._cluster.nodes) <= _FEW
+        if self._bounds is not None and few:
+            return self._improved_by_bounds(self._by_size(self._highest), self._bounds)
+        best = self._by_size(self._speeds)
+        return self._improved(best) if few else best
+
+    def _by_size(self, speeds: Speeds) -> Division:
         """Return the best division of one size for all kinds, then improved kind by kind."""
         best: tuple[float, Division, list[int]] = (0.0, [], [])
         tried, few = 0, len(self._cluster.nodes) <= _FEW
         for size in range(1, MOST_NODES + 1):
-            best = max(best, self._tried([size] * len(self._kinds), best[0]), key=lambda one: one[0])
+            best = max(best, self._tried([size] * len(self._kinds), best[0], speeds), key=lambda one: one[0])
             tried += bool(best[1])
             if tried == _SIZES and not few:
                 break
@@ -101,55 +116,113 @@ class ManyMachines:
             for kind in range(len(self._kinds)):
                 for size in range(1, MOST_NODES + 1):
                     sizes = [*best[2][:kind], size, *best[2][kind + 1 :]]
-                    best = max(best, self._tried(sizes, best[0]), key=lambda one: one[0])
-        return self._improved(best[1]) if few else best[1]
+                    best = max(best, self._tried(sizes, best[0], speeds), key=lambda one: one[0])
+        return best[1]
 
     def _improved(self, division: Division) -> Division:
-        """Return the division after moves of one machine, and joined or dropped replicas, while the throughput rises."""
+        """Return the division after moves, while plans say that the throughput rises."""
         most = len(self._plans) + _MOST_TRIES
-        best = self._throughput(division, 0.0), division
+        best = self._throughput(division, self._speeds), division
         while len(self._plans) < most:
             least = best[0] * _BETTER
-            tried = ((self._throughput(each, least), each) for each in self._moved(best[1]))
+            moved = (_after(best[1], move) for move in self._moves(best[1]))
+            tried = ((self._throughput(each, self._speeds, least), each) for each in moved)
             better = next((one for one in tried if one[0] > least), None)
             if better is None:
                 break
             best = better
         return best[1]
 
-    def _moved(self, division: Division) -> Iterator[Division]:
-        """Yield the divisions that one move makes, each once for replicas of the same machines."""
-        used = {place for members in division for place in members}
-        unused = [(place,) for place in range(len(self._cluster.nodes)) if place not in used]
-        seen: set[tuple[Hashable, ...]] = set()
+    def _improved_by_bounds(self, start: Division, bounds: PipelineBounds) -> Division:
+        """Return the division after the best moves by bounds. Plans replace bounds until they change no move."""
+        best, division, most = (0.0, start), start, len(self._plans) + _FEWER_TRIES
+        while len(self._plans) < most:
+            for _ in range(_MOST_MOVES):
+                least = _BETTER * self._throughput(division, self._highest)
+                kinds = (self._best_move(division, each, bounds) for each in (self._moves, self._exchanges))
+                move = next((move for value, move in kinds if value > least), None)
+                if move is None:
+                    break
+                division = _after(division, move)
+            planned = len(self._plans)
+            best = max(best, (self._throughput(division, self._speeds), division), key=lambda one: one[0])
+            if len(self._plans) == planned:
+                break
+        return start if self._throughput(start, self._speeds, best[0]) > best[0] else best[1]
+
+    def _best_move(
+        self, division: Division, possible: Callable[[Division], Iterator[Move]], bounds: PipelineBounds
+    ) -> tuple[float, Move]:
+        """Return the possible move after which the replicas' bounds have the greatest sum, and the throughput by that."""
+        by_count: dict[int, list[Move]] = defaultdict(list)
+        for ended, made in possible(division):
+            by_count[len(division) - len(ended) + len(made)].append((ended, made))
+        best: tuple[float, Move] = 0.0, ([], [])
+        for count, moves in by_count.items():
+            if not 0 < count <= self._request.demand.sequences:
+                continue
+            share = self._request.share(count)
+            bounds.compute(map(self._key, chain(division, *(made for _, made in moves))), share)
+            speeds = {members: self._bound(self._key(members), share) for members in division}
+            idle, whole = sum(not speed for speed in speeds.values()), sum(speeds.values())
+            for ended, made in moves:
+                new = [self._bound(self._key(members), share) for members in made]
+                if idle > sum(not speeds[members] for members in ended) or not all(new):
+                    continue
+                speed = whole - sum(speeds[members] for members in ended) + sum(new)
+                best = max(best, (self._of_all(speed, share, count), (ended, made)), key=lambda one: one[0])
+        return best
+
+    def _moves(self, division: Division) -> Iterator[Move]:
+        """Yield moves of one machine, and joined or dropped replicas, each once for replicas of the same machines."""
+        unused, seen = self._unused(division), set[tuple[Hashable, ...]]()
         for one, other in permutations([*division, *unused], 2):
             key = self._key(one), self._key(other)
             if key in seen or other in unused:
                 continue
             seen.add(key)
-            rest = [members for members in division if members not in (one, other)]
+            ended = [other] if one in unused else [one, other]
             if len(one) + len(other) <= MOST_NODES:
-                yield [*rest, one + other]
+                yield ended, [one + other]
             if len(one) > 1 and len(other) < MOST_NODES:
                 for place in {self._kind_of[place]: place for place in one}.values():
-                    yield [*rest, tuple(each for each in one if each != place), (*other, place)]
+                    yield ended, [tuple(each for each in one if each != place), (*other, place)]
         for members in {self._key(members): members for members in division}.values():
             if len(division) > 1:
-                yield [each for each in division if each != members]
+                yield [members], []
 
-    def _throughput(self, division: Division, least: float) -> float:
+    def _exchanges(self, division: Division) -> Iterator[Move]:
+        """Yield moves that exchange a machine for one of another replica, or for an unused one."""
+        unused, seen = self._unused(division), set[tuple[Hashable, ...]]()
+        for one, other in combinations([*division, *unused], 2):
+            key, is_unused = (self._key(one), self._key(other)), other in unused
+            if key in seen or one in unused or (not is_unused and len(one) == len(other) == 1):
+                continue
+            seen.add(key)
+            for mine, theirs in product(one, other):
+                changed = (*(place for place in one if place != mine), theirs)
+                if is_unused:
+                    yield [one], [changed]
+                elif self._kind_of[mine] != self._kind_of[theirs]:
+                    yield [one, other], [changed, (*(place for place in other if place != theirs), mine)]
+
+    def _unused(self, division: Division) -> Division:
+        used = {place for members in division for place in members}
+        return [(place,) for place in range(len(self._cluster.nodes)) if place not in used]
+
+    def _throughput(self, division: Division, speeds: Speeds, least: float = 0.0) -> float:
         """Return the tokens per second of all replicas together; 0 if one does not hold its share, or if it is `least` at most."""
         if not 0 < len(division) <= self._request.demand.sequences:
             return 0.0
         share = self._request.share(len(division))
-        speeds = self._speeds(division, share, least)
-        return self._together(speeds, share) if speeds and all(speeds) else 0.0
+        found = speeds(division, share, least)
+        return self._of_all(sum(found), share, len(found)) if found and all(found) else 0.0
 
     def _speeds(self, division: Division, share: int, least: float) -> list[float]:
         """Return the throughput of each replica; none once all together surely have `least` at most."""
         keys = [self._key(members) for members in division]
         members_of, numbers = dict(zip(keys, division, strict=True)), Counter(keys)
-        bounds = {key: self._bound(key, share) for key in numbers}
+        bounds = dict(zip(keys, self._highest(division, share, least), strict=True))
         most = sum(bounds[key] * number for key, number in numbers.items())
         speeds: dict[tuple[int, ...], float] = {}
         for key, number in numbers.items():
@@ -160,21 +233,29 @@ class ManyMachines:
                 most -= number * max(0.0, bounds[key] - speeds[key])
         return [speeds[key] for key in keys]
 
+    def _highest(self, division: Division, share: int, _least: float) -> list[float]:
+        """Return the bound of each replica's throughput."""
+        keys = [self._key(members) for members in division]
+        if self._bounds is not None:
+            self._bounds.compute(keys, share)
+        return [self._bound(key, share) for key in keys]
+
     def _bound(self, key: tuple[int, ...], share: int) -> float:
-        """Return a throughput that machines of these kinds cannot exceed."""
+        """Return a throughput that machines of these kinds cannot exceed: that of their plan if they have one."""
         if len(key) == 1:
             return self._speed_alone(key[0], share) * _ROUNDING
+        if (key, share) in self._plans:
+            return _speed_of(self._plans[key, share]) * _ROUNDING
         return math.inf if self._bounds is None else self._bounds.tokens_per_s(key, share) * _ROUNDING
 
-    def _together(self, speeds: Sequence[float], share: int) -> float:
+    def _of_all(self, speed: float, share: int, replicas: int) -> float:
         """Return the tokens per second of the request's sequences, which may be fewer than all shares."""
-        promised = max(1, share * len(speeds))
-        return sum(speeds) * self._request.demand.sequences / promised
+        return speed * self._request.demand.sequences / max(1, share * replicas)
 
     def _key(self, members: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(self._kind_of[place] for place in members))
 
-    def _tried(self, sizes: list[int], least: float) -> tuple[float, Division, list[int]]:
+    def _tried(self, sizes: list[int], least: float, speeds_of: Speeds) -> tuple[float, Division, list[int]]:
         """Return the throughput and the division for these sizes, by kind; no more replicas than sequences.
 
         There is none if its throughput is `least` at most.
@@ -184,14 +265,14 @@ class ManyMachines:
         found = self._division(sizes, self._request.share(max(1, len(self._cluster.nodes) // max(sizes))))
         share = self._request.share(max(1, min(len(found), sequences)))
         # Shares of the replicas that hold one are whole sequences, so together they do not exceed the sum of all.
-        speeds = self._speeds(found, share, least)
+        speeds = speeds_of(found, share, least)
         fastest = sorted(
             ((speed, members) for speed, members in zip(speeds, found, strict=bool(speeds)) if speed),
             key=lambda one: -one[0],
         )[:sequences]
         if self._request.share(max(1, len(fastest))) > share:
             return 0.0, [], sizes
-        together = self._together([speed for speed, _ in fastest], share)
+        together = self._of_all(sum(speed for speed, _ in fastest), share, len(fastest))
         return together, [members for _, members in fastest], sizes
 
     def _division(self, sizes: Sequence[int], share: int) -> Division:
@@ -199,7 +280,7 @@ class ManyMachines:
         found: Division = []
         rest: list[int] = []
         for kind, size in zip(self._kinds, sizes, strict=True):
-            groups = list(_in_parts(kind, size))
+            groups = [tuple(kind[first : first + size]) for first in range(0, len(kind), size)]
             # All but the last, which may be smaller, are alike.
             if len(groups[0]) < size or not self._holds(groups[0], share):
                 rest += kind
@@ -225,9 +306,10 @@ class ManyMachines:
         if any(self._speed_alone(self._kind_of[place], share) for place in members):
             return True
         key = self._key(members), share
-        if key in self._plans or not self._holds_stages(key, members, share):
+        if self._bounds is None and (key in self._plans or not self._holds_stages(key, members, share)):
             return self._plan(members, share) is not None
-        return True
+        # Without shared layers, there is a plan if there is a pipeline.
+        return self._holds_stages(key, members, share)
 
     def _holds_stages(self, key: tuple[tuple[int, ...], int], members: tuple[int, ...], share: int) -> bool:
         """Return True if they have it as a pipeline of single machines, which is found out much faster than a plan."""
@@ -245,8 +327,7 @@ class ManyMachines:
         """Return the throughput of these machines as a replica, in tokens per second; 0 if it does not fit."""
         if len(members) == 1:
             return self._speed_alone(self._kind_of[members[0]], share)
-        plan = self._plan(members, share)
-        return 0.0 if plan is None else plan.prediction.tokens_per_s
+        return _speed_of(self._plan(members, share))
 
     def _speed_alone(self, kind: int, share: int) -> float:
         """Return the throughput of a machine as a replica, as its plan has it; 0 if it does not fit."""
@@ -327,47 +408,14 @@ class ManyMachines:
         )
 
 
-class PipelineBounds:
-    """Bounds of the throughput of pipelines of single machines, as if layers were divisible and hops took no time."""
+def _after(division: Division, move: Move) -> Division:
+    """Return the division after a move."""
+    ended, made = move
+    return [*(members for members in division if members not in ended), *made]
 
-    def __init__(self, kinds: Sequence[NodeProfile], model: ModelProfile, request: PlanRequest) -> None:
-        self._kinds = kinds
-        self._costs = StageTables(model, request.demand)
-        self._context_tokens = request.demand.mean_context_tokens
-        self._first: dict[int, Table] = {}
-        """Seconds of each layer on a machine of the first kind, by rows."""
-        self._pace: dict[tuple[int, int], float] = {}
-        self._highest: dict[tuple[tuple[int, ...], int], float] = {}
-        """Bounds by kinds and sequences, because moves of one machine leave most replicas as they are."""
 
-    def tokens_per_s(self, kinds: tuple[int, ...], share: int) -> float:
-        """Return a throughput of `share` sequences that machines of these kinds cannot exceed."""
-        if (kinds, share) not in self._highest:
-            self._highest[kinds, share] = self.bound(kinds, share)
-        return self._highest[kinds, share]
-
-    def bound(self, kinds: tuple[int, ...], share: int) -> float:
-        """Compute the bound."""
-        highest = 0.0
-        for stages in range(1, len(kinds) + 1):
-            groups = min(stages, share)
-            rows = -(-share // groups)
-            # The slowest stage takes least if the fastest machines all take equally long.
-            paces = sorted(self._relative(kind, rows) for kind in kinds)[:stages]
-            slowest_s = float(self._first[rows].sum()) / sum(1 / pace for pace in paces)
-            highest = max(highest, share / (groups * slowest_s))
-        return highest
-
-    def _relative(self, kind: int, rows: int) -> float:
-        """Return the least time of a layer on a machine, relative to a machine of the first kind."""
-        if rows not in self._first:
-            self._first[rows] = self._layer_seconds(0, rows)
-        if (kind, rows) not in self._pace:
-            self._pace[kind, rows] = float((self._layer_seconds(kind, rows) / self._first[rows]).min())
-        return self._pace[kind, rows]
-
-    def _layer_seconds(self, kind: int, rows: int) -> Table:
-        return self._costs.layer_seconds(self._kinds[kind], rows, self._context_tokens)
+def _speed_of(plan: Plan | None) -> float:
+    return 0.0 if plan is None else plan.prediction.tokens_per_s
 
 
 def _may_share(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
@@ -392,11 +440,6 @@ def _kinds(cluster: ClusterProfile) -> Kinds:
             one, other = (places[name] for name in pair)
             links[one, other] = links[other, one] = 1 + numbers.setdefault(link, len(numbers))
     return kinds_of([replace(node, name="") for node in cluster.nodes], links)
-
-
-def _in_parts(places: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    for first in range(0, len(places), size):
-        yield tuple(places[first : first + size])
 
 
 def too_many_replicas(model: ModelProfile, cluster: ClusterProfile, count: int, fitting: int) -> str:
