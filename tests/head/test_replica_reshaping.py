@@ -175,7 +175,7 @@ class SlowlyEndingInstance(ChangingInstance):
     """Instance that does not end yet when its workers change their stages."""
 
     def drain(self, nodes: frozenset[str], why: str) -> None:
-        """Go on."""
+        """Serve on."""
 
 
 @pytest.mark.parametrize("instance", [ChangingInstance, SlowlyEndingInstance])

@@ -485,7 +485,7 @@ def test_until_it_is_measured_a_stage_with_all_layers_counts_like_one_of_several
     learn(overheads, round_on(loaded_on(machines(1, 40)), (1, 40), 0.01, 0.01), instance="demo-2")
     assert overheads.of("node-0") == pytest.approx(0.02)
     assert overheads.of("node-0", is_alone=True) == pytest.approx(0.01)
-    # What several stages need is forgotten first.
+    # The older time of several stages is forgotten first.
     clock.now = 1801.0
     assert overheads.of("node-0") == overheads.of("node-0", is_alone=True) == pytest.approx(0.01)
 
