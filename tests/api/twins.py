@@ -289,6 +289,7 @@ class TwinCatalog:
         """Reason why no model can be loaded."""
         self.proposal: ProposalStatus | None = None
         """Best split of any model; None if the loaded one is the best."""
+        self.parts = ClusterParts()
         self.is_measured = True
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
@@ -297,7 +298,7 @@ class TwinCatalog:
         """Number of replicas that it is set up for."""
 
     def cluster(self) -> ClusterParts:
-        return ClusterParts()
+        return self.parts
 
     def running(self, model: ModelService | None) -> RunningCluster:
         nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()

@@ -300,6 +300,37 @@ def test_a_connection_that_is_made_when_the_instance_is_lost_is_closed(
     assert done.executor.closed == 1
 
 
+def test_ranks_that_would_be_left_are_stopped_if_nobody_patches_them_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cancel the run after a loss, while it still closes its connections."""
+
+    async def act() -> Run:
+        run, is_closing = Run(monkeypatch, is_patched=True), asyncio.Event()
+
+        def lose() -> None:
+            run.instance.watch.lost_ranks.add(KEPT)
+            run.instance.lose(WorkerLost("It died."))
+
+        async def close() -> None:
+            is_closing.set()
+            await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(run.connecting, "set", lose)
+        monkeypatch.setattr(run.executor, "close", close)
+        run.loading.set_result([])
+        run.linking.set_result([])
+        running = asyncio.create_task(run.instance.run(lambda _: pytest.fail("it never served")))
+        await is_closing.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return run
+
+    done = asyncio.run(act())
+    assert [agent.stopped for agent in done.agents] == [["tiny-1"]] * 2
+
+
 @pytest.mark.parametrize(("link", "lost"), [("grpc", {KEPT: 5}), ("ring", {KEPT: 5, NEW: math.inf})])
 def test_a_lost_rank_is_lost_with_its_group_and_with_the_last_step_that_it_has_begun(
     monkeypatch: pytest.MonkeyPatch, link: str, lost: Mapping[RankId, float]

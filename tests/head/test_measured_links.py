@@ -16,7 +16,7 @@ from mlx_ring.cluster.link_survey import FoundLink
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.cluster.quarantine import Quarantine
 from mlx_ring.core.errors import NodeLost
-from mlx_ring.head.measured_links import LinkSurveys, link_info, with_throughput
+from mlx_ring.head.plan_requests import LinkSurveys, link_info, with_throughput
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.link_profile import UNREACHABLE
 

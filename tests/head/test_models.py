@@ -106,7 +106,7 @@ def test_a_loaded_model_is_not_deleted_whatever_else_is_loaded_or_moves() -> Non
         catalog: Any = make_catalog()
         model = SimpleNamespace(names=(HUB_ID,))
         catalog._hosted = [SimpleNamespace(served=model, replicas=[1], is_awaited=False)]
-        async with catalog._one_at_a_time:
+        async with catalog._order.turn():
             with pytest.raises(Conflict, match=f"{HUB_ID} is served by this server: unload it first"):
                 await catalog.delete("qwen3:8b")
 

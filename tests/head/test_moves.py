@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +21,8 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
-from mlx_ring.head.moves import FailedLoads, Moves
+from mlx_ring.head.move_order import MoveOrder, unload_for
+from mlx_ring.head.moves import Choice, FailedLoads, Moves
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 NO_ROOM = PlanError("There is no room for 4 layers.")
@@ -77,16 +78,26 @@ class FakeHosted:
         self.replicas, self.problem = [replica], problem
         self.open_requests = 2
         self.stopped: list[str] = []
+        self.is_moving, self.is_idle, self.last_requested = False, False, 0.0
+        self.answers: asyncio.Event | None = None
+        """End of answers for which a move waits; None if there are none."""
+        self.is_waiting = asyncio.Event()
 
     async def stop(self, reason: str) -> None:
         self.stopped.append(reason)
         self.replicas = []
 
-    async def replace(self, old: FakeReplica, new: FakeReplica, ready: object) -> int:
+    async def replace(
+        self, old: FakeReplica, new: FakeReplica, ready: object, loaded: Callable[[], None], /
+    ) -> int:
         del ready
         if self.problem is not None:
             raise self.problem
         assert self.replicas == [old]
+        loaded()
+        if self.answers is not None:
+            self.is_waiting.set()
+            await self.answers.wait()
         self.replicas = [new]
         return 2
 
@@ -103,12 +114,12 @@ class Head:
             node: SimpleNamespace(node=node, machine=f"{node}-machine", session=1) for node in nodes
         }
         self.membership = Membership(members)
-        self.one_at_a_time = asyncio.Lock()
+        self.order = MoveOrder()
         moves = Moves(
             lambda: cast("Any", self),
             lambda: cast("Any", [hosted, *others]),
             cast("Any", replacement),
-            self.one_at_a_time,
+            self.order,
             cast("Any", print),
         )
         self.moves = moves
@@ -181,9 +192,14 @@ def test_no_layers_move_while_the_head_ends() -> None:
         drain(head)
 
 
+def choice(hosted: FakeHosted, way: MoveWay, *nodes: str, refusal: Conflict | None = None) -> Choice:
+    (replica,) = hosted.replicas
+    return Choice(cast("Any", replica), way, frozenset(nodes), refusal)
+
+
 def split_again(hosted: FakeHosted, way: MoveWay | None, *, may_pause: bool = False) -> Moved | None:
-    async def choose() -> MoveWay | None:
-        return way
+    async def choose() -> Choice | None:
+        return None if way is None else choice(hosted, way)
 
     moves = Head(hosted, "a", "b").moves
     return asyncio.run(moves.split_again(cast("Any", hosted), choose, may_pause=may_pause))
@@ -248,7 +264,7 @@ def test_a_machine_that_has_left_meanwhile_is_not_drained_when_it_is_back() -> N
     head = Head(FakeHosted(FakeReplica("a", "b")), "a", "b")
 
     async def run() -> None:
-        async with head.one_at_a_time:
+        async with head.order.turn():
             draining = asyncio.create_task(head.moves.drain("b", force=False))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -265,8 +281,7 @@ def test_layers_of_a_machine_that_leaves_during_a_move_are_left_to_the_recovery(
     hosted = FakeHosted(replica)
     head = Head(hosted, "a", "b")
 
-    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
-        del old, new, ready
+    async def replace(*_: object) -> int:
         # It has layers again, as it has left and joined.
         head.membership = head.membership.apply(Drained("b", is_drained=False))
         return 2
@@ -332,14 +347,14 @@ def test_a_move_whose_loads_keep_failing_ends_and_lets_others_load() -> None:
     hosted = FakeHosted(replica)
     head = Head(hosted, "a", "b")
 
-    async def choose() -> MoveWay | None:
-        return "after"
+    async def choose() -> Choice:
+        return choice(hosted, "after")
 
     async def run() -> None:
         with pytest.raises(NotReady, match=GIVES_UP):
             await head.moves.split_again(cast("Any", hosted), choose, may_pause=True)
         assert hosted.replicas == [replica]
-        await head.moves.unload(cast("Any", hosted), force=True)
+        await head.order.unload(cast("Any", hosted), force=True)
         assert hosted.stopped == ["demo was unloaded."]
 
     asyncio.run(run())
@@ -373,23 +388,23 @@ def test_unloading_by_force_ends_the_move_of_the_model() -> None:
     head = Head(hosted, "a", "b")
     is_loading = asyncio.Event()
 
-    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
-        del old, new, ready
+    async def replace(*_: object) -> int:
         # An answer is longer than the other instance's context.
         is_loading.set()
         return await asyncio.get_running_loop().create_future()
 
-    async def choose() -> MoveWay | None:
-        return "beside"
+    async def choose() -> Choice:
+        return choice(hosted, "beside")
 
     async def run() -> None:
         moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
         await is_loading.wait()
-        await head.moves.unload(cast("Any", hosted), force=True)
+        await head.order.unload(cast("Any", hosted), force=True)
         assert (hosted.stopped, hosted.replicas) == (["demo was unloaded."], [])
         with pytest.raises(Conflict, match="demo was unloaded while it moved"):
             await moving
-        assert not head.one_at_a_time.locked()
+        async with asyncio.timeout(5), head.order.turn():
+            """Others may load."""
 
     hosted.replace = replace
     asyncio.run(run())
@@ -400,19 +415,18 @@ def test_a_model_that_is_being_unloaded_by_force_begins_no_move() -> None:
     head = Head(hosted, "a", "b")
     is_choosing, has_chosen = asyncio.Event(), asyncio.Event()
 
-    async def choose() -> MoveWay | None:
+    async def choose() -> Choice:
         is_choosing.set()
         await has_chosen.wait()
-        return "beside"
+        return choice(hosted, "beside")
 
-    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
-        del old, new, ready
+    async def replace(*_: object) -> int:
         raise AssertionError("It moves.")
 
     async def run() -> None:
         moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
         await is_choosing.wait()
-        unloading = asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True))
+        unloading = asyncio.create_task(head.order.unload(cast("Any", hosted), force=True))
         await asyncio.sleep(0)
         has_chosen.set()
         with pytest.raises(Conflict, match="demo was unloaded before it moved"):
@@ -430,11 +444,10 @@ def test_a_second_unload_by_force_waits_for_the_clean_up_of_the_first() -> None:
     is_loading, is_cleaning, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
     cleaned: list[str] = []
 
-    async def choose() -> MoveWay | None:
-        return "beside"
+    async def choose() -> Choice:
+        return choice(hosted, "beside")
 
-    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
-        del old, new, ready
+    async def replace(*_: object) -> int:
         is_loading.set()
         try:
             return await asyncio.get_running_loop().create_future()
@@ -446,9 +459,9 @@ def test_a_second_unload_by_force_waits_for_the_clean_up_of_the_first() -> None:
     async def run() -> None:
         moving = asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
         await is_loading.wait()
-        unloads = [asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True))]
+        unloads = [asyncio.create_task(head.order.unload(cast("Any", hosted), force=True))]
         await is_cleaning.wait()
-        unloads.append(asyncio.create_task(head.moves.unload(cast("Any", hosted), force=True)))
+        unloads.append(asyncio.create_task(head.order.unload(cast("Any", hosted), force=True)))
         await asyncio.sleep(0)
         may_end.set()
         await asyncio.gather(*unloads)
@@ -466,15 +479,14 @@ def test_a_drain_goes_on_without_a_model_that_is_unloaded_by_force() -> None:
     head = Head(hosted, "a", "b", others=[other])
     is_loading = asyncio.Event()
 
-    async def replace(old: FakeReplica, new: FakeReplica, ready: object) -> int:
-        del old, new, ready
+    async def replace(*_: object) -> int:
         is_loading.set()
         return await asyncio.get_running_loop().create_future()
 
     async def run() -> list[Moved]:
         draining = asyncio.create_task(head.moves.drain("b", force=False))
         await is_loading.wait()
-        await head.moves.unload(cast("Any", hosted), force=True)
+        await head.order.unload(cast("Any", hosted), force=True)
         assert hosted.stopped == ["demo was unloaded."]
         return list(await draining)
 
@@ -485,9 +497,265 @@ def test_a_drain_goes_on_without_a_model_that_is_unloaded_by_force() -> None:
 
 def test_a_model_that_answers_is_unloaded_by_force_only() -> None:
     hosted = FakeHosted(FakeReplica("a"))
-    moves = Head(hosted, "a").moves
+    order = Head(hosted, "a").order
     with pytest.raises(Conflict, match="demo is answering 2 requests: wait for them"):
-        asyncio.run(moves.unload(cast("Any", hosted), force=False))
+        asyncio.run(order.unload(cast("Any", hosted), force=False))
     assert not hosted.stopped
-    asyncio.run(moves.unload(cast("Any", hosted), force=True))
+    asyncio.run(order.unload(cast("Any", hosted), force=True))
     assert hosted.stopped
+
+
+# ---- moves of several models
+
+
+def named(name: str, *nodes: str, problem: RingError | None = None) -> FakeHosted:
+    hosted = FakeHosted(FakeReplica(*nodes), problem)
+    hosted.model_id = name
+    return hosted
+
+
+def begin_split(
+    head: Head, hosted: FakeHosted, way: MoveWay, *nodes: str, refusal: Conflict | None = None
+) -> asyncio.Task[Moved | None]:
+    async def choose() -> Choice:
+        return choice(hosted, way, *nodes, refusal=refusal)
+
+    return asyncio.create_task(head.moves.split_again(cast("Any", hosted), choose, may_pause=True))
+
+
+def test_a_model_moves_while_another_one_waits_for_long_answers() -> None:
+    first, second = named("first", "a", "b"), named("second", "b")
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        moved = await begin_split(head, second, "beside")
+        assert (moved is not None, moving.done()) == (True, False)
+        first.answers.set()
+        assert await moving is not None
+
+    asyncio.run(run())
+
+
+def test_a_drain_moves_each_model_without_waiting_for_the_answers_of_others() -> None:
+    first, second = named("first", "b"), named("second", "b")
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> list[Moved]:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await first.is_waiting.wait()
+        before = second.replicas
+        await run_tasks_until(lambda: second.replicas != before)
+        assert not draining.done()
+        first.answers.set()
+        return list(await draining)
+
+    assert {(moved.model, moved.way) for moved in asyncio.run(run())} == {
+        ("first", "beside"),
+        ("second", "beside"),
+    }
+
+
+def test_machines_are_drained_at_the_same_time() -> None:
+    first, second = named("first", "b"), named("second", "c")
+    head = Head(first, "a", "b", "c", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await first.is_waiting.wait()
+        assert [moved.model for moved in await head.moves.drain("c", force=False)] == ["second"]
+        # The machine is readmitted once its drain has ended.
+        readmitting = asyncio.create_task(head.moves.readmit("b"))
+        await asyncio.sleep(0)
+        assert (draining.done(), readmitting.done(), head.membership.drained) == (False, False, {"b", "c"})
+        first.answers.set()
+        await asyncio.gather(draining, readmitting)
+        assert head.membership.drained == {"c"}
+
+    asyncio.run(run())
+
+
+def test_a_model_without_room_waits_for_the_end_of_another_move_and_does_not_pause() -> None:
+    first, second = named("first", "a", "b"), named("second", "b", problem=NO_ROOM)
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        splitting = begin_split(head, second, "beside")
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        for _ in range(20):  # neither of both frees anything for the other one
+            await asyncio.sleep(0)
+        assert (splitting.done(), draining.done()) == (False, False)
+        second.problem = None
+        first.answers.set()
+        assert await moving is not None
+        ways = [*(await draining), await splitting]
+        assert {moved.way for moved in ways if moved is not None} == {"beside"}
+        assert not second.replicas[0].drained
+
+    asyncio.run(run())
+
+
+def test_a_model_waits_for_no_room_on_machines_that_plans_do_not_use() -> None:
+    first, second = named("first", "b"), named("second", "b", problem=NO_ROOM)
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> list[Moved]:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: second.replicas[0].drained)
+        assert not first.answers.is_set()
+        first.answers.set()
+        return list(await draining)
+
+    assert {(moved.model, moved.way) for moved in asyncio.run(run())} == {
+        ("first", "beside"),
+        ("second", "after"),
+    }
+
+
+def test_without_a_move_to_wait_for_a_model_pauses_where_it_finds_no_room() -> None:
+    hosted = named("second", "b", problem=NO_ROOM)
+    assert [moved.way for moved in drain(Head(hosted, "a", "b"))] == ["after"]
+
+
+@pytest.mark.parametrize(("nodes", "waits"), [(("c", "d"), False), (("b", "c"), True)])
+def test_a_move_that_would_pause_waits_for_moves_of_its_machines_alone(
+    nodes: Sequence[str], *, waits: bool
+) -> None:
+    first, second = named("first", "a", "b"), named("second", "c")
+    head = Head(first, "a", "b", "c", "d", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        refusal = Conflict("Answers would pause.") if waits else None
+        splitting = begin_split(head, second, "ranges", *nodes, refusal=refusal)
+        if not waits:
+            assert await splitting is not None
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (splitting.done(), second.replicas[0].has_changed) == (not waits, not waits)
+        first.answers.set()
+        await moving
+        if waits:
+            with pytest.raises(Conflict, match="would pause"):
+                await splitting
+
+    asyncio.run(run())
+
+
+def test_a_model_has_one_move_at_a_time() -> None:
+    hosted = named("first", "b")
+    head = Head(hosted, "a", "b")
+
+    async def run() -> None:
+        hosted.answers = asyncio.Event()
+        moving = begin_split(head, hosted, "beside")
+        await hosted.is_waiting.wait()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        again = begin_split(head, hosted, "beside")
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        with pytest.raises(Conflict, match="first is answering 2 requests"):
+            await head.order.unload(cast("Any", hosted), force=False)
+        assert (draining.done(), again.done()) == (False, False)
+        hosted.answers.set()
+        assert [*map(bool, await asyncio.gather(moving, again))] == [True, True]
+        assert await draining == []
+
+    asyncio.run(run())
+
+
+def test_a_move_that_fails_while_it_waits_pauses_in_a_turn_of_its_own() -> None:
+    hosted = named("first", "b")
+    head = Head(hosted, "a", "b")
+    is_waiting, is_lost = asyncio.Event(), asyncio.Event()
+
+    async def replace(_old: object, _new: object, _ready: object, loaded: Callable[[], None]) -> int:
+        loaded()
+        is_waiting.set()
+        await is_lost.wait()
+        raise WorkerLost("A worker died.")
+
+    async def run() -> None:
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await is_waiting.wait()
+        async with head.order.turn():
+            is_lost.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not hosted.replicas[0].drained
+        assert [(moved.way, moved.why) for moved in await draining] == [("after", "A worker died.")]
+
+    hosted.replace = replace
+    asyncio.run(run())
+
+
+def test_a_drain_that_fails_for_one_model_lets_the_move_of_another_one_end() -> None:
+    first, second = named("first", "b"), named("second", "b", problem=WorkerLost("A worker died."))
+    second.replicas[0].refusal = NO_ROOM
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        with pytest.raises(PlanError, match="no room for 4 layers"):
+            await head.moves.drain("b", force=False)
+        assert (head.membership.drained, first.is_waiting.is_set()) == (set(), True)
+        before = first.replicas
+        first.answers.set()
+        await run_tasks_until(lambda: first.replicas != before)
+        async with head.order.turn(cast("Any", first)):
+            assert not second.replicas[0].drained
+
+    asyncio.run(run())
+
+
+def test_a_load_without_room_waits_for_the_end_of_a_move_or_fails_if_there_is_none() -> None:
+    first, loaded = named("first", "a", "b"), named("second")
+    loaded.replicas = []
+    head = Head(first, "a", "b")
+    loads: list[str] = []
+
+    async def load() -> None:
+        loads.append("first waits" if first.answers is not None and not first.answers.is_set() else "free")
+        if len(loads) < 3:
+            raise NO_ROOM
+
+    def begin() -> asyncio.Task[None]:
+        models: Any = list
+        return asyncio.create_task(head.order.load(cast("Any", loaded), load, models, may_evict=True))
+
+    async def run() -> None:
+        with pytest.raises(PlanError):
+            await begin()
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        loading = begin()
+        await run_tasks_until(lambda: len(loads) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not loading.done()
+        first.answers.set()
+        await asyncio.gather(moving, loading)
+        assert loads == ["free", "first waits", "free"]
+
+    asyncio.run(run())
+
+
+def test_no_model_that_moves_is_unloaded_for_another_one() -> None:
+    moving, idle = named("first", "a"), named("second", "a")
+    for place, each in enumerate((moving, idle)):
+        each.open_requests, each.is_idle, each.last_requested = 0, True, place
+    moving.is_moving = True
+    models: Any = [moving, idle]
+    assert asyncio.run(unload_for(cast("Any", named("third")), models))
+    assert (moving.stopped, len(idle.stopped)) == ([], 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,19 +16,31 @@ from hypothesis import strategies as st
 from tests.eventually import run_tasks_until
 from tests.planner.clusters import cluster_of, model_of, node_of
 from tests.planner.test_replan import REQUEST, Clock, loaded_on, machines
+from tests.profiles import made_up_profile
 
 from mlx_ring.api.service import Moved
-from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import Conflict, PlanError, RingError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.step_times import StageTimes, StepTimes
 from mlx_ring.head import replanning as subject
 from mlx_ring.head.moves import Choose
-from mlx_ring.head.replanning import Present, ReplanMode, Replanning, describe, needs_pause, pause_s
+from mlx_ring.head.replanning import Better, Compared, Present, ReplanMode, Replanning
 from mlx_ring.head.status import ClusterView
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
-from mlx_ring.planner.replan import Comparison, Situation, StageChange, compare, stages_of
+from mlx_ring.planner.replan import (
+    Comparison,
+    Situation,
+    StageChange,
+    compare,
+    describe,
+    needs_pause,
+    pause_s,
+    stages_of,
+)
 from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.settings.settings_sources import load_settings
 
 LOOK_S = 10.0
 
@@ -56,7 +69,9 @@ class FakeHosted:
             recoveries=SimpleNamespace(load_s=5.0),
             placement=None,
         )
+        self.replicas: list[Any] = [SimpleNamespace(service=self.service, placement=None)]
         self.instances = [self.service]
+        self.is_moving = False
 
     def times(self) -> StepTimes:
         self.steps += 1
@@ -82,18 +97,25 @@ class Head(Replanning):
     def cluster_view(self) -> ClusterView:
         return ClusterView("node-0")
 
-    def _compared(self, hosted: Any, machines: Any) -> Present:
-        del hosted, machines
+    def present(self) -> Present:
         return Present(REQUEST, self.loaded, self.now, self.beside, self.refusal)
 
+    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
+        del hosted, machines
+        return [Compared(self.hosted.replicas[0], self.present())]
+
     async def split_again(self, hosted: FakeHosted, choose: Choose, *, may_pause: bool) -> Moved | None:
-        way = await choose()
-        if way is None:
+        choice = await choose()
+        if choice is None:
             return None
+        if choice.refusal is not None:
+            raise choice.refusal
+        assert choice.replica is hosted.replicas[0]
+        way = choice.way
         self.moves.append(way)
         if self.problem is not None and not may_pause:
             raise self.problem
-        found = compare(Situation(model_of(28), *self._compared(hosted, None)))
+        found = compare(Situation(model_of(28), *self.present()))
         assert found is not None
         self.loaded = stages_of(found.planned)
         self.hosted.service.info.name += "1"
@@ -364,7 +386,7 @@ def test_memory_that_no_longer_suffices_is_said_without_a_gain() -> None:
         assert (proposal.gain, proposal.loaded) == (None, None)
 
     asyncio.run(run())
-    found = compare(Situation(model_of(28), *head._compared(head.hosted, None), has_less_memory=True))  # pyright: ignore[reportPrivateUsage]
+    found = compare(Situation(model_of(28), *head.present(), has_less_memory=True))
     assert found is not None
     assert describe("demo", found).startswith("The machines of demo no longer have the memory")
 
@@ -396,11 +418,164 @@ def test_it_is_said_why_there_is_nothing_to_choose() -> None:
 
     assert why(0) == why(1) == "fewer than two machines may have layers"
     hosted.settings.strategy = "custom"
-    assert "--strategy custom, or --tp" in why()
+    assert why() == "--strategy custom gives the split"
+    hosted.settings.strategy, hosted.settings.tp = "auto", 2
+    assert why() == "--tp gives each machine's part"
+    hosted.settings.tp = 1
     hosted.settings.strategy, hosted.state = "auto", "loading"
     assert why() == "it is loading"
     with pytest.raises(Conflict, match="No other split of demo can be looked for: it is loading"):
         asyncio.run(Refused(hosted, 2).propose(cast("Any", hosted)))
+
+
+# ---- replicas and several models
+
+
+class ReplicasHead(Head):
+    """Proposals for two replicas on two machines each, of which the second one's last machine gets slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        service: Any = SimpleNamespace(
+            **{**vars(self.hosted.service), "info": SimpleNamespace(name="demo-2")}
+        )
+        self.hosted.replicas.append(SimpleNamespace(service=service, placement=None))
+
+    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
+        del machines
+        (first, second), now = hosted.replicas, self.present()
+        renamed = replace(now.cluster, nodes=tuple(replace(n, name=f"b-{n.name}") for n in now.cluster.nodes))
+        loaded = tuple((span, ((f"b-{name}", share),)) for span, ((name, share),) in now.loaded)
+        slow = Present(now.request, loaded, renamed, renamed, "")
+        return [Compared(first, now._replace(cluster=self.fast, beside=self.fast)), Compared(second, slow)]
+
+    fast = machines(1, 1)
+
+    async def split_again(self, hosted: FakeHosted, choose: Choose, *, may_pause: bool) -> Moved | None:
+        del hosted, may_pause
+        choice = await choose()
+        assert choice is not None
+        self.moves.append(choice.replica.service.info.name)
+        return Moved("demo", choice.way, 2, 1.0)
+
+
+def test_the_replica_that_gains_most_moves(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        head = ReplicasHead()
+        await head.look_for(20)
+        assert await head.propose(cast("Any", head.hosted)) is None
+        head.change(machines(1, 4))
+        await head.look_for(120)
+        (proposal,) = head.proposals()
+        assert (proposal.model, proposal.instance) == ("demo", "demo-2")
+        assert {node for stage in proposal.planned.stages for node in stage.nodes} <= {"b-node-0", "b-node-1"}
+        assert (await head.replan(cast("Any", head.hosted), may_pause=False))[1] is not None
+        assert head.moves == ["demo-2"]
+
+    asyncio.run(run())
+    assert "A replica of demo would be " in caplog.text
+
+
+def member(node: str) -> Member:
+    return Member(node, f"{node}-machine", "", 0, "", made_up_profile(), memory_utilization=0.75, session=1)
+
+
+def replica_on(*nodes: str) -> Any:
+    sites = [SimpleNamespace(node=node) for node in nodes]
+    ranges = [LayerRange(14 * place, 14 * place + 14) for place in range(len(nodes))]
+    ranks = [[SimpleNamespace(site=site, share=1.0)] for site in sites]
+    service = SimpleNamespace(error=None, view={}.get)
+    return SimpleNamespace(
+        service=service, placement=SimpleNamespace(nodes=sites, ranges=ranges, ranks=ranks)
+    )
+
+
+class Machines:
+    """Machines that are connected."""
+
+    link_profiles: Mapping[frozenset[str], LinkProfile] = MappingProxyType({})
+
+    def __init__(self, *nodes: str) -> None:
+        self.view = ClusterView("a", Membership({node: member(node) for node in nodes}))
+
+    def cluster_view(self) -> ClusterView:
+        return self.view
+
+
+def hosted_on(tmp_path: Path, *replicas: Any, **changes: Any) -> FakeHosted:
+    hosted = FakeHosted()
+    hosted.settings = load_settings({"state_dir": str(tmp_path), **changes})
+    hosted.replicas = [*replicas]
+    hosted.instances = [replica.service for replica in replicas]
+    return hosted
+
+
+def test_a_replica_is_compared_on_its_machines_and_those_without_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "plan_request", lambda *_: REQUEST)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    hosted = hosted_on(tmp_path, replica_on("a", "b"), replica_on("c", "d"))
+    here: Any = Machines(*"abcde")
+    head = Replanning("ask", lambda: here, lambda: cast("Any", [hosted]), cast("Any", None))
+    compared = head._compared(cast("Any", hosted), here)  # pyright: ignore[reportPrivateUsage]
+    assert [[node.name[0] for node in now.cluster.nodes] for _, now in compared] == [[*"abe"], [*"cde"]]
+    assert [[ranks[0][0][0] for _, ranks in now.loaded] for _, now in compared] == [[*"ab"], [*"cd"]]
+    assert {now.request.demand.sequences for _, now in compared} == {REQUEST.demand.sequences // 2}
+    hosted.replicas[0].service.error = PlanError("It is loaded again.")
+    ((_, now),) = head._compared(cast("Any", hosted), here)  # pyright: ignore[reportPrivateUsage]
+    assert [node.name[0] for node in now.cluster.nodes] == [*"cde"]
+
+
+def test_it_is_said_for_which_models_no_split_is_looked_for(tmp_path: Path) -> None:
+    here: Any = Machines(*"abc")
+    models = {
+        "common": hosted_on(tmp_path, replica_on("a", "b"), replica_on("b", "c")),
+        "shared": hosted_on(tmp_path, replica_on("a", "b"), tp=2),
+        "compared": hosted_on(tmp_path, replica_on("a", "b"), replica_on("c")),
+        "loading": hosted_on(tmp_path, replica_on("a", "b"), tp=2),
+    }
+    for name, hosted in models.items():
+        hosted.model_id = name
+    models["loading"].state = "loading"
+
+    def refusals(mode: ReplanMode, machines: Any) -> list[tuple[str, str]]:
+        hosted: Any = [*models.values()]
+        found = Replanning(mode, lambda: machines, lambda: hosted, cast("Any", None)).refusals()
+        return [(each.model, each.why) for each in found]
+
+    assert refusals("ask", here) == [
+        ("common", "No other split of common can be looked for: its replicas have machines in common."),
+        ("shared", "No other split of shared can be looked for: --tp gives each machine's part."),
+    ]
+    assert [model for model, why in refusals("off", here) if "--replan off" in why] == [
+        *("common", "shared", "compared")
+    ]
+    assert refusals("ask", Machines("a")) == refusals("ask", None) == []
+
+
+def test_a_model_that_moves_for_long_delays_no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_LOOK_S", 0.0)
+
+    async def run() -> None:
+        first, second, moves = FakeHosted(), FakeHosted(), asyncio.Event()
+        looks = {first: 0, second: 0}
+        head = Replanning("auto", lambda: None, lambda: cast("Any", [first, second]), cast("Any", None))
+
+        async def look(hosted: Any) -> None:
+            looks[hosted] += 1
+            if hosted is first:
+                await moves.wait()
+
+        monkeypatch.setattr(head, "look", look)
+        looking = asyncio.create_task(head.keep_looking())
+        await run_tasks_until(lambda: looks[second] == 5)
+        assert looks[first] == 1
+        moves.set()
+        await run_tasks_until(lambda: looks[first] > 1)
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    asyncio.run(run())
 
 
 def test_a_machine_that_joins_without_a_gain_shortens_no_later_wait() -> None:
@@ -475,7 +650,7 @@ def test_the_loop_survives_errors(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     async def run() -> None:
         head = Head()
 
-        def fail(*_: object) -> Present:
+        def fail(*_: object) -> list[Compared]:
             if errors:
                 raise errors.pop()
             head.is_comparable = False
@@ -511,14 +686,15 @@ def test_speeds_that_come_and_go_move_a_model_a_few_times_a_day(
     asyncio.run(run())
 
 
-def remembered(compare_now: Callable[..., Awaitable[Comparison | None]]) -> Any:
+def remembered(compare_now: Callable[..., Awaitable[Better | None]]) -> Any:
     """Return a comparison that remembers what it found, because a search takes a while."""
-    found: dict[object, Comparison | None] = {}
+    found: dict[object, Better | None] = {}
 
-    async def compared(hosted: Any, now: Present) -> Comparison | None:
+    async def compared(hosted: Any, replicas: list[Compared]) -> Better | None:
+        ((_, now),) = replicas
         key = now.loaded, tuple(node.ratios for node in now.cluster.nodes)
         if key not in found:
-            found[key] = await compare_now(hosted, now)
+            found[key] = await compare_now(hosted, replicas)
         return found[key]
 
     return compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -281,5 +282,52 @@ def test_new_requests_wait_for_a_lost_model_only_if_answers_are_resumed(resume: 
             hosted.engine.submit_all(request)
         assert len(hosted.held_requests) == (resume == "on")
         await hosted.stop("It is unloaded.")
+
+    asyncio.run(run())
+
+
+class SlowlyEndingReplica(FakeReplica):
+    """Replica that serves without requests, and whose workers end when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(serves=True)
+        self.service.engine.lives = ()
+        self.meter, self.is_ending, self.may_end = Meter(), asyncio.Event(), asyncio.Event()
+
+    async def run(self, ready: Callable[[float], None], others_serve: Callable[[], bool]) -> None:
+        try:
+            await super().run(ready, others_serve)
+        finally:
+            self.is_ending.set()
+            while not self.may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.may_end.wait()
+
+
+def test_a_move_is_cancelled_at_once_and_unloading_waits_for_the_workers_that_were_ending() -> None:
+    settings = Settings.model_validate({"model": "demo"})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        old, new = SlowlyEndingReplica(), SlowlyEndingReplica()
+        new.may_end.set()
+        await hosted.run(cast("Any", [old]), ready)
+        moving = asyncio.create_task(hosted.replace(cast("Any", old), cast("Any", new), ready))
+        await old.is_ending.wait()
+        assert hosted.is_moving
+        moving.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (moving.done(), hosted.is_moving) == (True, False)
+        stopping = asyncio.create_task(hosted.stop("It is unloaded."))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not stopping.done()
+        old.may_end.set()
+        await stopping
+        assert hosted.replicas == []
 
     asyncio.run(run())

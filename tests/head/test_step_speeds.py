@@ -251,6 +251,39 @@ def test_nothing_is_learned_where_a_machine_s_speed_is_shared_or_limited(tmp_pat
         assert learned(tmp_path, instance) == StepRatios()
 
 
+@dataclass
+class UnderQuota(Instance):
+    """Instance whose first machine has a CPU quota, and whose steps take as long as this ratio predicts."""
+
+    ratio: float = 1.0
+    tokens: int = 1
+
+    def __post_init__(self) -> None:
+        limited = replace(NODES[0], cpu_quota=CpuQuota(0.5, 0.1))
+        stages = [(limited, RANGES[0]), (NODES[1], RANGES[1])]
+        self.forecast = Forecast(model_of(28), DEMAND, cluster_of(limited, NODES[1]), stages)
+
+    @property
+    def times(self) -> StepTimes:
+        """Rounds alone."""
+        assert self.forecast is not None
+        slowed = self.forecast.corrected({"a": StepRatios(decode=self.ratio)})
+        means = tuple(1e6 * slowed.decode_s(stage, self.tokens, 100) for stage in (0, 1))
+        return StepTimes((), round=DecodeRound(1, 1, self.tokens, 40, 100, 2 * sum(means), means, means))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.6, 7.0])
+def test_a_machine_with_a_quota_counts_as_slower_than_predicted_but_never_as_faster(
+    tmp_path: Path, ratio: float, tokens: int
+) -> None:
+    slow = UnderQuota(ratio=ratio, tokens=tokens)
+    found = learned(tmp_path, slow)
+    assert (found.decode, found.prefill) == (pytest.approx(max(1.0, ratio), rel=0.01), 1.0)
+    beside = Instance(name="other-1", forecast=None, nodes=(("a",),))
+    assert learned(tmp_path / "beside", slow, beside) == StepRatios()
+
+
 def test_all_plans_of_a_process_use_the_same_ratios(tmp_path: Path) -> None:
     settings = load_settings({"state_dir": str(tmp_path)})
     speeds = step_speeds(settings)

@@ -16,15 +16,13 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import LoadedStages, place, plan_loaded
+from mlx_ring.planner.plan import Round, StageStep, StepOverheads
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
     Comparison,
     Patience,
-    Round,
     Situation,
-    StageStep,
-    StepOverheads,
     compare,
     stage_changes,
     stages_of,
@@ -335,11 +333,17 @@ def test_a_machine_that_is_slow_from_now_on_moves_the_split_once() -> None:
 def with_overheads(overheads: StepOverheads, *ratios: float) -> ClusterProfile:
     """Return machines as plans count them after these measurements."""
     now = machines(*ratios)
-    return replace(now, nodes=tuple(counted(node, overheads.of(node.name)) for node in now.nodes))
+    return replace(
+        now,
+        nodes=tuple(
+            counted(node, overheads.of(node.name), overheads.of(node.name, is_alone=True))
+            for node in now.nodes
+        ),
+    )
 
 
-def counted(node: NodeProfile, overhead_s: float) -> NodeProfile:
-    return replace(node, ratios=replace(node.ratios, overhead_s=overhead_s))
+def counted(node: NodeProfile, overhead_s: float, alone_s: float | None = None) -> NodeProfile:
+    return replace(node, ratios=replace(node.ratios, overhead_s=overhead_s, alone_s=alone_s))
 
 
 def round_on(loaded: LoadedStages, ratios: Sequence[float], *overheads_s: float) -> Round:
@@ -453,6 +457,37 @@ def test_an_overhead_counts_for_a_time_without_new_rounds_and_the_slow_machines_
     overheads.learn({"demo-1": usual}, ["demo-1"])
     clock.now = 1801.0
     assert overheads.of("node-1") == 0.0
+
+
+@pytest.mark.parametrize("whole_ms", [2.0, 40.0])
+def test_promises_of_one_stage_and_of_several_hold_once_both_have_been_measured(whole_ms: float) -> None:
+    """Let a stage with all layers need less or more time beside computing than each of several, and move both ways."""
+    truth, overheads = {1: whole_ms / 1e3, 2: 0.02}, StepOverheads(Clock(), 1800.0)
+    several = loaded_on(machines(1, 1))
+    learn(overheads, round_on(several, (1, 1), truth[2], truth[2]))
+    whole = loaded_on(machines(1, 40))
+    learn(overheads, round_on(whole, (1, 40), truth[1], truth[1]), instance="demo-2")
+    for loaded, ratios in ((several, (1, 1)), (whole, (1, 40)), (several, (1, 3))):
+        now, real = with_overheads(overheads, *ratios), machines(*ratios)
+        real = replace(real, nodes=tuple(counted(node, truth[len(loaded)]) for node in real.nodes))
+        assert speed_of(loaded, now) == pytest.approx(speed_of(loaded, real), rel=0.01)
+        # The search counts them as the prediction does.
+        plan = place(MODEL, now, REQUEST)
+        assert plan.prediction.tokens_per_s >= 0.999 * speed_of(loaded, now)
+
+
+def test_until_it_is_measured_a_stage_with_all_layers_counts_like_one_of_several() -> None:
+    clock = Clock()
+    overheads = StepOverheads(clock, 1800.0)
+    learn(overheads, round_on(loaded_on(machines(1, 1)), (1, 1), 0.02, 0.02))
+    assert overheads.of("node-0") == overheads.of("node-0", is_alone=True) == pytest.approx(0.02)
+    clock.now = 1000.0
+    learn(overheads, round_on(loaded_on(machines(1, 40)), (1, 40), 0.01, 0.01), instance="demo-2")
+    assert overheads.of("node-0") == pytest.approx(0.02)
+    assert overheads.of("node-0", is_alone=True) == pytest.approx(0.01)
+    # The older time of several stages is forgotten first.
+    clock.now = 1801.0
+    assert overheads.of("node-0") == overheads.of("node-0", is_alone=True) == pytest.approx(0.01)
 
 
 @given(st.floats(0.0, 0.05), st.floats(0.0, 0.05), RATIOS, RATIOS)

@@ -20,10 +20,10 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.core.types import RankId
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.measured_links import LinkSurveys
 from mlx_ring.head.nodes import Declared, LiveInstances
 from mlx_ring.head.patching import Remains, wait_until_whole
 from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
+from mlx_ring.head.plan_requests import LinkSurveys
 from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.rpc.hello import make_hello

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from mlx_ring.api.service import InstanceInfo, State
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady, PlanError, RingError
+from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import OpenRequest, WaysBack
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
@@ -22,6 +21,7 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.takeover import HeldRequests, move_requests
 from mlx_ring.head.instance_view import LOADING, InstanceService
+from mlx_ring.head.placing import Placement
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.router import Routed, Router, give_back
 from mlx_ring.head.served_model import (
@@ -83,9 +83,11 @@ class HostedModel:
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self.is_moving = False
+        """True while another replica takes the place of one."""
         self._leaving: Replica | None = None
-        self._patience: asyncio.TimerHandle | None = None
         """Replica that gets no new requests, because another one takes its place."""
+        self._patience: asyncio.TimerHandle | None = None
         self._held = HeldRequests(
             Vocabulary.of(served.tokenizer),
             served.limits,
@@ -256,13 +258,7 @@ class HostedModel:
     def loaded_stages(self, names: Mapping[str, str]) -> tuple[LoadedStages, ...]:
         """Return the stages of each instance that serves, with the readable names of machines."""
         return tuple(
-            tuple(
-                (
-                    layers,
-                    tuple((names.get(placed.site.node, placed.site.node), placed.share) for placed in ranks),
-                )
-                for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
-            )
+            placed_stages(placement, names)
             for service in self._serving()
             if (placement := service.placement) is not None
         )
@@ -353,13 +349,16 @@ class HostedModel:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.replicas = []
 
-    async def replace(self, old: Replica, new: Replica, ready: Ready) -> int:
+    async def replace(
+        self, old: Replica, new: Replica, ready: Ready, loaded: Callable[[], None] = lambda: None
+    ) -> int:
         """Load a replica beside another one, let it continue all requests, and end the other one.
 
         Args:
             old: the replica that serves.
             new: the replica that takes its place.
             ready: receives the new instance.
+            loaded: called when the new one serves. From then on, this only waits for answers.
 
         Returns:
             The number of requests that have moved.
@@ -369,10 +368,12 @@ class HostedModel:
         """
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.replicas.append(new)
+        self.is_moving = True
         work = self._keep(new, first, ready, others_count=False)
         self._tasks[new] = asyncio.create_task(work, name=f"replica of {self.model_id}")
         try:
             await first
+            loaded()
             return await self._retire(old, new)
         except RingError:
             if old.service.error is not None and new.service.error is None:
@@ -381,7 +382,7 @@ class HostedModel:
             await self._retire(new, old)
             raise
         finally:
-            self._leaving = None
+            self._leaving, self.is_moving = None, False
 
     async def _retire(self, leaving: Replica, staying: Replica) -> int:
         """End a replica once another one has taken over its requests, also those that come to it meanwhile."""
@@ -403,47 +404,9 @@ class HostedModel:
         self.replicas.remove(replica)
 
 
-async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> bool:
-    """Unload the least recently used idle model for another one; return False if there is none."""
-    quiet = [other for other in models if other is not hosted and other.replicas and not other.open_requests]
-    if quiet and not any(other.is_idle for other in quiet):
-        # A request that waited for one of them may be about to begin.
-        await asyncio.sleep(JUST_NOW_S)
-    idle = [other for other in quiet if other.is_idle and not other.open_requests]
-    oldest = min(idle, key=lambda other: other.last_requested, default=None)
-    if oldest is None:
-        return False
-    log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
-    await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
-    return True
-
-
-def check_room(hosted: HostedModel, copies: int, models: Iterable[HostedModel], limit: int | None) -> None:
-    """Check that the weights of all loaded models, with more copies of one, stay within --model-memory.
-
-    Raises:
-        PlanError: they do not.
-    """
-    if limit is None:
-        return
-    held = sum(len(other.replicas) * other.weight_bytes for other in models)
-    wanted = copies * hosted.weight_bytes
-    if held + wanted > limit:
-        raise PlanError(
-            f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
-            f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
-        )
-
-
-def promised_bytes(models: Iterable[HostedModel]) -> Mapping[str, int]:
-    """Return the bytes that the plans of loaded models count on, by node."""
-    promised = Counter[str]()
-    for hosted in models:
-        for service in hosted.instances:
-            view = service.view(hosted.model_id)
-            if view is None or view.forecast is None:
-                continue
-            for stage, nodes in enumerate(view.nodes):
-                for node, rank in zip(nodes, view.forecast.memory_of_ranks(stage), strict=True):
-                    promised[node] += rank.total_bytes
-    return promised
+def placed_stages(placement: Placement, names: Mapping[str, str]) -> LoadedStages:
+    """Return the stages of a placement, with the readable names of machines."""
+    return tuple(
+        (layers, tuple((names.get(placed.site.node, placed.site.node), placed.share) for placed in ranks))
+        for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
+    )

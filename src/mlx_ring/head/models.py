@@ -15,10 +15,11 @@ from functools import partial
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.model import HostedModel, Ready, check_room, promised_bytes, unload_for
+from mlx_ring.head.model import HostedModel, Ready
+from mlx_ring.head.move_order import MoveOrder, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
@@ -87,14 +88,14 @@ class Catalog:
         self._shares = KvShares(settings.kv_cache_memory)
         self._machines: Machines | None = None
         self._has_served = self._has_ended = False
-        self._one_at_a_time = asyncio.Lock()
+        self._order = MoveOrder()
         self._loads: dict[str, asyncio.Task[None]] = {}
         """Loads in progress, by model."""
         self._fetches = Fetches()
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that fails with an unexpected error."""
         self._hosted = [HostedModel(own, model, self._crash, self._missing, tracing) for own, model in served]
-        self.moves = Moves(self._begun, lambda: self._hosted, self._replacement, self._one_at_a_time, ready)
+        self.moves = Moves(self._begun, lambda: self._hosted, self._replacement, self._order, ready)
         self.replanning = Replanning(
             settings.replan, lambda: self._machines, lambda: self._hosted, self.moves
         )
@@ -181,6 +182,7 @@ class Catalog:
             instances=[instance_status(view, ratios) for view in views],
             hung_backends=hung_backend_statuses(cluster_view.hung),
             proposals=self.replanning.proposals(),
+            no_proposals=self.replanning.refusals(),
             joules_per_token=self._energy.update(computing_energy(cluster_view, views), tokens),
         )
 
@@ -210,7 +212,7 @@ class Catalog:
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
         """Unload a model. By force, this also ends its move in progress."""
-        await self.moves.unload(self._own(model), force=force)
+        await self._order.unload(self._own(model), force=force)
 
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
@@ -269,7 +271,7 @@ class Catalog:
         hub_id = await asyncio.to_thread(exact_name, name)
         # A model that is loaded may be moving for long, so the refusal does not wait for that.
         self._check_unused(hub_id, name)
-        async with self._one_at_a_time:
+        async with self._order.turn():
             named = self._check_unused(hub_id, name)
             for each in named:
                 release(each.served.folder.path)
@@ -359,7 +361,8 @@ class Catalog:
             return
         task = self._loads.get(hosted.model_id)
         if task is None:
-            work = self._load(hosted, may_evict=may_evict)
+            load = partial(self._run, hosted)
+            work = self._order.load(hosted, load, lambda: self._hosted, may_evict=may_evict)
             task = asyncio.create_task(work, name=f"load {hosted.model_id}")
             self._loads[hosted.model_id] = task
             task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
@@ -369,21 +372,6 @@ class Catalog:
             if self._has_ended and task.cancelled():
                 raise NotReady("The server is shutting down.") from None
             raise
-
-    async def _load(self, hosted: HostedModel, *, may_evict: bool) -> None:
-        async with self._one_at_a_time:
-            while True:
-                try:
-                    await self._run(hosted)
-                except ContextKept:
-                    # An explicit context reserves the memory: no model is unloaded for it.
-                    raise
-                except PlanError as error:
-                    if not may_evict or not await unload_for(hosted, self._hosted):
-                        raise
-                    log.info("Trying %s again, which did not fit before: %s", hosted.model_id, error)
-                else:
-                    return
 
     async def _run(self, hosted: HostedModel) -> None:
         machines = self._begun()

@@ -4,23 +4,27 @@ Where memory allows, the next instance is loaded beside the present one, whose r
 does not, workers load only the layers that they gain for another split, and answers pause while they change over. Of a
 machine that is wanted back, only the layers are loaded elsewhere. Otherwise, the model is loaded again in a pause.
 
-A move ends when its loads have failed several times, or its model is unloaded by force. Then others may load.
+A move ends when its loads have failed several times, or its model is unloaded by force. Models move in the order of
+`MoveOrder`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import Conflict, NodeDrained, NotReady, PlanError, RequestError, RingError
+from mlx_ring.core.errors import Conflict, NodeDrained, NotReady, PlanError, RingError
 from mlx_ring.head.model import HostedModel, Ready
+from mlx_ring.head.move_order import MoveOrder, NoRoomYet, Turn, Unloaded
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.plan_requests import readable_names
+from mlx_ring.head.plan_requests import find_node
 from mlx_ring.head.replica import Replica
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
@@ -30,17 +34,27 @@ _LOOK_S = 0.05
 _MOST_FAILED_LOADS = 5
 """Failed loads after which a move ends. Of the losses of workers, some are mended first without a whole load."""
 Result = TypeVar("Result")
-Choose = Callable[[], Awaitable[MoveWay | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Move of one replica to a better split."""
+
+    replica: Replica
+    way: MoveWay
+    nodes: AbstractSet[str] = frozenset()
+    """Machines of the better split."""
+    refusal: Conflict | None = None
+    """Reason why it may not pause answers; None if it may, or does not."""
+
+
+Choose = Callable[[], Awaitable[Choice | None]]
 
 
 class MakeReplica(Protocol):
     """Maker of a replica that takes the place of another one."""
 
     def __call__(self, hosted: HostedModel, old: Replica) -> Replica: ...
-
-
-class _Unloaded(Conflict):
-    """The model was unloaded while it moved."""
 
 
 class FailedLoads:
@@ -73,26 +87,15 @@ class FailedLoads:
             )
 
 
-@dataclass
-class _Step:
-    """Move of one model in progress."""
-
-    hosted: HostedModel
-    work: asyncio.Task[Any]
-    reason: str = ""
-    """Reason why the model is unloaded instead; empty if it is not."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Moves:
-    """Moves of the instances of a head, one at a time, and unloading, which may end a move."""
+    """Moves of the instances of a head."""
 
     def __init__(
         self,
         machines: Callable[[], Machines],
         hosted: Callable[[], Sequence[HostedModel]],
         make_replica: MakeReplica,
-        one_at_a_time: asyncio.Lock,
+        order: MoveOrder,
         ready: Ready,
     ) -> None:
         """Start without a move.
@@ -101,20 +104,16 @@ class Moves:
             machines: returns the machines, once there are some.
             hosted: returns all models.
             make_replica: makes a replica that takes the place of another one.
-            one_at_a_time: lock for loads.
+            order: order of loads and moves.
             ready: receives each instance that serves.
         """
         self._machines, self._hosted, self._make_replica = machines, hosted, make_replica
-        self._one_at_a_time, self._ready = one_at_a_time, ready
-        self._has_ended = False
+        self._order, self._ready = order, ready
         self._moving: set[asyncio.Task[Any]] = set()
-        self._step: _Step | None = None
-        self._to_unload: list[HostedModel] = []
-        """Models whose unloading by force has been requested; none of them begins to move."""
 
     def stop(self) -> None:
         """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
-        self._has_ended = True
+        self._order.has_ended = True
         for moving in self._moving:
             moving.cancel()
 
@@ -126,15 +125,16 @@ class Moves:
         self._check_running()
         machines = self._machines()
         return await self._to_its_end(
-            self._drain(machines, find_node(machines, node), node, force=force), f"drain {node}"
+            self._drain(machines, find_node(machines.cluster_view(), node), node, force=force),
+            f"drain {node}",
         )
 
     async def split_again(self, hosted: HostedModel, choose: Choose, *, may_pause: bool) -> Moved | None:
-        """Move a model with one replica to the best split of its layers. The move continues if the caller is cancelled.
+        """Move a replica of a model to the best split of its layers. The move continues if the caller is cancelled.
 
         Args:
             hosted: the model.
-            choose: returns the way to move, once no other load or move is in progress; None: there is no better split.
+            choose: returns the replica and its way to move, once nothing else is loaded; None: there is no better split.
             may_pause: True to load the model again if the machines turn out to have no room for both.
 
         Raises:
@@ -146,96 +146,75 @@ class Moves:
             self._split_again(hosted, choose, may_pause=may_pause), f"replan {hosted.model_id}"
         )
 
-    async def unload(self, hosted: HostedModel, *, force: bool) -> None:
-        """Unload a model. By force, end its requests, and its move in progress.
-
-        Raises:
-            Conflict: it answers requests, and `force` is False.
-        """
-        step = self._step
-        if not force:
-            await self._unload(hosted, force=False)
-        else:
-            self._to_unload.append(hosted)
-            try:
-                if step is not None and step.hosted is hosted:
-                    # The move may wait for long answers, or for loads, and no other load begins before its end.
-                    if not step.reason:
-                        step.reason = _unload_reason(hosted)
-                        step.work.cancel()
-                    await step.ended.wait()
-                if step is None or not step.reason or hosted.replicas:
-                    await self._unload(hosted, force=True)
-            finally:
-                self._to_unload.remove(hosted)
-        log.info("Unloaded %s", hosted.model_id)
-
-    async def _unload(self, hosted: HostedModel, *, force: bool) -> None:
-        async with self._one_at_a_time:
-            busy = hosted.open_requests
-            if busy and not force:
-                raise Conflict(
-                    f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
-                    'or unload it with "force": true, which ends them.'
-                )
-            await hosted.stop(_unload_reason(hosted))
-
-    async def _unless_unloaded(self, hosted: HostedModel, work: Coroutine[Any, Any, Result]) -> Result:
-        """Move one model. Raises `_Unloaded` if it is unloaded instead."""
-        if hosted in self._to_unload:
-            work.close()
-            await hosted.stop(_unload_reason(hosted))
-            raise _Unloaded(f"{hosted.model_id} was unloaded before it moved.")
-        step = self._step = _Step(hosted, asyncio.create_task(work))
-        try:
-            try:
-                moved = await step.work
-            except (asyncio.CancelledError, RingError):
-                if not step.reason or self._has_ended:
-                    raise
-            else:
-                if not step.reason:
-                    return moved
-            await hosted.stop(step.reason)
-        finally:
-            self._step = None
-            step.ended.set()
-        raise _Unloaded(f"{hosted.model_id} was unloaded while it moved.")
-
     def _check_running(self) -> None:
-        if self._has_ended:
+        if self._order.has_ended:
             raise NotReady("The server is shutting down.")
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Result], name: str) -> Result:
+        return await asyncio.shield(self._begin(work, name))
+
+    def _begin(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         moving = asyncio.create_task(work, name=name)
         self._moving.add(moving)
-        moving.add_done_callback(self._moving.discard)
-        return await asyncio.shield(moving)
+        moving.add_done_callback(self._ended)
+        return moving
+
+    def _ended(self, moving: asyncio.Task[Any]) -> None:
+        self._moving.discard(moving)
+        if not moving.cancelled() and (error := moving.exception()) is not None:
+            log.debug("The attempt to %s has failed: %s", moving.get_name(), error)
 
     async def _split_again(self, hosted: HostedModel, choose: Choose, *, may_pause: bool) -> Moved | None:
-        async with self._one_at_a_time:
-            way = await choose()
-            if way is None:
-                return None
-            (replica,) = hosted.replicas
-            return await self._unless_unloaded(
-                hosted, self._move_to_split(hosted, replica, way, may_pause=may_pause)
-            )
+        while True:
+            async with self._order.turn(hosted) as turn:
+                choice = await choose()
+                if choice is None:
+                    return None
+                # It may need no pause once another move has ended.
+                if choice.way == "beside" or not self._order.may_free(
+                    choice.nodes | nodes_of(choice.replica)
+                ):
+                    if choice.refusal is not None:
+                        raise choice.refusal
+                    with contextlib.suppress(NoRoomYet):
+                        work = self._move_to_split(hosted, choice, turn, may_pause=may_pause)
+                        return await self._order.move(hosted, turn, work)
+                freed = self._order.freed
+            log.info("%s moves to another split once another move has ended", hosted.model_id)
+            await freed.wait()
+
+    async def _beside(self, hosted: HostedModel, replica: Replica, turn: Turn) -> Moved:
+        """Load another replica beside one, and let it continue all requests. Others may load while these wait.
+
+        Raises:
+            NoRoomYet: it does not fit, but may once another move has ended.
+            RingError: it could not be loaded, or was lost meanwhile.
+        """
+        started, frees = time.monotonic(), nodes_of(replica)
+        try:
+            new = self._make_replica(hosted, replica)
+            moved = await hosted.replace(replica, new, self._ready, lambda: turn.end(frees))
+        except PlanError as error:
+            usable = self._machines().cluster_view().membership.usable.members
+            if turn.is_held and self._order.may_free(usable.keys()):
+                raise NoRoomYet(str(error)) from error
+            raise
+        return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
 
     async def _move_to_split(
-        self, hosted: HostedModel, replica: Replica, way: MoveWay, *, may_pause: bool
+        self, hosted: HostedModel, choice: Choice, turn: Turn, *, may_pause: bool
     ) -> Moved:
-        why = ""
+        replica, way, why = choice.replica, choice.way, ""
         if way == "beside":
-            started = time.monotonic()
             try:
-                moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+                return await self._beside(hosted, replica, turn)
+            except NoRoomYet:
+                raise
             except PlanError as error:
                 if not may_pause:
                     raise
                 why = str(error)
-            else:
-                return Moved(hosted.model_id, "beside", moved, time.monotonic() - started)
+                await turn.resume()
         if way != "after":
             try:
                 return await self._change_stages(hosted, replica, why, may_pause=may_pause)
@@ -273,9 +252,7 @@ class Moves:
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
         before = _epoch_of(replica)
-        sites = () if replica.placement is None else replica.placement.nodes
-        why_lost = f"The layers of {hosted.model_id} are split again."
-        replica.drain(frozenset(site.node for site in sites), why_lost)
+        replica.drain(nodes_of(replica), f"The layers of {hosted.model_id} are split again.")
         await self._until_served(hosted, replica, before)
         seconds = time.monotonic() - started
         return Moved(hosted.model_id, "after", requests, seconds, why, seconds)
@@ -296,30 +273,21 @@ class Moves:
             await asyncio.sleep(_LOOK_S)
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
-        moved: list[Moved] = []
-        failed: dict[Replica, FailedLoads] = {}
         session = _session(machines, node)
-        async with self._one_at_a_time:
-            if _session(machines, node) != session:
-                raise Conflict(
-                    f"{name} has left the cluster, or joined it again, before its layers could move."
-                )
-            if not machines.cluster_view().membership.usable.without({node}).members:
-                raise Conflict(
-                    f"{name} is the only machine that may have layers, so they cannot move elsewhere."
-                )
-            await machines.drain(node)
+        async with self._order.of_machine(node):
+            async with self._order.turn():
+                if _session(machines, node) != session:
+                    raise Conflict(
+                        f"{name} has left the cluster, or joined it again, before its layers could move."
+                    )
+                if not machines.cluster_view().membership.usable.without({node}).members:
+                    raise Conflict(
+                        f"{name} is the only machine that may have layers, so they cannot move elsewhere."
+                    )
+                await machines.drain(node)
             log.warning("%s is drained: its layers move to other machines", name)
             try:
-                # Once it has left, recoveries place its layers.
-                while _is_drained(machines, node) and (found := self._using(node, failed)) is not None:
-                    hosted, replica = found
-                    loads = failed.setdefault(replica, FailedLoads(hosted.model_id, replica))
-                    try:
-                        work = self._move(hosted, replica, node, loads, force=force)
-                        moved += await self._unless_unloaded(hosted, work)
-                    except _Unloaded as error:
-                        log.warning("%s has no layers of %s any more: %s", name, hosted.model_id, error)
+                moved = await self._move_all(machines, node, name, force=force)
             except BaseException as error:
                 await machines.drain(node, is_drained=False)
                 log.warning("%s is not drained: %s", name, error)
@@ -327,23 +295,72 @@ class Moves:
         log.warning("%s has no layers any more", name)
         return moved
 
-    async def readmit(self, node: str) -> None:
-        """Let plans use a drained machine again."""
-        machines = self._machines()
-        async with self._one_at_a_time:
-            await machines.drain(find_node(machines, node), is_drained=False)
+    async def _move_all(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
+        """Move all models away from a machine. None waits for the answers of another one, unless it needs its room."""
+        moved: list[Moved] = []
+        failed: dict[Replica, FailedLoads] = {}
+        moving: dict[HostedModel, asyncio.Task[Sequence[Moved]]] = {}
+        while True:
+            # Once it has left, recoveries place its layers.
+            for hosted in self._hosted() if _is_drained(machines, node) else ():
+                if hosted not in moving and self._using(hosted, node, failed) is not None:
+                    work = self._move_away(machines, hosted, node, name, failed, force=force)
+                    moving[hosted] = self._begin(work, f"move {hosted.model_id} away from {node}")
+            if not moving:
+                return moved
+            await asyncio.wait(moving.values(), return_when=asyncio.FIRST_COMPLETED)
+            # If one fails, those that have begun still move to their end.
+            for hosted in [hosted for hosted, task in moving.items() if task.done()]:
+                moved += moving.pop(hosted).result()
 
-    def _using(self, node: str, failed: Mapping[Replica, FailedLoads]) -> tuple[HostedModel, Replica] | None:
+    async def _move_away(
+        self,
+        machines: Machines,
+        hosted: HostedModel,
+        node: str,
+        name: str,
+        failed: dict[Replica, FailedLoads],
+        *,
+        force: bool,
+    ) -> Sequence[Moved]:
+        """Move the replicas of a model away from a machine, one after the other."""
+        moved: list[Moved] = []
+        while True:
+            freed: asyncio.Event | None = None
+            async with self._order.turn(hosted) as turn:
+                replica = self._using(hosted, node, failed) if _is_drained(machines, node) else None
+                if replica is None:
+                    return moved
+                loads = failed.setdefault(replica, FailedLoads(hosted.model_id, replica))
+                try:
+                    work = self._move(hosted, replica, node, loads, turn, force=force)
+                    moved += await self._order.move(hosted, turn, work)
+                except Unloaded as error:
+                    log.warning("%s has no layers of %s any more: %s", name, hosted.model_id, error)
+                except NoRoomYet as error:
+                    log.info("%s moves once another move has ended: %s", hosted.model_id, error)
+                    freed = self._order.freed
+            if freed is not None:
+                await freed.wait()
+
+    async def readmit(self, node: str) -> None:
+        """Let plans use a drained machine again, once its drain has ended."""
+        machines = self._machines()
+        found = find_node(machines.cluster_view(), node)
+        async with self._order.of_machine(found), self._order.turn():
+            await machines.drain(found, is_drained=False)
+
+    @staticmethod
+    def _using(hosted: HostedModel, node: str, failed: Mapping[Replica, FailedLoads]) -> Replica | None:
         """Return a replica with layers on a node, or about to have some; None without one.
 
         Those that do not fit, or whose loads have failed too often, have none.
         """
         return next(
             (
-                (hosted, replica)
-                for hosted in self._hosted()
+                replica
                 for replica in hosted.replicas
-                if _uses(replica, node)
+                if node in nodes_of(replica)
                 and not isinstance(replica.service.error, PlanError)
                 and not (replica in failed and failed[replica].is_over)
             ),
@@ -351,7 +368,14 @@ class Moves:
         )
 
     async def _move(
-        self, hosted: HostedModel, replica: Replica, node: str, failed: FailedLoads, *, force: bool
+        self,
+        hosted: HostedModel,
+        replica: Replica,
+        node: str,
+        failed: FailedLoads,
+        turn: Turn,
+        *,
+        force: bool,
     ) -> Sequence[Moved]:
         """Move a replica away from a node. While it is being loaded, wait a moment, and return nothing."""
         if replica.service.error is not None:
@@ -363,15 +387,17 @@ class Moves:
                     raise
                 log.warning("It has no layers to move: %s", error)
             else:
+                turn.end()
                 await asyncio.sleep(_LOOK_S)
             return ()
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         try:
-            moved = await hosted.replace(replica, self._make_replica(hosted, replica), self._ready)
+            return (await self._beside(hosted, replica, turn),)
+        except NoRoomYet:
+            raise
         except RingError as error:
             why = str(error)
-        else:
-            return (Moved(hosted.model_id, "beside", moved, time.monotonic() - started),)
+        await turn.resume()
         if not force:
             await replica.check_drain(frozenset({node}))
         log.warning(
@@ -393,7 +419,7 @@ class Moves:
     @staticmethod
     async def _until_left(replica: Replica, node: str, failed: FailedLoads) -> None:
         """Replace the ranks on a node, and wait until all serve. Raises what `_until_served` raises."""
-        while (error := replica.service.error) is not None or _uses(replica, node):
+        while (error := replica.service.error) is not None or node in nodes_of(replica):
             if isinstance(error, PlanError):
                 raise error
             failed.check()
@@ -413,30 +439,11 @@ def _session(machines: Machines, node: str) -> int | None:
     return None if member is None else member.session
 
 
-def _unload_reason(hosted: HostedModel) -> str:
-    return f"{hosted.model_id} was unloaded."
-
-
 def _is_drained(machines: Machines, node: str) -> bool:
     return node in machines.cluster_view().membership.drained
 
 
-def _uses(replica: Replica, node: str) -> bool:
+def nodes_of(replica: Replica) -> frozenset[str]:
+    """Return the machines of a replica's present or last instance."""
     placement = replica.placement
-    return placement is not None and node in {site.node for site in placement.nodes}
-
-
-def find_node(machines: Machines, name: str) -> str:
-    """Return the id of a connected machine, given by its id or name.
-
-    Raises:
-        RequestError: none or several are called so.
-    """
-    view = machines.cluster_view()
-    members = view.membership.members
-    found = [node for node, member in members.items() if name in (node, member.machine)]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(sorted(readable_names(view).values())) or "none"
-    problem = f"Several machines are called {name}; give an id" if found else f"No machine is called {name}"
-    raise RequestError(f"{problem}: connected are {names}.", param="node")
+    return frozenset(() if placement is None else (site.node for site in placement.nodes))

@@ -21,7 +21,6 @@ from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
 from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
@@ -33,7 +32,7 @@ from mlx_ring.head.placing import (
     place_on_cluster,
     plan_replicas,
 )
-from mlx_ring.head.plan_requests import node_profiles
+from mlx_ring.head.plan_requests import LinkSurveys, broken_links, node_profiles, with_throughput
 from mlx_ring.head.reshaping import NextPlan
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView

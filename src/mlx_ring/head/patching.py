@@ -16,8 +16,8 @@ from mlx_ring.cluster.layer_split import Cut
 from mlx_ring.cluster.relinking import prepare, unless_left, with_their_groups
 from mlx_ring.core.errors import NotReady, PlanError, RingError
 from mlx_ring.core.types import RankId
-from mlx_ring.head.measured_links import broken_links
 from mlx_ring.head.placing import Order, Placement, plan_given_ranks, replica_request
+from mlx_ring.head.plan_requests import broken_links
 from mlx_ring.head.rank_placements import RankPlacement, Stage, assign_all, forecast_of, with_routes
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile

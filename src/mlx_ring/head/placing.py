@@ -18,8 +18,15 @@ from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
-from mlx_ring.head.measured_links import LinkSurveys, broken_links, with_throughput
-from mlx_ring.head.plan_requests import cpu_weights_of, node_profiles, plan_request_for, proportional_stages
+from mlx_ring.head.plan_requests import (
+    LinkSurveys,
+    broken_links,
+    cpu_weights_of,
+    node_profiles,
+    plan_request_for,
+    proportional_stages,
+    with_throughput,
+)
 from mlx_ring.head.rank_placements import (
     Stage,
     forecast_of,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -32,12 +33,12 @@ from mlx_ring.api.ops.status import StageTimesStatus, StepStatus
 from mlx_ring.cluster.membership import Member
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import state_folder
-from mlx_ring.engine.step_times import AlikeSteps, StageTimes, StepTimes
+from mlx_ring.engine.step_times import AlikeSteps, DecodeRound, StageTimes, StepTimes
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.plan import Round, StageStep, StepOverheads
 from mlx_ring.planner.profiles import StepRatios
-from mlx_ring.planner.replan import Round, StageStep, StepOverheads
 from mlx_ring.settings.config import Settings
 
 StepKind = Literal["decode", "prefill"]
@@ -58,6 +59,8 @@ _CHANGE = 0.05
 """Relative change of a ratio that is kept, so that plans do not differ by noise."""
 _LEAST_ROUNDS = 32
 """Number of measured rounds from which the rest of their time counts."""
+_HALVINGS = 10
+"""Halvings that find a ratio to within 0.4 %."""
 
 
 class _Kept(TypedDict):
@@ -130,7 +133,12 @@ class StepSpeeds:
         now: Mapping[str, float] = {
             kind: one.ratio for kind, one in self._now.get(node, {}).items() if one.at >= since
         }
-        kept = replace(self._kept_of(node, profile), overhead_s=self._overheads.of(node))
+        overhead_s, alone_s = self._overheads.of(node), self._overheads.of(node, is_alone=True)
+        kept = replace(
+            self._kept_of(node, profile),
+            overhead_s=overhead_s,
+            alone_s=None if alone_s == overhead_s else alone_s,
+        )
         if speed_share == 1.0:
             return replace(kept, **now)
         return replace(
@@ -173,11 +181,12 @@ class StepSpeeds:
                 "Decode steps take %.1f ms beside computing, which the next plan counts",
                 1e3 * self._overheads.of(""),
             )
-        for (node, kind), ratio in _ratios(instances, are_last=True):
+        limited = [*_under_quotas(instances, workers)]
+        for (node, kind), ratio in chain(_ratios(instances, are_last=True), limited):
             self._note_now(node, kind, ratio)
         changed = [
             self._note(node, kind, ratio, present[node].profile)
-            for (node, kind), ratio in _ratios(instances, are_last=False)
+            for (node, kind), ratio in chain(_ratios(instances, are_last=False), limited)
             # While it yields, its steps say little about the machine.
             if node in present and present[node].yielding is None
         ]
@@ -334,6 +343,42 @@ def _measured(
                 )
 
 
+def _under_quotas(
+    views: Sequence[MeasuredInstance], workers: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, StepKind], float]]:
+    """Yield nodes with a CPU quota, with the ratio of their decode steps: 1 if they are not slower than predicted.
+
+    A step that finds its quota unused is fast, but more layers would not be. Only a mean says how long steps take, because
+    some of them wait for the next quota, and others do not.
+    """
+    for view in views:
+        measured = view.times.round
+        if view.forecast is None or measured is None or measured.rounds < _LEAST_ROUNDS:
+            continue
+        profile = view.forecast.corrected({})
+        for stage, mean_us in enumerate(measured.mean_us if len(profile) == len(measured.mean_us) else ()):
+            node = profile.node(stage)
+            if node.cpu_quota is not None and workers[node.name] == len(view.nodes[stage]) == 1:
+                yield (node.name, "decode"), _slowness(profile, stage, measured, mean_us / 1e6)
+
+
+def _slowness(profile: Forecast, stage: int, measured: DecodeRound, mean_s: float) -> float:
+    """Return the ratio, 1 or more, with which a stage's decode step is predicted to take as long as measured."""
+
+    def predicted_s(ratio: float) -> float:
+        corrected = profile.corrected({profile.node(stage).name: StepRatios(decode=ratio)})
+        return corrected.decode_s(stage, measured.tokens, measured.context_tokens)
+
+    low, high = 1.0, _MOST_NOW
+    if mean_s <= predicted_s(low):
+        return 1.0
+    # Times do not grow in proportion, because a longer step waits for more quotas.
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predicted_s(middle) < mean_s else (low, middle)
+    return high
+
+
 def _are_enough(kind: StepKind, measured: Iterable[_Measured]) -> bool:
     steps, tokens = (
         sum(each) for each in zip(*((one.steps, one.steps * one.tokens) for one in measured), strict=True)
@@ -358,7 +403,7 @@ def stage_times(
     """Return the measured, predicted and corrected times of a stage's steps."""
     found = next((each for each in times.stages if each.stage == stage), StageTimes(stage, (), ()))
     decode = found.decode or (() if forecast is None else (_half_way(forecast),))
-    computing = {node: replace(each, overhead_s=0.0) for node, each in ratios.items()}
+    computing = {node: replace(each, overhead_s=0.0, alone_s=None) for node, each in ratios.items()}
     both = None if forecast is None else (forecast.corrected({}), forecast.corrected(computing))
     return StageTimesStatus(
         decode=[_step(both, stage, steps, "decode") for steps in decode],

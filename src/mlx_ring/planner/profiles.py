@@ -95,6 +95,13 @@ class StepRatios:
     prefill: float = 1.0
     overhead_s: float = 0.0
     """Seconds that each decode step of a stage takes beside computing: messages, scheduling, and waits for a core."""
+    alone_s: float | None = None
+    """The same of a stage with all layers, which sends no activations; None if it is not known to differ."""
+
+    @property
+    def whole_overhead_s(self) -> float:
+        """Seconds that a decode step of a stage with all layers takes beside computing."""
+        return self.overhead_s if self.alone_s is None else self.alone_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,12 @@
-"""Comparison of a loaded plan with the best one for the machines as they are now, and when a move pays. Pure.
-
-A measured split shows what predictions of another one leave out: the time of a step beside computing, which stays when
-layers move.
-"""
+"""Comparison of a loaded plan with the best one for the machines as they are now, and when a move pays. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
+from itertools import chain
 from typing import Literal
 
 from mlx_ring.core.errors import PlanError
@@ -33,6 +29,10 @@ _PATIENCE = 4
 _RECENT_S = 6 * 3600.0
 _LONGEST_LOOK_S = 30.0
 """Longest time between two looks that counts: of the rest nothing is known."""
+SHORT_PAUSE_S = 5.0
+"""Longest predicted pause that needs no permission: a recovery takes as long."""
+_LINK_S = 1.0
+"""Time until workers that have their layers are linked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,22 @@ def _fetch_s(now: Situation, planned: LoadedStages) -> float:
     return seconds
 
 
+def with_loaded(
+    had: Mapping[str, frozenset[int]], loaded: Iterable[LoadedStages]
+) -> dict[str, frozenset[int]]:
+    """Return the layers that each machine has had, with those that it has now."""
+    found = dict(had)
+    for layers, ranks in chain.from_iterable(loaded):
+        for node, _ in ranks:
+            found[node] = found.get(node, frozenset()) | frozenset(range(layers.start, layers.end))
+    return found
+
+
+def known_facts(cluster: ClusterProfile) -> object:
+    """Return the facts that may change of machines. The memory of mlx-ring's own processes changes all the time."""
+    return [(node.name, node.memory_bytes, node.ratios) for node in cluster.nodes]
+
+
 def _with_pause(now: Situation, loaded: Plan | None, best: Plan, why: str) -> Comparison:
     """Return the way to a plan that cannot be loaded beside the present one."""
     if now.only_whole:
@@ -249,6 +265,50 @@ def _gain(loaded: Plan | None, planned: Plan) -> float:
     return loaded.prediction.minimized_s(objective) / planned.prediction.minimized_s(objective) - 1.0
 
 
+def pause_s(found: Comparison, load_s: float | None) -> float | None:
+    """Return the predicted seconds until another split serves, without an answer; None if they are unknown.
+
+    Args:
+        found: the other split.
+        load_s: longest time that a load took, by which a part of it is predicted; None before the first.
+    """
+    if found.way == "beside":
+        return 0.0
+    if found.way == "after":
+        return load_s
+    late = max((change.gained_bytes for change in found.changes if not change.fits_beside), default=0)
+    if not late:
+        return _LINK_S
+    largest = max(stage.weight_bytes for stage in found.planned.stages)
+    return None if load_s is None else _LINK_S + load_s * late / largest
+
+
+def needs_pause(found: Comparison, load_s: float | None) -> bool:
+    """Report whether a move needs permission: all layers are loaded in a pause, or some of them for long."""
+    seconds = pause_s(found, load_s)
+    return found.way == "after" or seconds is None or seconds > SHORT_PAUSE_S
+
+
+_PAUSES: Mapping[MoveWay, str] = {
+    "beside": "",
+    "ranges": ", after a pause in which only layers that move are loaded",
+    "after": ", after a pause in which all layers are loaded",
+}
+
+
+def describe(model: str, found: Comparison) -> str:
+    """Return the start of a sentence that says what another split gains."""
+    layers = ", ".join(
+        f"{' and '.join(name for name, _ in ranks)} {span.start}-{span.end - 1}"
+        for span, ranks in stages_of(found.planned)
+    )
+    if math.isinf(found.gain):
+        return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
+    pause = _PAUSES[found.way]
+    faster = f"{found.gain:.0%} faster" if found.gain < 1 else f"{1 + found.gain:.1f} times as fast"
+    return f"{model} would be {faster} with another split{pause}: layers of {layers}"
+
+
 class Patience:
     """Decision when a better plan pays for a move.
 
@@ -296,144 +356,3 @@ class Patience:
     def forget(self) -> None:
         """Begin anew, with the same moves: there was nothing to compare, or another instance was loaded."""
         self._better_s = self._looked_at = None
-
-
-# ---- time beside computing
-
-_MOST_OVERHEAD_S = 0.2
-"""Longest time of a step beside computing that counts."""
-_NOISE = 0.05
-"""Change of that time, over the time of a step, that counts as noise."""
-_MEASUREMENTS = 7
-"""Number of last measurements whose median counts: a machine that becomes slower is noticed before half of them show it."""
-_SLOWED = 1.5
-"""Factor by which a machine has become slower than the others, so that the rest of the time is its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageStep:
-    """Measured decode step of a stage."""
-
-    node: str
-    computing_s: float
-    ratio: float
-    """Mean over predicted time of computing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Measured time of a micro-batch from one token of its sequences to the next."""
-
-    stages: tuple[StageStep, ...]
-    batches: int
-    """Number of micro-batches that take turns."""
-    rows: int
-    """Sequences of one."""
-    round_s: float
-    hops_s: float
-    """Predicted seconds of all hops."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds from one step of a stage to the next, whichever micro-batch it is of."""
-        return self.round_s / self.batches
-
-    def rest_s(self, known_s: float) -> float:
-        """Return the seconds of the round that neither computing, hops nor `known_s` on each stage take."""
-        computing_s = sum(stage.computing_s for stage in self.stages)
-        return self.round_s - self.hops_s - computing_s - len(self.stages) * known_s
-
-    def common_s(self) -> float:
-        """Return the seconds that each step of a stage takes beside computing, so that this round is predicted."""
-        longest_s = max(stage.computing_s for stage in self.stages)
-        return min(self.rest_s(0.0) / len(self.stages), self.step_s - longest_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Overhead:
-    counted_s: float
-    """Seconds that plans count. They stay if the measured ones hardly change."""
-    measured_s: float
-    at: float
-    """Time of the measurement."""
-
-
-class StepOverheads:
-    """Seconds that each decode step of a stage takes beside computing: messages, scheduling, and waits for a core.
-
-    They count on every machine, because they come with each step of any split. If one machine has become much slower than
-    the others, the time that was added since counts on that machine alone. Otherwise, a split without it would be predicted
-    with its waits.
-    """
-
-    def __init__(self, clock: Callable[[], float], forget_s: float) -> None:
-        """Start without any; they count for `forget_s` seconds without new rounds, by a clock of seconds."""
-        self._clock, self._forget_s = clock, forget_s
-        self._common: _Overhead | None = None
-        self._measured_s: deque[float] = deque(maxlen=_MEASUREMENTS)
-        """The last measurements of the common time."""
-        self._added: Mapping[str, _Overhead] = {}
-        """Times that count on single machines. It is replaced, as plans read it in other threads."""
-        self._least: dict[str, dict[tuple[str, int, int], float]] = {}
-        """Least ratio of each machine in rounds of a kind, by instance: predictions may be off by more for one kind."""
-
-    def of(self, node: str) -> float:
-        """Return the seconds of a step on a machine, known or not."""
-        since = self._clock() - self._forget_s
-        both = self._common, self._added.get(node)
-        return sum(each.counted_s for each in both if each is not None and each.at >= since)
-
-    def forget(self, node: str) -> None:
-        """Forget what was added on a machine."""
-        self._added = {other: each for other, each in self._added.items() if other != node}
-
-    def learn(self, rounds: Mapping[str, Round], instances: Collection[str]) -> bool:
-        """Learn from the rounds of instances, and return True if the time that is common to all steps has changed.
-
-        Args:
-            rounds: the last rounds, by instance. The least time of all instances is common to their steps.
-            instances: all instances. Others are forgotten.
-        """
-        self._least = {name: self._least.get(name, {}) for name in instances}
-        common: list[tuple[float, float]] = []
-        for name, found in rounds.items():
-            slowed = self._slowed(name, found)
-            if slowed is None:
-                common.append((found.common_s(), found.step_s))
-                for stage in found.stages:
-                    self.forget(stage.node)
-            else:
-                added_s = self._added_s(found, slowed)
-                before = self._added.get(slowed.node)
-                self._added = {**self._added, slowed.node: self._noted(before, added_s, found.step_s)}
-        if not common:
-            return False
-        before, (measured_s, step_s) = self._common, min(common)
-        if before is not None and before.measured_s == measured_s:
-            return False
-        self._measured_s.append(measured_s)
-        counted_s = self._noted(before, median(self._measured_s), step_s).counted_s
-        self._common = _Overhead(counted_s, measured_s, self._clock())
-        return (0.0 if before is None else before.counted_s) != counted_s
-
-    def _slowed(self, instance: str, found: Round) -> StageStep | None:
-        """Return the longest step of machines that have become slower than others; None if there are none."""
-        least, slower = self._least.setdefault(instance, {}), dict[str, float]()
-        for stage in found.stages:
-            kind = stage.node, found.batches, found.rows
-            least[kind] = min(stage.ratio, least.get(kind, stage.ratio))
-            slower[stage.node] = stage.ratio / least[kind]
-        slowed = [stage for stage in found.stages if slower[stage.node] > _SLOWED * min(slower.values())]
-        return max(slowed, key=lambda stage: stage.computing_s, default=None)
-
-    def _added_s(self, found: Round, slowed: StageStep) -> float:
-        common_s = self.of("")
-        return min(found.rest_s(common_s), found.step_s - slowed.computing_s - common_s)
-
-    def _noted(self, before: _Overhead | None, measured_s: float, step_s: float) -> _Overhead:
-        if before is not None and before.measured_s == measured_s:
-            return before
-        counted_s = min(max(measured_s, 0.0), _MOST_OVERHEAD_S)
-        if before is not None and abs(counted_s - before.counted_s) < _NOISE * step_s:
-            counted_s = before.counted_s
-        return _Overhead(counted_s, measured_s, self._clock())

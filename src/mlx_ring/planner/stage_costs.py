@@ -125,7 +125,9 @@ class StageTables:
             table = np.where(fits, self._seconds_of(form, node, rows, context_tokens), table)
         fits = self.memory(node) <= node.usable_bytes
         fits &= np.arange(len(table))[:, None] < np.arange(len(table))[None, :]
-        times = times_on(node, table)
+        is_whole = np.zeros(table.shape, dtype=bool)
+        is_whole[0, -1] = True
+        times = times_on(node, table, is_whole=is_whole)
         unhindered = np.where(fits, times.unhindered, np.inf)
         return Times(
             unhindered, unhindered if node.cpu_quota is None else np.where(fits, times.steady, np.inf)
@@ -136,7 +138,8 @@ class StageTables:
     ) -> Times[float]:
         """Return the seconds of a step of one stage, regardless of memory."""
         sums = self._seconds_before(self._form(node, first, end), node, rows, context_tokens)
-        times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s)
+        is_whole = first == 0 and end == len(sums) - 1
+        times = times_on(node, sums[end : end + 1] - sums[first] + node.costs.step_s, is_whole=is_whole)
         return Times(float(times.unhindered[0]), float(times.steady[0]))
 
     def weight_bytes(self, node: NodeProfile, first: int, end: int) -> int:
@@ -206,9 +209,18 @@ def prefill_factor(node: NodeProfile) -> float:
     return node.ratios.prefill / (node.cpu_quota.share if node.cpu_quota else 1.0)
 
 
-def times_on(node: NodeProfile, computing: Table) -> Times[Table]:
-    """Return the wall-clock times of decode steps on a machine, by the time of their computations."""
-    computing, overhead_s = computing * node.ratios.decode, node.ratios.overhead_s
+def times_on(
+    node: NodeProfile, computing: Table, *, is_whole: NDArray[np.bool_] | bool = False
+) -> Times[Table]:
+    """Return the wall-clock times of decode steps on a machine, by the time of their computations.
+
+    Args:
+        node: the machine.
+        computing: seconds of the computations.
+        is_whole: True for stages with all layers.
+    """
+    computing = computing * node.ratios.decode
+    overhead_s = np.where(is_whole, node.ratios.whole_overhead_s, node.ratios.overhead_s)
     if node.cpu_quota is None:
         return Times(computing + overhead_s, computing + overhead_s)
     unhindered, steady = node.cpu_quota.clock_s(computing), node.cpu_quota.steady_s(computing)

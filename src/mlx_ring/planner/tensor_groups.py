@@ -176,7 +176,9 @@ class RankGroup:
 
     def _computing(self, member: GroupRank, rows: int, context_tokens: int, ends: Ends) -> Times[Table]:
         before = member.costs.seconds_before(rows, context_tokens)[ends]
-        return times_on(member.node, before[None, :] - before[:, None] + member.node.costs.step_s)
+        computing = before[None, :] - before[:, None] + member.node.costs.step_s
+        is_whole = (ends[:, None] == 0) & (ends[None, :] == self._layers)
+        return times_on(member.node, computing, is_whole=is_whole)
 
     def stage_seconds(self, first: int, end: int, rows: int, context_tokens: int) -> Times[float]:
         """Return the seconds of a step of one stage, regardless of memory."""

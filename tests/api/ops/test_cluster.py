@@ -11,7 +11,13 @@ from tests.api.twins import JOIN_TOKEN
 from tests.default_settings import make_api_settings
 
 from mlx_ring.api.ops.cluster import DeviceStatus, link_statuses
-from mlx_ring.api.ops.status import PlannedSplit, PlannedStage, ProposalStatus
+from mlx_ring.api.ops.status import (
+    ClusterParts,
+    NoProposalStatus,
+    PlannedSplit,
+    PlannedStage,
+    ProposalStatus,
+)
 from mlx_ring.api.service import InstanceInfo, LinkInfo
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -105,6 +111,7 @@ def proposal(way: Literal["beside", "ranges", "after"]) -> ProposalStatus:
     stages = [PlannedStage(nodes=["mini"], layers=(0, 5)), PlannedStage(nodes=["studio"], layers=(5, 8))]
     return ProposalStatus(
         model="",
+        instance="twin-1",
         way=way,
         why=None if way == "beside" else "There is no room for both.",
         gain=0.25,
@@ -131,6 +138,15 @@ def test_a_model_moves_to_a_better_split() -> None:
     assert message == "Answers would pause."
     assert api.post("/cluster/replan", {"pause": True}).json()["moved"]["why"] == "There is no room for both."
     refusal(api.post("/cluster/replan", {"model": "other"}), 404)
+
+
+def test_status_says_why_no_split_is_looked_for() -> None:
+    api = Api()
+    assert api.get("/cluster/status").json()["no_proposals"] == []
+    reason = "No other split of org/twin can be looked for: --tp gives each machine's part."
+    refused = NoProposalStatus(model="org/twin", why=reason)
+    api.catalog.parts = ClusterParts(no_proposals=[refused])
+    assert api.get("/cluster/status").json()["no_proposals"] == [{"model": "org/twin", "why": reason}]
 
 
 @pytest.mark.parametrize("path", ["/cluster/drain", "/cluster/readmit"])

@@ -159,7 +159,7 @@ def node_families(nodes: Sequence[NodeStatus], workers: Workers) -> Iterator[Met
     ratios = {
         (node.id, kind): ratio
         for node in nodes
-        for kind, ratio in node.step_time_ratios.model_dump(exclude={"overhead_s"}).items()
+        for kind, ratio in node.step_time_ratios.model_dump(exclude={"overhead_s", "alone_s"}).items()
     }
     yield gauge(
         "step_time_ratio",

@@ -214,6 +214,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         instances=parts.instances,
         hung_backends=parts.hung_backends,
         proposals=parts.proposals,
+        no_proposals=parts.no_proposals,
         joules_per_token=parts.joules_per_token,
         status="ready" if error is None else "unavailable",
         reason=None if error is None else str(error),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from math import isinf
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, create_model
 
 from mlx_ring.api.openapi import DescribedModel
 from mlx_ring.core.worker_status import MEMORY
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.replan import Comparison, needs_pause, pause_s, stages_of
 
 NodeState = Literal["attending", "gone", "quarantined", "drained"]
 InstanceState = Literal["loading", "ready", "unavailable"]
@@ -72,6 +75,8 @@ class StepTimeRatios(_Status):
     prefill: float = 1.0
     overhead_s: float = 0.0
     """Seconds that a decode step of a stage takes beside computing, as the next plan counts; 0 before enough steps."""
+    alone_s: float | None = None
+    """The same of a stage with all layers; null if it is not known to differ."""
 
 
 class EnergyStatus(_Status):
@@ -355,11 +360,24 @@ class PlannedSplit(_Status):
     request_s: float
     """Time of the usual request."""
 
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return the split of a plan."""
+        stages = [
+            PlannedStage(nodes=[name for name, _ in ranks], layers=(span.start, span.end))
+            for span, ranks in stages_of(plan)
+        ]
+        each = plan.prediction
+        times = {"first_token_s": each.first_token_s, "request_s": each.request_s}
+        return cls(stages=stages, tokens_per_s=1 / each.token_s, **times)
+
 
 class ProposalStatus(_Status):
-    """Better split of a model's layers."""
+    """Better split of the layers of a model, or of one of its replicas."""
 
     model: str
+    instance: str
+    """Instance of the replica that would move."""
     way: Literal["beside", "ranges", "after"]
     """`beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and
     answers pause while they change over. `after`: answers pause while the whole model is loaded."""
@@ -383,6 +401,33 @@ class ProposalStatus(_Status):
     is_due: bool
     """True once it has been better for long enough, so that the move pays."""
 
+    @classmethod
+    def of(cls, model: str, instance: str, found: Comparison, load_s: float | None, *, is_due: bool) -> Self:
+        """Return the status of a better split; `load_s` is the longest time that a load took, if there was one."""
+        return cls(
+            model=model,
+            instance=instance,
+            way=found.way,
+            why=found.why or None,
+            gain=None if isinf(found.gain) else found.gain,
+            load_s=load_s,
+            fetch_s=found.fetch_s,
+            pause_s=pause_s(found, load_s),
+            needs_pause=needs_pause(found, load_s),
+            gained_bytes=sum(change.gained_bytes for change in found.changes) if found.changes else None,
+            loaded=None if found.loaded is None else PlannedSplit.of(found.loaded),
+            planned=PlannedSplit.of(found.planned),
+            is_due=is_due,
+        )
+
+
+class NoProposalStatus(_Status):
+    """Model on several machines for which no better split is looked for."""
+
+    model: str
+    why: str
+    """Sentence with the reason."""
+
 
 class ClusterParts(_Status):
     """Nodes and instances of the cluster."""
@@ -397,6 +442,8 @@ class ClusterParts(_Status):
     hung_backends: list[HungBackendStatus] = Field(default=[])
     proposals: list[ProposalStatus] = Field(default=[])
     """Better splits to which a move pays, unless `--replan` is `off`."""
+    no_proposals: list[NoProposalStatus] = Field(default=[])
+    """Models for which none is looked for, with the reason."""
     joules_per_token: float | None = None
     """Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these
     nodes does not count the energy of the device that it computes on."""

@@ -108,6 +108,8 @@ export interface ClusterStatus {
   hung_backends: HungBackendStatus[];
   /** Better splits to which a move pays, unless `--replan` is `off`. */
   proposals: ProposalStatus[];
+  /** Models for which none is looked for, with the reason. */
+  no_proposals: NoProposalStatus[];
   /** Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these nodes does not count the energy of the device that it computes on. */
   joules_per_token: number | null;
   status: "ready" | "unavailable";
@@ -372,6 +374,13 @@ export interface MovedModel {
   loaded_bytes: number | null;
 }
 
+/** Model on several machines for which no better split is looked for. */
+export interface NoProposalStatus {
+  model: string;
+  /** Sentence with the reason. */
+  why: string;
+}
+
 /** Memory of a node, in bytes. */
 export interface NodeMemory {
   /** Usable memory of the device, within the limits of containers. */
@@ -568,9 +577,11 @@ export interface PromptDetails {
   audio_tokens: 0;
 }
 
-/** Better split of a model's layers. */
+/** Better split of the layers of a model, or of one of its replicas. */
 export interface ProposalStatus {
   model: string;
+  /** Instance of the replica that would move. */
+  instance: string;
   /** `beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and answers pause while they change over. `after`: answers pause while the whole model is loaded. */
   way: "beside" | "ranges" | "after";
   /** Reason why answers would pause. */
@@ -826,6 +837,8 @@ export interface StepTimeRatios {
   prefill: number;
   /** Seconds that a decode step of a stage takes beside computing, as the next plan counts; 0 before enough steps. */
   overhead_s: number;
+  /** The same of a stage with all layers; null if it is not known to differ. */
+  alone_s: number | null;
 }
 
 /** Speed of a single stream without speculative decoding. */

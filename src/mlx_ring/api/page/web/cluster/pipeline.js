@@ -47,9 +47,9 @@ export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
   const ofModel = cluster.instances.filter((each) => each.model === model);
   const title = describeInstance(instance, cluster.instances);
   const load = cluster.models.flatMap((each) => each.instances).find((each) => each.instance === name);
-  // While another instance is loaded beside it, the first one has the proposal.
+  const proposal = cluster.proposals.find((each) => each.instance === name);
   const isFirst = ofModel[0]?.name === name;
-  const proposal = isFirst ? cluster.proposals.find((each) => each.model === model) : undefined;
+  const refusal = isFirst ? cluster.no_proposals.find((each) => each.model === model) : undefined;
   return html`<section class="panel pipeline" aria-label=${`Pipeline of ${title}`}>
     <header>
       <h2>${model}</h2>
@@ -64,6 +64,7 @@ export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
     ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
     ${state !== "ready" && reason && html`<p>${reason}</p><${TrustHint} text=${reason} />`}
     ${proposal && html`<${Proposal} proposal=${proposal} onMoved=${onMoved} />`}
+    ${refusal && html`<p class="muted">${refusal.why}</p>`}
     <${Layers} stages=${stages} />
     <div class="flow">
       ${stages.map((stage, place) => {

@@ -1,0 +1,275 @@
+"""Order of loads, moves and unloads of a head's models, and what makes room for them.
+
+Loads come one after the other, so that no two count on the same memory. A move has its turn until its next instance
+serves. Then it may wait long for answers of the present one. Meanwhile other models load and move: the memory of both
+instances is taken. Those without room, or with machines in common that would have to pause, wait until a move ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mlx_ring.core.errors import Conflict, ContextKept, PlanError, RingError
+from mlx_ring.head.instance_view import InstanceService
+from mlx_ring.head.model import JUST_NOW_S, HostedModel
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Unloaded(Conflict):
+    """The model was unloaded while it moved."""
+
+
+class NoRoomYet(PlanError):
+    """There is no room, but there may be some once another move has ended."""
+
+
+class Turn:
+    """Turn to plan and load, which may end before its move does."""
+
+    def __init__(self, loading: asyncio.Lock) -> None:
+        """Hold the lock of loads."""
+        self._loading = loading
+        self.is_held = True
+        self.frees: AbstractSet[str] = frozenset()
+        """Machines of the instance that ends once its answers have; empty unless the move only waits for these."""
+
+    def end(self, frees: AbstractSet[str] = frozenset()) -> None:
+        """Let others load. `frees` are machines that have more room once the move has ended."""
+        if self.is_held:
+            self.is_held, self.frees = False, frees
+            self._loading.release()
+
+    async def resume(self) -> None:
+        """Wait for another turn, if this one has ended."""
+        self.frees = frozenset()
+        if not self.is_held:
+            await self._loading.acquire()
+            self.is_held = True
+
+
+@dataclass
+class _Move:
+    """Move of one model in progress."""
+
+    work: asyncio.Task[Any]
+    turn: Turn
+    reason: str = ""
+    """Reason why the model is unloaded instead; empty if it is not."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MoveOrder:
+    """Turns of loads and moves, and unloading, which may end a move."""
+
+    def __init__(self) -> None:
+        """Start without a move."""
+        self._loading = asyncio.Lock()
+        self._moves: dict[HostedModel, _Move] = {}
+        self._drains: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._to_unload: list[HostedModel] = []
+        """Models whose unloading by force has been requested; none of them begins to move."""
+        self.freed = asyncio.Event()
+        """Event that is set, and replaced, when there may be more room: a move has ended, or a model was unloaded."""
+        self.has_ended = False
+        """True once the head ends, so that cancelled moves unload nothing."""
+
+    @contextlib.asynccontextmanager
+    async def turn(self, hosted: HostedModel | None = None) -> AsyncGenerator[Turn]:
+        """Wait for a turn, after the end of a model's present move, if one is given and has one."""
+        while True:
+            await self._loading.acquire()
+            move = None if hosted is None else self._moves.get(hosted)
+            if move is None:
+                break
+            self._loading.release()
+            await move.ended.wait()
+        turn = Turn(self._loading)
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    def of_machine(self, node: str) -> asyncio.Lock:
+        """Return the lock of a machine that is drained or readmitted."""
+        return self._drains[node]
+
+    def may_free(self, nodes: AbstractSet[str] | None = None) -> bool:
+        """Report whether moves that only wait for answers free memory, also if only that of some machines counts."""
+        freed = [move.turn.frees for move in self._moves.values()]
+        return any(each if nodes is None else each & nodes for each in freed)
+
+    async def load(
+        self,
+        hosted: HostedModel,
+        load: Callable[[], Awaitable[None]],
+        models: Callable[[], Iterable[HostedModel]],
+        *,
+        may_evict: bool,
+    ) -> None:
+        """Load a model. If it does not fit, unload others for it, or wait until a move has ended.
+
+        Args:
+            hosted: the model.
+            load: loads it.
+            models: returns all models.
+            may_evict: True if others may be unloaded.
+
+        Raises:
+            PlanError: it does not fit.
+        """
+        while True:
+            async with self.turn():
+                while True:
+                    try:
+                        return await load()
+                    except PlanError as error:
+                        # An explicit context reserves the memory: no model is unloaded for it.
+                        may_unload = may_evict and not isinstance(error, ContextKept)
+                        if may_unload and await unload_for(hosted, models()):
+                            log.info("Trying %s again, which did not fit before: %s", hosted.model_id, error)
+                            continue
+                        if not self.may_free():
+                            raise
+                        log.info("%s is loaded once a move has ended: %s", hosted.model_id, error)
+                        freed = self.freed
+                        break
+            await freed.wait()
+
+    async def move(self, hosted: HostedModel, turn: Turn, work: Coroutine[Any, Any, Result]) -> Result:
+        """Move one model, in its turn. Raises `Unloaded` if it is unloaded instead."""
+        if hosted in self._to_unload:
+            work.close()
+            await hosted.stop(_unload_reason(hosted))
+            raise Unloaded(f"{hosted.model_id} was unloaded before it moved.")
+        move = self._moves[hosted] = _Move(asyncio.create_task(work), turn)
+        has_begun = True
+        try:
+            try:
+                moved = await move.work
+            except (asyncio.CancelledError, RingError) as error:
+                if not move.reason or self.has_ended:
+                    has_begun = not isinstance(error, NoRoomYet)
+                    raise
+            else:
+                if not move.reason:
+                    has_begun = bool(moved)
+                    return moved
+            await hosted.stop(move.reason)
+        finally:
+            del self._moves[hosted]
+            move.ended.set()
+            if has_begun:
+                self._free()
+        raise Unloaded(f"{hosted.model_id} was unloaded while it moved.")
+
+    async def unload(self, hosted: HostedModel, *, force: bool) -> None:
+        """Unload a model. By force, end its requests, and its move in progress.
+
+        Raises:
+            Conflict: it answers requests, and `force` is False.
+        """
+        if not force:
+            # At once, because it may be moving, and wait for answers, for long.
+            _check_idle(hosted)
+            async with self.turn(hosted):
+                _check_idle(hosted)
+                await hosted.stop(_unload_reason(hosted))
+        else:
+            self._to_unload.append(hosted)
+            try:
+                move = self._moves.get(hosted)
+                if move is not None:
+                    if not move.reason:
+                        move.reason = _unload_reason(hosted)
+                        move.work.cancel()
+                    await move.ended.wait()
+                if move is None or hosted.replicas:
+                    async with self.turn(hosted):
+                        await hosted.stop(_unload_reason(hosted))
+            finally:
+                self._to_unload.remove(hosted)
+        self._free()
+        log.info("Unloaded %s", hosted.model_id)
+
+    def _free(self) -> None:
+        freed, self.freed = self.freed, asyncio.Event()
+        freed.set()
+
+
+def _check_idle(hosted: HostedModel) -> None:
+    if busy := hosted.open_requests:
+        raise Conflict(
+            f"{hosted.model_id} is answering {busy} request{'s' * (busy > 1)}: wait for them, "
+            'or unload it with "force": true, which ends them.'
+        )
+
+
+def _unload_reason(hosted: HostedModel) -> str:
+    return f"{hosted.model_id} was unloaded."
+
+
+# ---- room
+
+
+async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> bool:
+    """Unload the least recently used idle model for another one; return False if there is none.
+
+    A model that moves is not idle, although it may have no requests when its move ends.
+    """
+
+    def is_quiet(other: HostedModel) -> bool:
+        return bool(other.replicas) and not other.open_requests and not other.is_moving
+
+    quiet = [other for other in models if other is not hosted and is_quiet(other)]
+    if quiet and not any(other.is_idle for other in quiet):
+        # A request that waited for one of them may be about to begin.
+        await asyncio.sleep(JUST_NOW_S)
+    idle = [other for other in quiet if other.is_idle and is_quiet(other)]
+    oldest = min(idle, key=lambda other: other.last_requested, default=None)
+    if oldest is None:
+        return False
+    log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
+    await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
+    return True
+
+
+def check_room(hosted: HostedModel, copies: int, models: Iterable[HostedModel], limit: int | None) -> None:
+    """Check that the weights of all loaded models, with more copies of one, stay within --model-memory.
+
+    Raises:
+        PlanError: they do not.
+    """
+    if limit is None:
+        return
+    held = sum(len(other.replicas) * other.weight_bytes for other in models)
+    wanted = copies * hosted.weight_bytes
+    if held + wanted > limit:
+        raise PlanError(
+            f"{hosted.model_id} has {wanted / 1e9:.2f} GB of weights, {held / 1e9:.2f} GB are loaded already, "
+            f"and --model-memory allows {limit / 1e9:.2f} GB: unload a model, or raise --model-memory."
+        )
+
+
+def promised_bytes(
+    models: Iterable[HostedModel], without: InstanceService | None = None
+) -> Mapping[str, int]:
+    """Return the bytes that the plans of loaded models, except for one instance, count on, by node."""
+    promised = Counter[str]()
+    for hosted in models:
+        for service in hosted.instances:
+            view = None if service is without else service.view(hosted.model_id)
+            if view is None or view.forecast is None:
+                continue
+            for stage, nodes in enumerate(view.nodes):
+                for node, rank in zip(nodes, view.forecast.memory_of_ranks(stage), strict=True):
+                    promised[node] += rank.total_bytes
+    return promised
