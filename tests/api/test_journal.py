@@ -391,3 +391,15 @@ def test_key_that_is_not_ascii_has_one_owner_however_it_is_sent(tmp_path: Path) 
             return [(await head.call("GET", path, x_api_key=key))[0] for key in (utf8, latin1)]
 
     assert asyncio.run(run()) == [200, 200]
+
+
+def test_refused_stream_is_not_counted_as_an_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as head:
+            for prompt in ("x" * 5000, [2**31]):
+                status, text = await head.call("POST", "/v1/completions", {"prompt": prompt, "stream": True})
+                assert status == 400, text
+            stats = head.journal.stats()
+            assert (stats.running, stats.suspended, stats.ended, stats.lost) == (0, 0, 0, 0)
+
+    asyncio.run(run())

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from functools import cache
 from typing import Any
 
+import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from starlette.applications import Starlette
 from tests.api.clients import Api, documented_operations, openapi_document
 from tests.api.twins import MarkingTokenizer, TwinService
 from tests.default_settings import make_api_settings
+
+from mlx_ring.api import openapi
+from mlx_ring.api.app import DIALECTS
 
 API = Api()
 OPERATIONS = documented_operations()
@@ -207,3 +214,26 @@ def test_docs_page_needs_no_key_and_loads_nothing_external() -> None:
     for path in ("/docs/page.js", "/docs/page.css"):
         assert keyed.get(path).status_code == 200
     assert keyed.get("/openapi.json").status_code == 401
+
+
+def test_the_document_is_made_once_and_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def document(*_: object) -> dict[str, object]:
+        threads.append(threading.current_thread())
+        return {"openapi": "3.1.0"}
+
+    monkeypatch.setattr(openapi, "_document", document)
+    app = Starlette()
+    openapi.describe_api(app, make_api_settings(), DIALECTS)
+
+    async def read() -> list[bytes]:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+        return [answer.content for answer in answers]
+
+    assert asyncio.run(read()) == [b'{"openapi":"3.1.0"}'] * 3
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()

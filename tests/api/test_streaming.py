@@ -12,10 +12,11 @@ from functools import partial
 import httpx
 import pytest
 from tests.api.clients import serving
-from tests.api.twins import ANSWER_TEXT, TwinCatalog, TwinService
+from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
 from tests.eventually import eventually
 
+from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import PlanError, WorkerLost
 
@@ -253,3 +254,64 @@ def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None
         assert whole.status_code == 503
     with serving(service, make_api_settings(), catalog=catalog) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20).status_code == 503
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """Event loop whose clock a test sets forward."""
+
+    leapt_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leapt_s
+
+
+CALL = '<tool_call>{"name": "write", "arguments": {"text": "%s"}}</tool_call>' % ("x" * 20)
+REASONED = f"<think>\n{'hm ' * 10}\n</think>\n\nYes."
+USER = {"role": "user", "content": "Hello."}
+WRITE = {"name": "write", "input_schema": {"type": "object"}}
+WRITE_FUNCTION = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("says", "path", "body", "sign"),
+    [
+        (CALL, "/v1/messages", {"max_tokens": 99, "tools": [WRITE]}, "event: ping"),
+        (
+            REASONED,
+            "/v1/messages",
+            {"max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 9, "display": "omitted"}},
+            "event: ping",
+        ),
+        (CALL, "/api/chat", {"tools": [WRITE_FUNCTION]}, '"content":""},"done":false'),
+    ],
+    ids=["arguments", "omitted reasoning", "ollama"],
+)
+def test_stream_is_kept_alive_while_tokens_make_no_event(
+    says: str, path: str, body: dict[str, object], sign: str
+) -> None:
+    """Let the clock leap by less than the longest silence after each token."""
+    service = TwinService(automatic=False, tokenizer=MarkingTokenizer(), says=says)
+    app = build_app(TwinCatalog(service), make_api_settings(keep_alive_s=10.0))
+    content = body | {"model": "twin", "messages": [USER], "stream": True}
+
+    async def run() -> str:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, LeapingLoop)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = asyncio.ensure_future(client.post(path, json=content))
+            tokens = 0
+            while not answer.done():
+                for rank in service.executor.runnable():
+                    service.executor.run(rank)
+                for rank in service.executor.answering():
+                    service.executor.deliver(rank)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                made = service.engine.stats().generated_tokens
+                loop.leapt_s += 6.0 * (made - tokens)
+                tokens = made
+            return answer.result().text
+
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        assert runner.run(run()).count(sign) > 9

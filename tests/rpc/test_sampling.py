@@ -17,7 +17,7 @@ from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.rpc.sampling import decode_sampling, encode_sampling
 
 NAMES = {field.name for field in fields(Sampling)}
-NAMED_BY_ROUTES = {"logprobs", "top_logprobs", "max_tokens", "grammar", "stop_token_ids"}
+NAMED_BY_ROUTES = {"logprobs", "top_logprobs", "max_tokens", "grammar"}
 """Parameters that each route reads from fields of its own, or from the model."""
 REQUESTED = {field.name for field in fields(SamplingParams)} - NAMED_BY_ROUTES
 EXAMPLES: dict[str, object] = {
@@ -33,6 +33,7 @@ EXAMPLES: dict[str, object] = {
     "seed": 7,
     "ignore_eos": True,
     "stop": "x",
+    "stop_token_ids": [3],
 }
 """Values of request fields that are not the defaults."""
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

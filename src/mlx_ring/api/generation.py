@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from mlx_ring.api.middleware.access_log import Counted, note_answers, note_resumed
 from mlx_ring.api.openai.schemas import Costs, Performance, Usage
@@ -22,6 +22,8 @@ from mlx_ring.core.generation import (
     Source,
 )
 from mlx_ring.core.types import FinishReason, TokenLogprob
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -81,6 +83,9 @@ class Generation:
         self._answers_per_prompt = answers_per_prompt
         self._source: Source = _EngineSource(())
         self._arrived = asyncio.Event()
+        self._quiet_s: float | None = None
+        self._quiet_until = 0.0
+        """Time in the loop's clock at which a client should get a keep-alive."""
         self.answers = [Answer() for _ in requests]
         self.counted: Sequence[Counted] = self.answers
         """Answers as clients see them. Some end before the engine's tokens do."""
@@ -108,18 +113,23 @@ class Generation:
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[ChoiceDelta]]:
         """Yield batches of new pieces until every answer has ended.
 
-        An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
+        An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`). The
+        seconds count from the last events that `fill_silence` returned.
 
         Raises:
             RingError: a sequence failed. All pieces before the failure are yielded first.
         """
+        self._quiet_s = quiet_s
+        self._restart_silence()
         open_answers = len(self.answers)
         while open_answers:
-            await self._wait(quiet_s)
+            await self._wait()
             batch, failure = self._source.take()
             for piece in batch:
                 self.answers[piece.index].add(piece.delta)
                 open_answers -= piece.delta.finish_reason is not None
+            if not batch:
+                self._restart_silence()
             if batch or failure is None:
                 yield batch
             if batch and failure is None and self.silence is QuietReason.PAUSED:
@@ -132,6 +142,24 @@ class Generation:
         """Reason why there is no new piece."""
         return QuietReason.PAUSED if self._source.is_paused else QuietReason.QUIET
 
+    @property
+    def is_silent(self) -> bool:
+        """True if the last events are `quiet_s` seconds ago."""
+        return self._quiet_s is not None and asyncio.get_running_loop().time() >= self._quiet_until
+
+    def fill_silence(self, events: Sequence[T], *, came: bool) -> Sequence[T] | QuietReason:
+        """Return the events of a batch, or the reason of a silence that lasts too long.
+
+        `came` is True if the batch had tokens. Many of them may make no event, such as those of a tool call.
+        """
+        if not events and came and not self.is_silent:
+            return events
+        self._restart_silence()
+        return events or self.silence
+
+    def _restart_silence(self) -> None:
+        self._quiet_until = asyncio.get_running_loop().time() + (self._quiet_s or 0.0)
+
     async def run(self) -> list[Answer]:
         """Return all answers when they have ended."""
         async for _ in self.batches():
@@ -142,11 +170,12 @@ class Generation:
         """End a complete answer now with a last piece without text."""
         self._source.stop(index)
 
-    async def _wait(self, quiet_s: float | None) -> None:
-        """Wait for an update, `quiet_s` seconds at most. It runs for every token, so it creates no task."""
+    async def _wait(self) -> None:
+        """Wait for an update, or for the end of the silence. It runs for every token, so it creates no task."""
         if not self._arrived.is_set():
             loop = asyncio.get_running_loop()
-            alarm = None if quiet_s is None else loop.call_later(quiet_s, self._arrived.set)
+            is_timed = self._quiet_s is not None
+            alarm = loop.call_at(self._quiet_until, self._arrived.set) if is_timed else None
             try:
                 await self._arrived.wait()
             finally:

@@ -195,8 +195,13 @@ class JournalWriter:
         """Remove a request that was refused."""
         self.recordings.pop(recording.id, None)
         db = self._db
+
+        def work() -> Totals:
+            db.drop([recording.id])
+            return db.totals()
+
         try:
-            await self._disk.run(lambda: db.drop([recording.id]))
+            self.totals = await self._disk.run(work)
         except FAILURES as error:
             self._remove_later([recording], error)
 

@@ -7,6 +7,7 @@ So the type checker holds the document to the code.
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -214,16 +215,23 @@ class _Operation:
 
 def describe_api(app: Starlette, settings: ApiSettings, dialects: Dialects) -> None:
     """Add `/openapi.json`, which describes every documented route of the application, and make `/` list it."""
-    made: list[DocumentPart] = []
+    made: list[bytes] = []
+    making = asyncio.Lock()
     operations = list(_operations(app.routes, dialects))
     app.state.endpoints = _summaries(operations)
 
     async def openapi(_: Request) -> Response:
-        if not made:
-            made.append(_document(operations, settings, dialects))
-        return JSONResponse(made[0])
+        async with making:
+            if not made:
+                # It takes seconds of CPU time, while other requests' tokens are sent.
+                made.append(await asyncio.to_thread(_encoded_document, operations, settings, dialects))
+        return Response(made[0], media_type=_JSON)
 
     app.routes.append(ApiRoute("/openapi.json", openapi))
+
+
+def _encoded_document(operations: Sequence[_Operation], settings: ApiSettings, dialects: Dialects) -> bytes:
+    return bytes(JSONResponse(_document(operations, settings, dialects)).body)
 
 
 def list_endpoints(app: Starlette) -> dict[str, str]:

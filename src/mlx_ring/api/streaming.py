@@ -209,7 +209,7 @@ class StreamFormat:
     encode: Callable[[Mapping[str, object]], bytes]
     """Encoder of one event or line."""
     keep_alive: bytes = b""
-    """Bytes without content that keep the connection open; empty if the dialect has none."""
+    """Bytes without content that keep the connection open; empty if `resuming` makes them, or the dialect has none."""
     resuming: Callable[[], bytes] = bytes
     """Maker of bytes without content for an answer that waits for another instance of the model."""
     end: bytes = b""
@@ -228,7 +228,7 @@ class StreamFormat:
             async for batch in batches:
                 match batch:
                     case QuietReason.QUIET:
-                        yield _beside_ids(self.keep_alive)
+                        yield _beside_ids(self.keep_alive or self.resuming())
                     case QuietReason.PAUSED:
                         yield _beside_ids(self.resuming())
                     case events:

@@ -158,3 +158,10 @@ def test_error_in_mid_stream_is_raised_after_pings() -> None:
         with pytest.raises(anthropic.APIStatusError, match=r"Worker 1 died\.") as lost:
             list(stream)
     assert lost.value.type == "api_error"
+
+
+@with_plain
+def test_models_have_no_field_that_the_sdk_reads_as_another_type(client: anthropic.Anthropic) -> None:
+    info = client.models.retrieve("twin")
+    assert info.capabilities is None
+    assert info.to_dict()["features"] == ["completion", "embedding"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.model_format import HEADING, ChatFormat, parse_tool_call, read_format
 from mlx_ring.api.chat.request import CallArguments, CallOpening, ContentText, ReasoningText
+from mlx_ring.api.ollama.request import read_think
 
 
 def gpt_oss() -> ChatFormat:
@@ -87,3 +89,10 @@ def test_arguments_must_be_an_object_or_empty() -> None:
         format_.calls.parse("get_time<|message|>now", [])
     with pytest.raises(ValueError, match="no function"):
         format_.calls.parse("get_time", [])
+
+
+def test_model_with_headers_of_reasoning_reasons() -> None:
+    format_ = replace(gpt_oss(), words=frozenset({"reasoning_effort"}))
+    assert format_.reasons
+    assert read_think(format_, think=True) == {}
+    assert not ChatFormat().reasons

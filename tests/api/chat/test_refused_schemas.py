@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from tests.api.chat.test_answer_grammars import (
     schema_conversation,
     tools_conversation,
 )
+from tests.eventually import run_tasks_until
 
 from mlx_ring.api.chat.answer_grammars import GrammarChecks, answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.request import Conversation, Tool
-from mlx_ring.core.errors import RequestError
+from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.types import Grammar
+from mlx_ring.models.grammars import GrammarTrials
 
 
 def test_format_without_a_grammar_is_refused_by_name() -> None:
@@ -101,3 +104,40 @@ def test_strict_tool_is_refused_where_an_unquoted_format_is_ambiguous(schema: An
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}}, strict=True)
     with pytest.raises(RequestError, match="'a' of tool 'f'"):
         grammar_of(example_of("qwen3_coder"), tools_conversation(tool))
+
+
+class HeldTrials(GrammarTrials):
+    """Trials of which each lasts until `may_end` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self.tried: list[Grammar] = []
+
+    def problem(self, grammar: Grammar) -> str:
+        self.tried.append(grammar)
+        self.may_end.wait()
+        return ""
+
+
+def test_schema_behind_slow_ones_of_others_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, trials = GrammarChecks(), HeldTrials()
+    monkeypatch.setattr(checks, "_trials", trials)
+    slow, simple = Grammar("json_schema", '{"a": 1}'), Grammar("json_schema", "{}")
+    conversation = tools_conversation(choice="auto")
+
+    async def run() -> None:
+        other = asyncio.ensure_future(checks.check(slow, conversation))
+        try:
+            await run_tasks_until(lambda: trials.tried)
+            checks.turn_within_s = 0.0
+            with pytest.raises(Overloaded, match="too busy with other schemas") as refused:
+                await checks.check(simple, conversation)
+            assert refused.value.retry_after_s > 0
+        finally:
+            trials.may_end.set()
+        await other
+        await checks.check(slow, conversation)
+
+    asyncio.run(run())
+    assert trials.tried == [slow], "a refused schema takes no time of the next ones"

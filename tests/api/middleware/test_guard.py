@@ -38,6 +38,20 @@ def test_own_names_are_allowed_hosts_and_origins() -> None:
     refusal(api.get("/", host="studio.local:8100"), 403)
 
 
+@pytest.mark.parametrize("name", ["host.docker.internal", "host.containers.internal"])
+def test_containers_may_use_the_name_by_which_they_reach_this_machine(api: Api, name: str) -> None:
+    host = f"{name}:8100"
+    assert api.get("/v1/models", host=host).status_code == 200
+    assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
+    refusal(api.get("/", origin=f"http://{host}"), 403)
+    refusal(api.get("/", host=f"{name}.evil.example"), 403)
+
+
+@pytest.mark.parametrize("origin", ["app://obsidian.md", "vscode-webview://1a2b", "vscode-file://vscode-app"])
+def test_pages_of_desktop_apps_may_use_the_server(api: Api, origin: str) -> None:
+    assert api.get("/v1/models", origin=origin).headers["access-control-allow-origin"] == origin
+
+
 def test_a_refused_browser_gets_a_page_that_names_the_flag(api: Api) -> None:
     page = api.get("/", host="<evil>.example", accept="text/html,*/*;q=0.8")
     assert page.status_code == 403
@@ -90,7 +104,19 @@ def test_local_origin_may_read_responses(api: Api, origin: str) -> None:
     assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry", "x-mlx-ring-resumed"}
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost@evil.example", "", "x"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "app://",
+        "file://",
+        "https://app://x",
+        "http://localhost@evil.example",
+        "",
+        "x",
+    ],
+)
 def test_foreign_origin_is_refused_without_cors_headers(api: Api, origin: str) -> None:
     response = api.post("/v1/chat/completions", {}, origin=origin)
     refusal(response, 403)

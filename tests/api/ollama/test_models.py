@@ -43,6 +43,22 @@ def test_models_are_listed_and_shown(client: Client) -> None:
     assert shown.capabilities == ["completion", "embedding"]
 
 
+def test_fields_that_ollama_s_own_client_always_sends_are_accepted_if_empty(api: Api) -> None:
+    show: dict[str, object] = {"model": "twin", "system": "", "template": "", "options": None, "name": ""}
+    assert api.post("/api/show", show).status_code == 200
+    assert api.post("/api/show", {"model": "twin", "options": {}}).status_code == 200
+    pull = {"model": "twin", "username": "", "password": "", "name": ""}
+    assert api.post("/api/pull", pull).json() == {"status": "success"}
+    for path, body, field in (
+        ("/api/show", show, "system"),
+        ("/api/show", show, "template"),
+        ("/api/pull", pull, "username"),
+        ("/api/pull", pull, "password"),
+    ):
+        refused = api.post(path, body | {field: "x"})
+        assert (refused.status_code, f"'{field}' is not supported" in refused.text) == (400, True)
+
+
 def test_loaded_models_show_their_memory(client: Client) -> None:
     (loaded,) = client.ps().models
     assert (loaded.model, loaded.size, loaded.context_length) == ("org/twin", 2 * (10 + 0), 4096)

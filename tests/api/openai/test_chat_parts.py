@@ -235,6 +235,20 @@ def test_reasoning_and_tool_calls_are_accepted_as_history_without_content() -> N
     ]
 
 
+def test_values_that_an_sdk_parsed_and_cache_breakpoints_are_ignored_in_history(api: Api) -> None:
+    function = {"name": "get_weather", "arguments": '{"city": "Rome"}', "parsed_arguments": {"city": "Rome"}}
+    call = {"id": "call_1", "type": "function", "function": function}
+    part = {"type": "text", "text": "Hello.", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    history = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": None, "parsed": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+    ]
+    assert api.post("/v1/chat/completions", {"messages": history, "max_tokens": 1}).status_code == 200
+
+
 def test_tools_are_refused_where_the_template_has_no_place_for_them(api: Api) -> None:
     param, message = refusal(api.chat(tools=[TOOL]))
     assert param == "tools"

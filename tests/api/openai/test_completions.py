@@ -141,7 +141,7 @@ def test_prompt_over_the_context_names_the_prompt_field(api: Api) -> None:
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"n": 100, "prompt": ["a", "b"]}, "prompt"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"min_tokens": 17}, "min_tokens"),
     ],
 )
@@ -178,3 +178,77 @@ def test_text_offsets_count_special_tokens_spelled_out_in_the_prompt() -> None:
     choice: Any = CompletionWriter(ByteTokenizer(), request, [(BOS, EOS, 65)]).whole(0, answer)
     assert choice["logprobs"]["tokens"] == ["<bos>", "<eos>", "A", "b", "<eos>"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 5, 6, 7]
+
+
+def seeds_of(api: Api) -> list[int]:
+    """Return the seeds of the sequences that the twin opened, in order."""
+    return [
+        operation.open.seed
+        for step in api.service.executor.sent
+        for operation in step.operations
+        if operation.open.sequence
+    ]
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_equal_prompts_are_sampled_differently(seed: int | None) -> None:
+    api = Api()
+    api.complete(prompt=["a"] * 3, n=2, seed=seed, max_tokens=1)
+    assert len(set(seeds_of(api))) == 6
+    assert -1 not in seeds_of(api)
+
+
+def test_a_given_seed_is_that_of_every_prompt() -> None:
+    api = Api()
+    api.complete(prompt=["a"] * 3, n=2, seed=7, max_tokens=1)
+    first, second, *others = seeds_of(api)
+    assert first == 7
+    assert others == [7, second] * 2
+    assert second != 7
+
+
+def test_max_tokens_of_minus_one_is_no_limit(api: Api) -> None:
+    for answer in (
+        api.complete(prompt="x" * 4000, max_tokens=-1, ignore_eos=True),
+        api.chat(content="x" * 4000, max_tokens=-1, ignore_eos=True),
+    ):
+        body = answer.json()
+        assert body["usage"]["total_tokens"] == api.service.context_length
+    assert "at least 1, or -1 for no limit" in refusal(api.chat(max_tokens=0))[1]
+
+
+def test_stop_token_ids_end_an_answer_without_them(api: Api) -> None:
+    choice = api.complete(stop_token_ids=[ord("k"), ord("m")]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hij", "stop")
+    assert refusal(api.complete(stop_token_ids=[9999]))[0] == "stop_token_ids"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_in_every_chunk_of_tokens(api: Api, path: str) -> None:
+    prompt = (
+        {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(api.post(path, prompt | {"stream": True, "max_tokens": 5, "stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"] is not None]
+    assert counts == sorted(counts)
+    assert (counts[0] > 0, counts[-1]) == (True, 5)
+    assert len(counts) >= len(chunks) - 1, "a chat's first chunk has no token"
+    without = events(
+        api.post(path, prompt | {"stream": True, "stream_options": {"continuous_usage_stats": True}})
+    )
+    assert all("usage" not in chunk for chunk in without)
+
+
+def test_cache_prompt_is_accepted_if_it_is_true(api: Api) -> None:
+    assert api.complete(cache_prompt=True, max_tokens=1).status_code == 200
+    param, message = refusal(api.chat(cache_prompt=False))
+    assert param == "cache_prompt"
+    assert "prefix cache" in message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_token_outside_the_vocabulary_is_refused(api: Api, *, stream: bool) -> None:
+    param, message = refusal(api.complete(prompt=[[65], [2**31]], stream=stream))
+    assert param == "prompt"
+    assert message.startswith("'prompt' holds token id 2147483648; this model's token ids are 0 to ")

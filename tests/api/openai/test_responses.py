@@ -315,3 +315,11 @@ def test_two_functions_with_the_same_offered_name_are_refused() -> None:
         Api(TwinService(tokenizer=MarkingTokenizer())).post("/v1/responses", {"input": "Hi.", "tools": tools})
     )
     assert (param, "'agents__end'" in said) == ("tools", True)
+
+
+def test_output_schema_of_a_function_has_no_effect() -> None:
+    api = Api(TwinService(tokenizer=MarkingTokenizer()))
+    tool: dict[str, object] = {"type": "function", "name": "f", "strict": False}
+    for schema in ({"type": "object"}, None):
+        body = {"input": "x", "tools": [tool | {"output_schema": schema}], "max_output_tokens": 2}
+        assert api.post("/v1/responses", body).status_code == 200

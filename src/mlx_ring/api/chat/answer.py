@@ -97,7 +97,7 @@ class ChatGeneration:
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
         """Yield batches of updates until every answer has ended.
 
-        An empty batch means that nothing came for `quiet_s` seconds, or that the answers have to wait (`silence`).
+        An empty batch means that there was no event for `quiet_s` seconds, or that the answers have to wait.
 
         Raises:
             RingError: an answer failed. All updates before the failure are yielded first.
@@ -106,13 +106,12 @@ class ChatGeneration:
             async for batch in batches:
                 updates = [self._read(piece) for piece in batch]
                 updates = [one for one in updates if one.parts or one.logprobs or one.end is not None]
-                if updates or not batch:
+                if updates or not batch or self._generation.is_silent:
                     yield updates
 
-    @property
-    def silence(self) -> QuietReason:
-        """Reason why there is no update."""
-        return self._generation.silence
+    def fill_silence(self, events: Sequence[EventT], *, came: bool) -> Sequence[EventT] | QuietReason:
+        """Return events, or the reason of a silence that lasts too long."""
+        return self._generation.fill_silence(events, came=came)
 
     def _read(self, piece: ChoiceDelta) -> AnswerUpdate:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
@@ -190,7 +189,8 @@ def stream_chat(
         yield writer.opening(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as batches:
             async for updates in batches:
-                yield writer.update(updates, generation.answers) if updates else generation.silence
+                events = list(writer.update(updates, generation.answers))
+                yield generation.fill_silence(events, came=bool(updates))
         yield writer.closing(generation.answers)
 
     return JsonStream(lambda: _running_chat(engine, chat), write, writer.stream_format, failure)

@@ -18,11 +18,15 @@ from mlx_ring.api.chat.tool_call_grammars import (
     write_harmony_calls,
     write_muse_calls,
 )
-from mlx_ring.core.errors import RequestError
+from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.types import Grammar
 from mlx_ring.models.grammars import GrammarTrials
 
-_WITHIN_S = 10.0
+_TURN_WITHIN_S = 30.0
+"""Longest wait for the trials of other grammars."""
+_TRIED_WITHIN_S = 10.0
+"""Longest trial, twice its CPU time."""
+_RETRY_AFTER_S = 5.0
 _KEPT = 256
 _OPTIONS = "x-guidance"
 
@@ -227,13 +231,19 @@ class GrammarChecks:
     """Trial of grammars before their prompts are computed, one at a time and off the event loop."""
 
     def __init__(self) -> None:
+        self.turn_within_s = _TURN_WITHIN_S
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._trials = GrammarTrials()
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Problems of grammars; empty if there is none. The keys are digests, because grammars may be of any length."""
 
     async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
-        """Raise `RequestError` with the request's field if a grammar cannot be enforced."""
+        """Try a grammar, and if it cannot be enforced, find the part of the request that is the reason.
+
+        Raises:
+            RequestError: it cannot be enforced. The error has the request's field.
+            Overloaded: other trials took too long.
+        """
         if grammar is None or not (problem := await self._problem(grammar)):
             return
         if conversation.format.kind != "text" and (
@@ -253,18 +263,32 @@ class GrammarChecks:
         ).digest()
         known = self._known.get(key)
         if known is None:
-            loop = asyncio.get_running_loop()
-            try:
-                async with asyncio.timeout(_WITHIN_S):
-                    known = await loop.run_in_executor(self._thread, self._trials.problem, grammar)
-            except TimeoutError:
-                return (
-                    "The server was too busy with other schemas to check this one; try again, or simplify it."
-                )
-            self._known[key] = known
+            known = self._known[key] = await self._try(grammar)
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return known
+
+    async def _try(self, grammar: Grammar) -> str:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def problem() -> str:
+            loop.call_soon_threadsafe(begun.set)
+            return self._trials.problem(grammar)
+
+        trial = loop.run_in_executor(self._thread, problem)
+        try:
+            async with asyncio.timeout(self.turn_within_s):
+                await begun.wait()
+            async with asyncio.timeout(_TRIED_WITHIN_S):
+                return await trial
+        except TimeoutError:
+            raise Overloaded(
+                "The server is too busy with other schemas to check this one; "
+                f"try again in {_RETRY_AFTER_S:g} s.",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        finally:
+            trial.cancel()
 
 
 def _of_tool(tool: Tool) -> Grammar:

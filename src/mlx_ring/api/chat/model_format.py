@@ -144,6 +144,13 @@ class ChatFormat:
     added: Mapping[str, int] = field(default_factory=dict[str, int])
     """The same, with tokens that were added by name and are not special. A tokenizer makes them only of this text."""
 
+    @property
+    def reasons(self) -> bool:
+        """True if a part of an answer can be reasoning, between marks or after a header."""
+        return self.thinking is not None or any(
+            state == "reasoning" for turns in self.turns.values() for _, state in turns
+        )
+
     def knows(self, word: str) -> bool:
         """Return True if the template seems to have a variable of that name."""
         return word in self.words

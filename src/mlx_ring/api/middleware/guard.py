@@ -89,6 +89,10 @@ class Admission:
 
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_OF_CONTAINERS = frozenset({"host.docker.internal", "host.containers.internal"})
+"""Names by which containers reach this machine. No website can have one: `internal` is no domain of the public DNS."""
+_APP_SCHEMES = frozenset({"app", "tauri", "vscode-file", "vscode-webview"})
+"""Schemes of desktop apps' own pages. Browsers load no website under them, and Ollama allows the same ones."""
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognized here, bound elsewhere
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Client's id of a request that is safe in a log."""
@@ -230,12 +234,14 @@ class Guard:
     def _is_allowed_origin(self, origin: str, asked: str | None) -> bool:
         """Return True for an origin whose name is configured, or equal to the requested host.
 
-        On a server that accepts any address, an address as origin proves nothing, because other servers have addresses too.
+        Pages of desktop apps are allowed too. On a server that accepts any address, an address as origin proves nothing,
+        because other servers have addresses too.
         """
         host = _hostname(origin)
         return (
             "*" in self._origins
             or origin.rstrip("/").lower() in self._origins
+            or (host is not None and origin.partition("://")[0].lower() in _APP_SCHEMES)
             or (host is not None and (host in self._origins or host in self._hosts))
             or (host is not None and asked is not None and host == _hostname(f"//{asked}"))
         )
@@ -243,7 +249,7 @@ class Guard:
     def _is_ours(self, host: str | None) -> bool:
         if host is None:
             return False
-        if "*" in self._hosts or host in self._hosts:
+        if "*" in self._hosts or host in self._hosts or host in _OF_CONTAINERS:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
 

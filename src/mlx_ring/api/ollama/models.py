@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
-from typing import cast
+from typing import Annotated, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,7 +30,7 @@ from mlx_ring.api.ollama.writer import json_line
 from mlx_ring.api.openai.models import capabilities
 from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
 from mlx_ring.api.ops.models import Pulling, check_manager, pull_all, pulling
-from mlx_ring.api.request_body import Body
+from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer, JsonStream, QuietReason, StreamFormat, while_connected
 from mlx_ring.core.errors import RequestError
@@ -49,9 +49,20 @@ class NamedModel(Body):
     """Name of the model in older clients' requests."""
 
 
+_OVERRIDES = "the answer describes the model as it is served; leave it out."
+_NoOverride = Annotated[None, Unsupported(_OVERRIDES, ("",))]
+_NoLogin = Annotated[
+    None, Unsupported("the server downloads with its own access token (HF_TOKEN); leave it out.", ("",))
+]
+"""Fields that Ollama's own client sends with every request, mostly empty."""
+
+
 class ShownModel(NamedModel):
     verbose: bool | None = None
     """Accepted without effect: in Ollama it adds the token lists of a GGUF file, which does not exist here."""
+    system: _NoOverride = None
+    template: _NoOverride = None
+    options: Annotated[None, Unsupported(_OVERRIDES, ({},))] = None
 
 
 class PulledModel(NamedModel):
@@ -59,6 +70,8 @@ class PulledModel(NamedModel):
     """False to send the answer when the model is complete, without progress."""
     insecure: bool | None = None
     """Setting of a connection to a registry. Accepted without effect."""
+    username: _NoLogin = None
+    password: _NoLogin = None
 
 
 def routes(context: ApiContext) -> Router:

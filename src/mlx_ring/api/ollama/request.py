@@ -96,7 +96,7 @@ def read_think(format_: ChatFormat, think: Think | None) -> dict[str, object]:
     if think is not True:
         return effort_arguments(format_, think or "none", param="think")
     switch = next((name for name in _SWITCHES if format_.knows(name)), None)
-    if switch is None and format_.thinking is None:
+    if switch is None and not format_.reasons:
         raise RequestError("'think' is true, but this model has no reasoning; leave it out.", param="think")
     return {} if switch is None else {switch: True}
 
@@ -165,7 +165,6 @@ def unloads_at_once(keep_alive: KeepAlive | None) -> bool:
 
 
 _MOST_STOPS = 64
-_ANY_SEED = -1
 OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
 """Sampling parameters whose names differ in Ollama."""
 
@@ -264,7 +263,6 @@ def read_sampling(
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     check_context(given, service)
     values: dict[str, Any] = {name: getattr(given, name) for name in DrawFields.model_fields}
-    values["seed"] = None if given.seed == _ANY_SEED else given.seed
     drawing = SamplingFields(
         **values, repetition_penalty=1.0 if given.repeat_last_n == 0 else given.repeat_penalty
     )

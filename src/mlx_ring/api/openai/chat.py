@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.routing import Router
 
@@ -23,7 +24,7 @@ from mlx_ring.api.chat.request import (
 )
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import event
-from mlx_ring.api.generation import costs
+from mlx_ring.api.generation import costs, usage
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import (
     AnswerStart,
@@ -34,8 +35,9 @@ from mlx_ring.api.openai.messages import (
     template_messages,
 )
 from mlx_ring.api.openai.sampling import (
+    MOST_TOKENS,
+    UNLIMITED,
     AnswerFields,
-    Count,
     ResponseFormat,
     check_stream_options,
     read_format,
@@ -65,6 +67,18 @@ STREAM_FORMAT = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, lambda: RESUMING, 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def _not_zero(limit: int) -> int:
+    if limit == 0:
+        raise PydanticCustomError("limit", "should be at least 1, or -1 for no limit")
+    return limit
+
+
+Limit = Annotated[
+    int,
+    Field(ge=UNLIMITED, le=MOST_TOKENS, json_schema_extra={"not": {"const": 0}}),
+    AfterValidator(_not_zero),
+]
+"""Largest number of an answer's tokens; -1: to the end of the context."""
 _Replaced = Annotated[None, Unsupported("it is replaced by 'tools' and 'tool_choice'; send those.")]
 
 
@@ -76,8 +90,8 @@ class ChatRequest(AnswerFields, AnswerStart):
     )
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
+    max_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, object] | None = None
@@ -120,6 +134,7 @@ def routes(context: ApiContext) -> Router:
             service.model_id,
             TokenTexts(service.tokenizer) if sampling.logprobs else None,
             usage_chunk=fields.wants_usage_chunk,
+            usage_always=fields.wants_usage_always,
             must_call=conversation.tool_use.choice == "required",
         )
         if fields.stream:
@@ -143,9 +158,13 @@ class ChatCompletionWriter:
         texts: TokenTexts | None,
         *,
         usage_chunk: bool = False,
+        usage_always: bool = False,
         must_call: bool = False,
     ) -> None:
-        """Create a writer. Log-probabilities need `texts`. An answer that must call a tool has no content."""
+        """Create a writer. Log-probabilities need `texts`. An answer that must call a tool has no content.
+
+        With `usage_always` every chunk of tokens counts them; with `usage_chunk` only a last one does.
+        """
         self._opening: schemas.ChatDelta = {"role": "assistant", "refusal": None}
         if not must_call:
             self._opening["content"] = ""
@@ -158,6 +177,7 @@ class ChatCompletionWriter:
         }
         self._texts = texts
         self._usage_chunk = usage_chunk
+        self._usage_always = usage_always
         self._empty_chunk: schemas.ChatCompletionChunk = {
             "id": id_,
             "object": "chat.completion.chunk",
@@ -183,8 +203,13 @@ class ChatCompletionWriter:
     def update(
         self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
     ) -> Iterator[schemas.ChatCompletionChunk]:
+        if not self._usage_always:
+            return self._chunks(updates)
+        so_far = usage(answers, len(answers))
+        return ({**chunk, "usage": so_far} for chunk in self._chunks(updates))
+
+    def _chunks(self, updates: Sequence[AnswerUpdate]) -> Iterator[schemas.ChatCompletionChunk]:
         """Yield the chunks. Log-probabilities go with the first part that their tokens made, else with an empty delta."""
-        del answers
         for update in updates:
             scored = self._scored(update.logprobs) if update.logprobs else None
             deltas = [_delta(part) for part in update.parts]
@@ -296,7 +321,8 @@ def _max_tokens(fields: ChatRequest, default: int | None) -> int | None:
             f"'max_tokens' is {old} and 'max_completion_tokens' is {new}; give one of them.",
             param="max_tokens",
         )
-    return new or old or default
+    given = old if new is None else new
+    return None if given == UNLIMITED else given or default
 
 
 def _top_logprobs(fields: ChatRequest) -> int | None:

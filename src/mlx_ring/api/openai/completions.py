@@ -13,14 +13,17 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.generation import Answer, Generation, costs
+from mlx_ring.api.generation import Answer, Generation, costs, usage
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
     MOST_TOKENS,
+    UNLIMITED,
     AnswerFields,
+    TokenId,
     check_stream_options,
     finish_reason,
+    known_tokens,
     sampling_params,
     with_derived_seed,
 )
@@ -33,7 +36,6 @@ from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import ChoiceDelta, Delta, GenerateRequest
 from mlx_ring.core.types import FinishReason, SamplingParams, TokenLogprob
 
-TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -78,8 +80,8 @@ class CompletionRequest(AnswerFields):
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": needs("stream_options", of="stream")})
 
     prompt: TextOrTokens
-    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    """0: no answer; with `echo` the prompt alone."""
+    max_tokens: Annotated[int, Field(ge=UNLIMITED, le=MOST_TOKENS)] | None = None
+    """0: no answer; with `echo` the prompt alone. -1: to the end of the context."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -97,12 +99,17 @@ def routes(context: ApiContext) -> Router:
         service = context.model(fields.model)
         check_stream_options(fields)
         _check_counts(fields)
-        max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        sampling = sampling_params(fields, service, max_tokens=max_tokens, top_logprobs=fields.logprobs)
+        sampling = sampling_params(
+            fields, service, max_tokens=_max_tokens(fields), top_logprobs=fields.logprobs
+        )
+        given = [
+            prompt if isinstance(prompt, str) else known_tokens(prompt, service, "prompt")
+            for prompt in each(fields.prompt)
+        ]
         engine = await context.answering(service)
         prompts = [
-            (await context.prompts.encode(service, prompt)) if isinstance(prompt, str) else tuple(prompt)
-            for prompt in each(fields.prompt)
+            await context.prompts.encode(service, prompt) if isinstance(prompt, str) else prompt
+            for prompt in given
         ]
         task = Task(
             id=new_id("cmpl-"),
@@ -110,6 +117,7 @@ def routes(context: ApiContext) -> Router:
             prompts=prompts,
             sampling=[with_derived_seed(sampling, choice) for choice in range(fields.n or 1)],
             prompt_field="prompt",
+            prompts_share_seeds=fields.names_seed,
             prompt_logprobs=fields.logprobs if fields.echo else None,
         )
         writer = CompletionWriter(service.tokenizer, fields, prompts)
@@ -119,6 +127,7 @@ def routes(context: ApiContext) -> Router:
                 task,
                 writer,
                 usage_chunk=fields.wants_usage_chunk,
+                usage_always=fields.wants_usage_always,
                 keep_alive_s=context.settings.keep_alive_s,
             )
         return await answer_whole(request, engine, task, writer)
@@ -231,6 +240,12 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(end)}
 
 
+def _max_tokens(fields: CompletionRequest) -> int | None:
+    if fields.max_tokens is None:
+        return _DEFAULT_MAX_TOKENS
+    return None if fields.max_tokens == UNLIMITED else fields.max_tokens
+
+
 def _check_counts(fields: CompletionRequest) -> None:
     n = fields.n or 1
     if fields.best_of is not None and fields.best_of != n:
@@ -257,17 +272,31 @@ class Task:
     """Sampling parameters of the answers to each prompt."""
     prompt_field: str
     """Name of the request's field with the prompt, for errors."""
+    prompts_share_seeds: bool = True
+    """True if equal prompts get equal answers, because the request names the seed."""
     prompt_logprobs: int | None = None
     created: int = field(default_factory=time_created)
 
     def generation(self, engine: Answering) -> Generation:
         """Return the answers in the order of their prompts."""
-        pairs = [(prompt, params) for prompt in self.prompts for params in self.sampling]
+        pairs = [
+            (prompt, params)
+            for place, prompt in enumerate(self.prompts)
+            for params in self._sampling_of(place)
+        ]
         requests = [
             GenerateRequest(f"{self.id}-{index}", prompt, params, self.prompt_logprobs, continues_text=True)
             for index, (prompt, params) in enumerate(pairs)
         ]
         return Generation(engine, requests, self.prompt_field, len(self.sampling))
+
+    def _sampling_of(self, place: int) -> Sequence[SamplingParams]:
+        """Return the sampling parameters of the prompt at this place of the request."""
+        if place == 0 or self.prompts_share_seeds:
+            return self.sampling
+        first = place * len(self.sampling)
+        # The first parameters have the request's own seed, from which those of all others are derived.
+        return [with_derived_seed(self.sampling[0], first + choice) for choice in range(len(self.sampling))]
 
     @property
     def origin(self) -> schemas.Origin:
@@ -299,7 +328,13 @@ async def run_task(engine: Answering, task: Task) -> list[Answer]:
 
 
 def stream_completion(
-    engine: Answering, task: Task, writer: CompletionWriter, *, usage_chunk: bool, keep_alive_s: float
+    engine: Answering,
+    task: Task,
+    writer: CompletionWriter,
+    *,
+    usage_chunk: bool,
+    usage_always: bool,
+    keep_alive_s: float,
 ) -> JsonStream[schemas.CompletionChunk]:
     """Stream the choices, with an event for each new piece of one."""
     empty: schemas.CompletionChunk = {
@@ -311,8 +346,13 @@ def stream_completion(
     if usage_chunk:
         empty["usage"] = None
 
-    def chunks(choices: Iterable[schemas.CompletionChoice | None]) -> Iterator[schemas.CompletionChunk]:
-        return ({**empty, "choices": [choice]} for choice in choices if choice is not None)
+    def chunks(
+        choices: Iterable[schemas.CompletionChoice | None], answers: Sequence[Answer] = ()
+    ) -> list[schemas.CompletionChunk]:
+        origin = empty.copy()
+        if usage_always and answers:
+            origin["usage"] = usage(answers, len(task.sampling))
+        return [{**origin, "choices": [choice]} for choice in choices if choice is not None]
 
     async def batches(
         generation: Generation,
@@ -320,7 +360,8 @@ def stream_completion(
         yield chunks(map(writer.opening, range(len(generation.answers))))
         async with aclosing(generation.batches(keep_alive_s)) as pieces:
             async for batch in pieces:
-                yield chunks(_choices(writer, batch)) if batch else generation.silence
+                events = chunks(_choices(writer, batch), generation.answers)
+                yield generation.fill_silence(events, came=bool(batch))
         if usage_chunk:
             yield [{**empty, **costs(generation.answers, len(task.sampling))}]
 

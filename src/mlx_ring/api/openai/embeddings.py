@@ -24,6 +24,7 @@ from mlx_ring.api.dialect import json_bytes
 from mlx_ring.api.generation import Generation
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.completions import TextOrTokens, each
+from mlx_ring.api.openai.sampling import known_tokens
 from mlx_ring.api.openapi import documented_post
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import Answering, ModelService
@@ -87,12 +88,7 @@ async def _embed(
 async def _tokens(context: ApiContext, service: ModelService, text: str | list[int]) -> tuple[int, ...]:
     if isinstance(text, str):
         return await context.prompts.encode_whole(service, text, ends_with_eos=service.pooling.ends_with_eos)
-    if max(text) >= service.vocab_size:
-        raise RequestError(
-            f"'input' holds token id {max(text)}; this model's token ids are 0 to {service.vocab_size - 1}.",
-            param="input",
-        )
-    return tuple(text)
+    return known_tokens(text, service, "input")
 
 
 def _check_count(given: Sequence[str | list[int]]) -> None:

@@ -24,6 +24,8 @@ _NO_TEXT = {
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, object] | None = None
+    """Accepted without effect: the prefix cache keeps every prefix."""
 
 
 class RefusalPart(Body):
@@ -63,6 +65,8 @@ MessageContent = Annotated[
 class FunctionCall(Body):
     name: str
     arguments: str
+    parsed_arguments: object = None
+    """Value that an SDK parsed from the arguments."""
 
 
 class ToolCall(Body):
@@ -98,6 +102,8 @@ class AssistantMessage(Body):
     reasoning_content: str | None = None
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     audio: None = None
+    parsed: object = None
+    """Value that an SDK parsed from the content."""
 
 
 class ToolMessage(Body):

@@ -13,7 +13,6 @@ from mlx_ring.api.chat.prepare import encode_conversation
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import schemas
-from mlx_ring.api.openai.completions import TokenId
 from mlx_ring.api.openai.messages import (
     AnswerStart,
     FunctionTool,
@@ -21,6 +20,7 @@ from mlx_ring.api.openai.messages import (
     read_tool_use,
     template_messages,
 )
+from mlx_ring.api.openai.sampling import TokenId
 from mlx_ring.api.openapi import documented_get, documented_post
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, convert
 from mlx_ring.api.service import ModelService
@@ -33,7 +33,7 @@ def capabilities(context: ApiContext, model: ModelService) -> list[str]:
     can = {
         "completion": True,
         "tools": format_.calls is not None and format_.knows("tools"),
-        "thinking": format_.thinking is not None,
+        "thinking": format_.reasons,
         "embedding": not model.pooling.refusal,
     }
     return [name for name, is_so in can.items() if is_so]
@@ -87,7 +87,7 @@ def describe(context: ApiContext, model: ModelService) -> schemas.Model:
         "max_model_len": model.context_length,
         "aliases": list(model.aliases),
         "state": model.state,
-        "capabilities": capabilities(context, model),
+        "features": capabilities(context, model),
         "reasoning_efforts": efforts(context, model),
     }
 

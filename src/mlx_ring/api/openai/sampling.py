@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
@@ -23,6 +24,8 @@ _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _HIGHEST_BIAS = 100.0
 _IDENTIFIER = "^(0|[1-9][0-9]*)$"
+ANY_SEED = -1
+"""Seed that asks for a random one, as in llama.cpp and Ollama."""
 
 
 def _one_or_many(value: object) -> str | None:
@@ -42,6 +45,10 @@ Stop = Annotated[OneStop | Annotated[list[StopString], Field(max_length=_MOST_ST
 MOST_TOKENS = 2**31 - 1
 """Largest number of tokens that a request may name. Any above the context means its end."""
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+UNLIMITED = -1
+"""Limit of tokens that means none, as in llama.cpp and Ollama: an answer may reach the context's end."""
+TokenId = Annotated[int, Field(ge=0)]
+_MOST_STOP_TOKENS = 1024
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -51,6 +58,8 @@ Obfuscated = Annotated[None, Unsupported("streams are not padded; leave it out o
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: also count in every chunk."""
     include_obfuscation: Obfuscated = None
 
 
@@ -90,8 +99,14 @@ class SamplingFields(DrawFields):
     ) = None
     """Biases from -100 to 100 by token id."""
     stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MOST_STOP_TOKENS)] | None = None
+    """Further tokens that end an answer. Like the model's own they are not part of it."""
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+
+    @property
+    def names_seed(self) -> bool:
+        return self.seed is not None and self.seed != ANY_SEED
 
 
 class EchoedSampling(JsonObject):
@@ -121,6 +136,10 @@ class AnswerFields(SamplingFields):
     stream_options: StreamOptions | None = None
     store: bool | None = None
     """False: a server with a journal does not keep the answer, so that it ends with its connection."""
+    cache_prompt: Annotated[
+        None,
+        Unsupported("every prompt may use the prefix cache; leave it out or give true.", (True,)),
+    ] = None
 
     @property
     def is_kept(self) -> bool:
@@ -130,6 +149,11 @@ class AnswerFields(SamplingFields):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        options = self.stream_options
+        return self.wants_usage_chunk and options is not None and bool(options.continuous_usage_stats)
 
 
 def check_stream_options(fields: AnswerFields) -> None:
@@ -160,14 +184,26 @@ def sampling_params(
         top_p=max(params.top_p, _LEAST_TOP_P),
         top_k=_top_k(params.top_k, service.vocab_size),
         logit_bias=_logit_bias(fields.logit_bias or {}, service.vocab_size),
-        seed=draw_bits(63) if fields.seed is None else fields.seed,
+        seed=fields.seed if fields.seed is not None and fields.names_seed else draw_bits(63),
         logprobs=top_logprobs is not None,
         top_logprobs=min(top_logprobs or 0, service.vocab_size),
         max_tokens=None if max_tokens is None else min(max_tokens, service.context_length),
         min_tokens=min(min_tokens, service.context_length),
         ignore_eos=bool(fields.ignore_eos),
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        stop_token_ids=known_tokens(fields.stop_token_ids or (), service, "stop_token_ids"),
     )
+
+
+def known_tokens(tokens: Sequence[int], service: ModelService, param: str) -> tuple[int, ...]:
+    """Return a field's tokens. Raise `RequestError` if one is outside the vocabulary."""
+    highest = max(tokens, default=0)
+    if highest >= service.vocab_size:
+        raise RequestError(
+            f"'{param}' holds token id {highest}; this model's token ids are 0 to {service.vocab_size - 1}.",
+            param=param,
+        )
+    return tuple(tokens)
 
 
 def with_derived_seed(params: SamplingParams, choice: int) -> SamplingParams:

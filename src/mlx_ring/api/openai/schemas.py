@@ -229,7 +229,7 @@ class Model(JsonObject):
     """Tokens of prompt and answer together."""
     aliases: list[str]
     state: Literal["loading", "ready", "unavailable", "unloaded"]
-    capabilities: list[str]
+    features: list[str]
     """Capabilities of the model under Ollama's names."""
     reasoning_efforts: list[str]
     """Values of `reasoning_effort` that make a difference."""

@@ -234,6 +234,8 @@ class FunctionTool(Body):
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, object] | None = None
+    """Schema of the function's result. Accepted without effect."""
 
 
 class NamespaceTool(Body):

@@ -79,12 +79,12 @@ async function readModels(signal) {
     const response = await request("v1/models", { signal });
     /** @type {{ data: Model[] }} */
     const { data } = await response.json();
-    return data.map(({ id, aliases = [], reasoning_efforts: efforts = [], capabilities = [], max_model_len }) => ({
+    return data.map(({ id, aliases = [], reasoning_efforts: efforts = [], features = [], max_model_len }) => ({
       id,
       aliases,
       efforts,
-      capabilities,
-      hasTools: capabilities.includes("tools"),
+      capabilities: features,
+      hasTools: features.includes("tools"),
       contextTokens: max_model_len,
     }));
   } catch (error) {

@@ -344,7 +344,7 @@ export interface Model {
   aliases: string[];
   state: "loading" | "ready" | "unavailable" | "unloaded";
   /** Capabilities of the model under Ollama's names. */
-  capabilities: string[];
+  features: string[];
   /** Values of `reasoning_effort` that make a difference. */
   reasoning_efforts: string[];
 }
