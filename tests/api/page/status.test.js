@@ -37,6 +37,7 @@ describe("before the first state", () => {
   for (const [connection, label] of /** @type {const} */ ([
     ["connecting", "connecting"],
     ["lost", "offline"],
+    ["unfollowed", "no live figures"],
     ["locked", "key needed"],
   ])) {
     test(connection, () => assert.equal(describeStatus({ connection, state: null }).label, label));

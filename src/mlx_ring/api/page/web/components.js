@@ -78,6 +78,15 @@ export function onSingleClick(act) {
 }
 
 /**
+ * Return true for a key that an input method takes, as for Chinese, Japanese and Korean. In Safari, the Enter that
+ * confirms a word comes after the composition has ended, and only its key code tells.
+ * @param {Pick<KeyboardEvent, "isComposing" | "keyCode">} event
+ */
+export function isForInputMethod({ isComposing, keyCode }) {
+  return isComposing || keyCode === 229;
+}
+
+/**
  * Return a handler that passes on a field's value.
  * @param {(value: string) => void} set
  */

@@ -43,6 +43,7 @@ function Page() {
   const status = describeStatus(now);
   const notices = html`<${StatusNotices} status=${status} now=${now} tones=${NOTICES[view]} />`;
   const isLost = now.connection === "lost";
+  const isStale = isLost || now.connection === "unfollowed";
   const isLocked = now.connection === "locked";
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
@@ -72,7 +73,7 @@ function Page() {
         ${
           !isLocked &&
           view !== "chat" &&
-          html`<div class=${isLost ? "stale" : ""} inert=${isLost}>
+          html`<div class=${isStale ? "stale" : ""} inert=${isLost}>
             ${
               view === "cluster"
                 ? html`<${Cluster} now=${now} notices=${notices} theme=${theme} invitation=${invitation} />`

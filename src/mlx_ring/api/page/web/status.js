@@ -25,6 +25,7 @@ export function describeStatus({ connection, state }) {
   const isLost = connection === "lost";
   // The notices of a server that does not answer may be untrue by now: the one of the connection says so.
   if (isLost) return { tone: "bad", label: "offline", notices: [] };
+  if (connection === "unfollowed") return { tone: "busy", label: "no live figures", notices: [] };
   if (state === null) return { tone: "busy", label: "connecting", notices: [] };
   return { ...describeCluster(state), notices: findNotices(state) };
 }

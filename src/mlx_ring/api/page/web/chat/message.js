@@ -4,7 +4,7 @@
 /** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, Notice, onValue } from "../components.js";
+import { CopyButton, isForInputMethod, Notice, onValue } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
@@ -55,6 +55,7 @@ function Editor({ text, done }) {
     send();
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (isForInputMethod(event)) return;
     if (event.key === "Escape") done(null);
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
   };

@@ -2,6 +2,7 @@
 
 /** @import { Conversation } from "./conversation.js" */
 
+import { isForInputMethod } from "../components.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 import { fileName, saveFile, toJson, toMarkdown } from "./export.js";
 
@@ -52,6 +53,7 @@ function NameForm({ title, done }) {
     done(field.current?.value ?? null);
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (isForInputMethod(event)) return;
     if (event.key === "Escape") done(null);
   };
   return html`<form class="title-bar" onSubmit=${onSubmit}>
