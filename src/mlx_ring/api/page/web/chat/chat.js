@@ -20,6 +20,7 @@ import { History } from "./history.js";
 import { findModel, isMissing, ModelNotice, readModel, storeModel, wantedModel } from "./model-choice.js";
 import { findProblem, readParameters, storeParameters } from "./parameters.js";
 import { ContextGauge, contextTokens, requestOf } from "./progress.js";
+import { MAX_CONVERSATIONS } from "./store.js";
 import { Thread } from "./thread.js";
 import { TitleBar } from "./title-bar.js";
 import { Welcome } from "./welcome.js";
@@ -118,8 +119,9 @@ export function Chat({ chats, live, models, jobs, notices }) {
       ${
         now.unstored > 0 &&
         html`<${Notice} tone="note">
-        The browser has no room for ${counted(now.unstored, "older chat")}: export what you want to keep, and delete
-        others. What is not stored is lost when you close the page.
+        ${counted(now.unstored, "older chat")} cannot be stored: the browser has no room, or ${MAX_CONVERSATIONS} are
+        stored already. Export what you want to keep, and delete others. What is not stored is lost when you close the
+        page.
       </${Notice}>`
       }
       <${Composer}

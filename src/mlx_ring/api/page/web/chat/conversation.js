@@ -10,10 +10,11 @@ const ID_BYTES = 8;
 
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
- * streams. `isKept` is true while the text is that of the try before, and the next one has none yet.
+ * streams. `isKept` is true while the text is that of the try before, and the next one has none yet. `isQueued` is true
+ * while other answers of this browser must end first.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
- *   parameters?: Record<string, unknown>, isKept?: boolean
+ *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean
  * }} AnswerMessage
  */
 

@@ -95,7 +95,7 @@ function Editor({ text, done }) {
  */
 export function Answer(props) {
   const { message, isRunning, request, openCalls, addResult } = props;
-  const { content, reasoning, calls, problem, isPaused, isKept = false } = message;
+  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -108,7 +108,12 @@ export function Answer(props) {
     ${
       isRunning &&
       html`<p class="caret">
-        <${AnswerProgress} request=${request} isEmpty=${isEmpty || isKept} isPaused=${isPaused} />
+        <${AnswerProgress}
+          request=${request}
+          isEmpty=${isEmpty || isKept}
+          isPaused=${isPaused}
+          isQueued=${isQueued}
+        />
         <i aria-hidden="true"></i>
       </p>`
     }
@@ -142,13 +147,14 @@ function Call({ call, addResult }) {
       addResult &&
       html`<form class="row" onSubmit=${onSubmit}>
       <label class="grow"><span class="visually-hidden">Result of ${call.name}</span>
-        <input
-          type="text"
+        <textarea
+          rows=${Math.min(12, result.split("\n").length)}
+          dir="auto"
           placeholder="Result"
           value=${result}
           onInput=${onValue(setResult)}
           autocomplete="off"
-        />
+        ></textarea>
       </label>
       <button type="submit">Send result</button>
     </form>`

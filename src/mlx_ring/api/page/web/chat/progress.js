@@ -6,6 +6,7 @@
 import { Bar } from "../components.js";
 import { counted, duration, figures, percent } from "../format.js";
 import { html, useRef } from "../vendor/preact.js";
+import { MAX_STREAMS } from "./answer-slots.js";
 import { isAnswer } from "./conversation.js";
 
 /** Share of the context from which the gauge warns. */
@@ -46,11 +47,12 @@ export function describePrefill({ prompt_tokens: prompt, read_tokens: read, cach
 
 /**
  * Render what an answer waits for, or how fast it comes.
- * @param {{ request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean }} props
+ * @param {{ request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean, isQueued: boolean }} props
  */
-export function AnswerProgress({ request, isEmpty, isPaused }) {
+export function AnswerProgress({ request, isEmpty, isPaused, isQueued }) {
   const sample = useRef(/** @type {Sample | null} */ (null));
   if (request?.state === "answering") sample.current = nextSample(sample.current, request);
+  if (isQueued) return muted(`Waiting: ${MAX_STREAMS} other answers of this browser stream already`);
   if (isPaused) return muted("A machine or the connection was lost; the answer continues soon");
   if (request?.state === "waiting") return muted("Waiting for other requests");
   if (request?.state === "reading") {
