@@ -87,6 +87,21 @@ export function isForInputMethod({ isComposing, keyCode }) {
 }
 
 /**
+ * Return the reference of a button that a form replaces while it is open. The button gets the focus when the form
+ * closes, unless something else has taken it.
+ * @param {boolean} isOpen
+ */
+export function useReturningFocus(isOpen) {
+  const button = useRef(/** @type {HTMLButtonElement | null} */ (null));
+  const wasOpen = useRef(false);
+  useLayoutEffect(() => {
+    if (wasOpen.current && !isOpen && document.activeElement === document.body) button.current?.focus();
+    wasOpen.current = isOpen;
+  }, [isOpen]);
+  return button;
+}
+
+/**
  * Return a handler that passes on a field's value.
  * @param {(value: string) => void} set
  */

@@ -159,7 +159,12 @@ export function canContinue({ content, calls, end }) {
 export function joinAnswers(answer, before, continues) {
   if (!before || !hasText(before)) return answer;
   if (continues) {
-    return { ...answer, content: before.content + answer.content, reasoning: before.reasoning + answer.reasoning };
+    return {
+      ...answer,
+      content: before.content + answer.content,
+      reasoning: before.reasoning + answer.reasoning,
+      figures: joinFigures(before.figures, answer.figures),
+    };
   }
   if (hasText(answer)) return answer;
   const { content, reasoning, calls, figures, model } = before;
@@ -167,6 +172,22 @@ export function joinAnswers(answer, before, continues) {
   const isKept = answer.end === null;
   const end = isKept ? answer.end : before.end;
   return { ...answer, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
+}
+
+/**
+ * Return the figures of an answer that was continued. Its prompt and first token are those of its beginning.
+ * @param {Partial<Figures>} before
+ * @param {Partial<Figures>} after of what followed
+ * @returns {Partial<Figures>}
+ */
+function joinFigures(before, after) {
+  if (!after.tokens) return before;
+  // Nothing was counted of the beginning, which is a part of the prompt now.
+  if (!before.tokens) return after;
+  const tokens = before.tokens + after.tokens;
+  if (!before.tokensPerS || !after.tokensPerS) return { ...before, tokens, tokensPerS: null };
+  const seconds = before.tokens / before.tokensPerS + after.tokens / after.tokensPerS;
+  return { ...before, tokens, tokensPerS: tokens / seconds };
 }
 
 /**

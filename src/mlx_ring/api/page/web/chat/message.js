@@ -4,11 +4,11 @@
 /** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, isForInputMethod, Notice, onValue } from "../components.js";
+import { CopyButton, isForInputMethod, Notice, onValue, useReturningFocus } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { canContinue, isCutOff } from "./conversation.js";
+import { canContinue, hasText, isCutOff } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
 
 /** @type {Record<string, string>} */
@@ -26,6 +26,7 @@ const ENDS = {
  */
 export function UserMessage({ message, isRunning, edit }) {
   const [isEditing, setEditing] = useState(false);
+  const button = useReturningFocus(isEditing);
   if (isEditing) {
     const done = (/** @type {string | null} */ text) => {
       if (text === null || edit(text)) setEditing(false);
@@ -36,7 +37,12 @@ export function UserMessage({ message, isRunning, edit }) {
     <div class="text" dir="auto">${message.content}</div>
     <footer>
       <${CopyButton} text=${() => message.content} what="question" />
-      ${!isRunning && html`<button type="button" class="quiet" onClick=${() => setEditing(true)}>Edit</button>`}
+      ${
+        !isRunning &&
+        html`<button type="button" class="quiet" ref=${button} onClick=${() => setEditing(true)}>
+        Edit
+      </button>`
+      }
     </footer>
   </article>`;
 }
@@ -182,9 +188,20 @@ export function ToolResult({ message }) {
   </article>`;
 }
 
+/**
+ * Return why an answer is not complete. Empty if it is, or if it has a problem of its own.
+ * @param {AnswerMessage} message
+ */
+export function describeEnd(message) {
+  if (message.end === "unreached" && hasText(message)) {
+    return "The server could not be reached, so the answer was not continued.";
+  }
+  return ENDS[message.end ?? ""] ?? "";
+}
+
 /** @param {Pick<AnswerProps, "message" | "retry" | "proceed" | "refusal">} props */
 function AnswerFooter({ message, retry, proceed, refusal }) {
-  const end = ENDS[message.end ?? ""];
+  const end = describeEnd(message);
   const tone = isCutOff(message) ? "state bad" : "muted";
   const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
     act &&
