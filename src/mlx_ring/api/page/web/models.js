@@ -79,12 +79,12 @@ export function useDiskNames(isOpen, key) {
 
 /**
  * Return the models on the disk and the downloads in progress; null if the server does not answer.
- * @param {AbortSignal} signal
+ * @param {AbortSignal} [signal]
  * @returns {Promise<DiskModels | null>}
  */
 export async function readDisk(signal) {
   try {
-    return await (await request("cluster/models", { signal })).json();
+    return await (await request("cluster/models", signal ? { signal } : {})).json();
   } catch (error) {
     // The connection's notice says what is wrong.
     if (!(error instanceof ApiError) && !isAbort(error)) throw error;
