@@ -379,6 +379,10 @@ def test_chat_is_named_searched_exported_deleted_and_restored(browser: Browser, 
         page.get_by_label("Name of this chat").fill("Greetings")
         page.keyboard.press("Enter")
         expect(page.get_by_role("heading", name="Greetings")).to_be_visible()
+        expect(page.get_by_role("button", name="Rename")).to_be_focused()
+        page.get_by_role("button", name="Edit").click()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="Edit")).to_be_focused()
         with page.expect_download() as saved:
             page.get_by_role("button", name="Export as Markdown").click()
         assert saved.value.suggested_filename == "greetings.md"

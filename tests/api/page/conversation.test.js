@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { describe, test } from "node:test";
 import * as conversations from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { describeEnd } from "../../../src/mlx_ring/api/page/web/chat/message.js";
 
 /** @import { AnswerMessage, Message } from "../../../src/mlx_ring/api/page/web/chat/conversation.js" */
 
@@ -71,6 +72,23 @@ describe("an answer that is requested again", () => {
   test("is followed by the new text if the model continues it", () => {
     const { content, reasoning, end } = joinAnswers(answer(" a word", { end: "stop" }), before, true);
     assert.deepEqual([content, reasoning, end], ["Half of a word", "Hm.", "stop"]);
+  });
+
+  test("counts the tokens and the time of both parts if the model continues it", () => {
+    const [first, next] = [{ tokens: 400, promptTokens: 20, tokensPerS: 40, firstTokenS: 1 }, { tokensPerS: 20 }];
+    /** @param {object} figures @param {object} [known] */
+    const joined = (figures, known = first) =>
+      joinAnswers(answer("", { figures }), answer("Half", { figures: known }), true).figures;
+    const whole = joined({ ...next, tokens: 100, promptTokens: 421, firstTokenS: 9 });
+    assert.deepEqual(whole, { ...first, tokens: 500, tokensPerS: 500 / 15 });
+    assert.deepEqual(joined({ tokens: null, firstTokenS: null }), first);
+    assert.deepEqual(joined({ tokens: 3, promptTokens: 421 }, {}), { tokens: 3, promptTokens: 421 });
+  });
+
+  test("says that it was not continued if the server could not be reached, because it has text", () => {
+    assert.match(describeEnd(answer("Half", { end: "unreached" })), /was not continued/);
+    assert.match(describeEnd(answer("", { end: "unreached" })), /there is no answer/);
+    assert.equal(describeEnd(answer("Whole")), "");
   });
 
   test("has nothing to keep if it was empty", () => {

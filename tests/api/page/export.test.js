@@ -137,7 +137,7 @@ test("a browser without room for all chats keeps all but the oldest, and the pag
   };
   store.rename("D");
   const stored = () =>
-    JSON.parse(localStorage.getItem("mlx-ring.chats") ?? "[]").map((/** @type {any} */ { id }) => id);
+    JSON.parse(localStorage.getItem("mlx-ring.chats") ?? "[]").flatMap((/** @type {any} */ { id }) => id ?? []);
   assert.deepEqual(stored(), ["d", "c", "b"]);
   assert.deepEqual([store.now.isStored, store.now.unstored, store.now.conversations.length], [true, 1, 4]);
   room = 10;

@@ -15,15 +15,18 @@ const cluster = (connected, absent = []) => ({
 test("a command tells machines that are joining or have joined from those that were members before", async () => {
   mock.method(globalThis, "fetch", async () => Response.json({ commands: ["join"], expires_in_s: 60 }));
   const invitation = new Invitation();
-  assert.deepEqual(whatCame(invitation.now, cluster(["new"])), { joined: [], joining: [], back: [] });
+  assert.deepEqual(whatCame(invitation.now, cluster(["new"])), { joined: [], joining: [], left: [], back: [] });
   await invitation.make(cluster(["head"], ["old"]));
   assert.deepEqual([invitation.now.commands, invitation.now.isBusy], [["join"], false]);
   /** @param {any} now @param {object} came */
   const becomes = (now, came) =>
-    assert.deepEqual(whatCame(invitation.now, now), { joined: [], joining: [], back: [], ...came });
+    assert.deepEqual(whatCame(invitation.now, now), { joined: [], joining: [], left: [], back: [], ...came });
   becomes(cluster(["head"], ["old"]), {});
   becomes(cluster(["head"], ["new", "old"]), { joining: ["new"] });
-  becomes(cluster(["head", "new"], ["old"]), { joined: ["new"] });
+  const after = cluster(["head", "new"], ["old"]);
+  becomes(after, { joined: ["new"] });
+  after.nodes[1].state = "gone";
+  becomes(after, { left: ["new"] });
 });
 
 test("a member that comes back, or leaves, is not the machine that a command has admitted", async () => {
@@ -35,11 +38,13 @@ test("a member that comes back, or leaves, is not the machine that a command has
   assert.deepEqual(whatCame(invitation.now, cluster(["head", "stays", "lost", "old"])), {
     joined: [],
     joining: [],
+    left: [],
     back: ["lost", "old"],
   });
   assert.deepEqual(whatCame(invitation.now, cluster(["head"], ["stays", "lost", "old"])), {
     joined: [],
     joining: [],
+    left: [],
     back: [],
   });
 });

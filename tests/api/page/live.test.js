@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { beforeEach, describe, mock, test } from "node:test";
 import { apiKey } from "../../../src/mlx_ring/api/page/web/api.js";
-import { LiveCluster } from "../../../src/mlx_ring/api/page/web/live.js";
+import { answers, LiveCluster } from "../../../src/mlx_ring/api/page/web/live.js";
 import { createStream, settle, setUpBrowser, sse } from "./support.js";
 
 /** @param {object} [more] */
@@ -185,8 +185,16 @@ describe("a lost connection", () => {
     );
     const { live } = await connect();
     assert.equal(live.now.problem, "Too many.");
+    assert.equal(live.now.connection, "unfollowed");
+    assert.ok(answers(live.now.connection));
     const delay = (live.now.retryAt ?? 0) - Date.now();
     assert.ok(delay >= 8500 && delay <= 11_500, String(delay));
+    await pass(12_000);
+    await receive(sse("state", state()));
+    assert.equal(live.now.connection, "open");
+    await streams[0]?.close();
+    await settle();
+    assert.ok(!answers(live.now.connection));
   });
 
   test("is retried at once on demand and when the network is back", async () => {

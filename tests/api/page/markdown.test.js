@@ -9,9 +9,12 @@ const LINK = 'target="_blank" rel="noopener noreferrer nofollow"';
 const CASES = {
   "paragraphs and line breaks": [
     ["one\n\ntwo", "<p>one</p><p>two</p>"],
-    ["one\ntwo", "<p>one\ntwo</p>"],
+    ["one\ntwo", "<p>one<br>two</p>"],
+    ["one\\\ntwo", "<p>one<br>two</p>"],
+    ["one<br>two<BR/>\nthree<br />", "<p>one<br>two<br>three<br></p>"],
+    ["1&nbsp;km, `<br>&nbsp;`", "<p>1\u00a0km, <code>&lt;br&gt;&amp;nbsp;</code></p>"],
     ["one  \ntwo", "<p>one  <br>two</p>"],
-    ["one\r\ntwo", "<p>one\ntwo</p>"],
+    ["one\r\ntwo", "<p>one<br>two</p>"],
     ["", ""],
     [" \n\t\n", ""],
   ],
@@ -24,6 +27,7 @@ const CASES = {
     ["*a **b***", "<p>*a <strong>b</strong>*</p>"],
     ["_a_b", "<p>_a_b</p>"],
     ["snake_case_name", "<p>snake_case_name</p>"],
+    ["имя_файла_тест", "<p>имя_файла_тест</p>"],
     ["2 * 3 * 4", "<p>2 * 3 * 4</p>"],
     ["an **open end", "<p>an **open end</p>"],
     ["one *open and **strong** end", "<p>one *open and <strong>strong</strong> end</p>"],
@@ -40,6 +44,10 @@ const CASES = {
       "| <i>a</i> |\n|---|",
       '<div class="scroll" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead>' +
         "<tbody></tbody></table></div>",
+    ],
+    [
+      "| a<br>b |\n|---|",
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th>a<br>b</th></tr></thead><tbody></tbody></table></div>',
     ],
   ],
   formulas: [
@@ -78,7 +86,26 @@ const CASES = {
     ["[x](/relative)", "<p>[x](/relative)</p>"],
     ['[x](https://a.example/"onclick="x)', `<p><a href="https://a.example/%22onclick=%22x" ${LINK}>x</a></p>`],
     ["[open](https://a.example", `<p>[open](<a href="https://a.example/" ${LINK}>https://a.example</a></p>`],
-    ["[a\nb](https://a.example)", `<p>[a\nb](<a href="https://a.example/" ${LINK}>https://a.example</a>)</p>`],
+    ["[a\nb](https://a.example)", `<p>[a<br>b](<a href="https://a.example/" ${LINK}>https://a.example</a>)</p>`],
+  ],
+  "brackets in links": [
+    [
+      "See [1] and a[0], then [docs](https://a.example/x).",
+      `<p>See [1] and a[0], then <a href="https://a.example/x" ${LINK}>docs</a>.</p>`,
+    ],
+    ["- [ ] read [x](https://a.example)", `<ul><li>[ ] read <a href="https://a.example/" ${LINK}>x</a></li></ul>`],
+    ["[a[0]](https://a.example)", `<p><a href="https://a.example/" ${LINK}>a[0]</a></p>`],
+    ["[Mercury](https://a.example/M_(planet))", `<p><a href="https://a.example/M_(planet)" ${LINK}>Mercury</a></p>`],
+    ["[x](https://a.example/a\\)b)", `<p><a href="https://a.example/a)b" ${LINK}>x</a></p>`],
+    [
+      "(https://a.example/M_(planet)).",
+      `<p>(<a href="https://a.example/M_(planet)" ${LINK}>https://a.example/M_(planet)</a>).</p>`,
+    ],
+    ["[https://a.example](https://b.example/x)", `<p><a href="https://b.example/x" ${LINK}>https://a.example</a></p>`],
+    [
+      "[**<https://a.example> [b](https://c.example)**](https://b.example/x)",
+      `<p><a href="https://b.example/x" ${LINK}><strong>&lt;https://a.example&gt; [b](https://c.example)</strong></a></p>`,
+    ],
   ],
   headings: [
     ["# One\n## Two", "<h3>One</h3><h4>Two</h4>"],
@@ -93,7 +120,7 @@ const CASES = {
     ["a\n\n___\nb", "<p>a</p><hr><p>b</p>"],
   ],
   quotes: [
-    ["> quoted\nlazily", "<blockquote><p>quoted\nlazily</p></blockquote>"],
+    ["> quoted\nlazily", "<blockquote><p>quoted<br>lazily</p></blockquote>"],
     ["> a\n>\n> b", "<blockquote><p>a</p><p>b</p></blockquote>"],
     ["> > a", "<blockquote><blockquote><p>a</p></blockquote></blockquote>"],
     ["> - a\n> - b", "<blockquote><ul><li>a</li><li>b</li></ul></blockquote>"],
@@ -107,7 +134,7 @@ const CASES = {
     ["1. one\n   - inner\n2. two", "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>"],
     ["- a\n  - b\n    - c\n- d", "<ul><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ul>"],
     ["- a\n\n  second\n- b", "<ul><li>a<p>second</p></li><li>b</li></ul>"],
-    ["- a\nlazily\n- b", "<ul><li>a\nlazily</li><li>b</li></ul>"],
+    ["- a\nlazily\n- b", "<ul><li>a<br>lazily</li><li>b</li></ul>"],
     ["- a\n1. b", "<ul><li>a</li></ul><ol><li>b</li></ol>"],
     ["- a\n\ntext", "<ul><li>a</li></ul><p>text</p>"],
     ["- # a", "<ul><li><h3>a</h3></li></ul>"],
@@ -116,6 +143,17 @@ const CASES = {
       '<ol><li>run<CodeBlock language="sh">ls</CodeBlock></li><li>done</li></ol>',
     ],
     ["10. run\n    ```\n    ls\n    ```", '<ol start="10"><li>run<CodeBlock language="">ls</CodeBlock></li></ol>'],
+    [
+      "1. run\n   ```py\n   import os\n\n\n   x\n\n    y\n   ```\n\n\n2. done\n\n\nend",
+      '<ol><li>run<CodeBlock language="py">import os\n\n\nx\n\n y</CodeBlock></li><li>done</li></ol><p>end</p>',
+    ],
+    [
+      "- a\n  - b\n    ```py\n    x\n\n\n    y\n    ```\n- c",
+      '<ul><li>a<ul><li>b<CodeBlock language="py">x\n\n\ny</CodeBlock></li></ul></li><li>c</li></ul>',
+    ],
+    ["- ```\n  x\n\n\n  y\n```\nend", '<ul><li><CodeBlock language="">x\n\n\ny</CodeBlock></li></ul><p>end</p>'],
+    ["- ```\n  x\n\nend", '<ul><li><CodeBlock language="" isOpen="true">x</CodeBlock></li></ul><p>end</p>'],
+    ["- a\n\n\n  second", "<ul><li>a<p>second</p></li></ul>"],
     ["-", "<ul><li></li></ul>"],
     ["-a", "<p>-a</p>"],
   ],
@@ -138,7 +176,7 @@ const CASES = {
       '<div class="scroll" tabIndex="0"><table><thead><tr><th class="centred">a</th><th>b</th></tr></thead>' +
         '<tbody><tr><td class="centred"><code>x</code></td><td>y | z</td></tr></tbody></table></div><p>end</p>',
     ],
-    ["a | b\nno rule", "<p>a | b\nno rule</p>"],
+    ["a | b\nno rule", "<p>a | b<br>no rule</p>"],
   ],
 };
 
@@ -189,6 +227,10 @@ describe("hostile text", () => {
     underscores: "_a".repeat(3000),
     bars: `${"|".repeat(2000)}\n|-|`,
     "unclosed marks": "*a _b ~~c ".repeat(9000),
+    "links without targets": "[](".repeat(10_000),
+    "nested links": `${"[".repeat(1000)}](`.repeat(20),
+    "brackets after links": `https://a.example/${")".repeat(20_000)}`,
+    "blank lines in a list": `- a${"\n".repeat(50_000)}b`,
     "spaces in a heading": `# a${" ".repeat(20_000)}b`,
     "spaces in a fence": `\`\`\`${" ".repeat(50_000)}\``,
     "spaces in a table": `a | b\n-${" ".repeat(50_000)}x`,

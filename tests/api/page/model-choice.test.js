@@ -1,9 +1,11 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
+import { keyAction } from "../../../src/mlx_ring/api/page/web/chat/composer.js";
 import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
 import { findModel, isMissing, wantedModel } from "../../../src/mlx_ring/api/page/web/chat/model-choice.js";
 import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
+import { modelsKey } from "../../../src/mlx_ring/api/page/web/models.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
 
 /** @type {any[]} */
@@ -39,6 +41,28 @@ test("a model is missing only if the server's list is known and lacks it under a
   );
   assert.equal(isMissing([], "demo-moe"), false);
   assert.equal(findModel(MODELS, "d")?.id, "demo");
+});
+
+test("models are read again once one is loaded or unloaded, or loaded again, and not with each figure", () => {
+  /** @param {string} state @param {number[]} epochs @param {number} [running] @returns {any} */
+  const cluster = (state, epochs, running = 0) => ({
+    models: [{ model: "demo", state, instances: epochs.map((epoch) => ({ instance: "demo-1", epoch, running })) }],
+  });
+  const keys = [cluster("loading", []), cluster("ready", [1]), cluster("ready", [2]), cluster("unloaded", [])];
+  assert.equal(new Set([undefined, ...keys].map(modelsKey)).size, 5);
+  assert.equal(modelsKey(cluster("ready", [1], 3)), modelsKey(cluster("ready", [1])));
+});
+
+test("keys that an input method takes neither send nor stop, also in Safari after the composition has ended", () => {
+  /** @param {string} key @param {object} [more] */
+  const act = (key, more = {}) =>
+    keyAction({ key, shiftKey: false, isComposing: false, keyCode: 0, ...more }, { isRunning: true, hasTouch: false });
+  assert.deepEqual([act("Enter"), act("Escape"), act("a")], ["send", "stop", null]);
+  assert.equal(act("Enter", { shiftKey: true }), null);
+  for (const key of ["Enter", "Escape"]) {
+    assert.equal(act(key, { isComposing: true }), null);
+    assert.equal(act(key, { keyCode: 229 }), null);
+  }
 });
 
 /** @param {string} content @param {string | null} [end] */

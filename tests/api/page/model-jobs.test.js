@@ -153,45 +153,68 @@ test("a download can be cancelled after it was asked for twice", async () => {
   await ended;
 });
 
+/** @param {string} model @param {number} total_bytes @param {number} [done_bytes] @returns {any} */
+const pull = (model, total_bytes, done_bytes = 1) => ({ model, total_bytes, done_bytes, status: "downloading" });
+
 test("downloads of others are followed, but not this page's own by another name, nor one that it left", async () => {
-  const streams = [createStream(), createStream()];
-  const unused = [...streams];
-  const asked = answerPaths({ "models/pull": () => unused.shift()?.response ?? new Response("") });
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const stream = createStream();
+  const asked = answerPaths({ "models/pull": () => stream.response });
   const jobs = new ModelJobs();
-  /** @param {string} model @param {number} total_bytes @returns {any} */
-  const pull = (model, total_bytes) => ({ model, total_bytes, done_bytes: 1, status: "downloading" });
   const own = jobs.download("qwen3:8b");
   await settle();
   jobs.follow([pull("org/Qwen3-8B-4bit", 70)]);
-  streams[0]?.write(somePulled(70));
+  stream.write(somePulled(70));
   await settle();
   const pulls = [pull("org/Qwen3-8B-4bit", 70), pull("org/other", 90)];
   assert.deepEqual(jobs.others(pulls), [pulls[1]]);
   jobs.follow(pulls);
-  assert.deepEqual(asked.slice(1), [["models/pull", "org/other"]]);
-  streams[1]?.write(somePulled(90));
-  await settle();
   assert.ok(jobs.now["org/other"]?.isRunning);
+  assert.equal(asked.length, 1, "none for the download of others");
   jobs.cancel("qwen3:8b");
-  streams[0]?.abort().catch(() => {});
+  stream.abort().catch(() => {});
   await own;
   jobs.follow(pulls);
-  assert.equal(asked.length, 3, "and the cancellation");
   assert.deepEqual(jobs.others(pulls), [pulls[0]]);
-  streams[1]?.write(DONE);
-  await settle();
+  jobs.follow([]);
   assert.deepEqual(jobs.now, {});
+  mock.timers.reset();
 });
 
-test("a download of others that the server does not let this page follow is no problem of this page", async () => {
-  answerWith(Response.json({ error: { message: "Only with an API key." } }, { status: 403 }));
+test("downloads of others share one look at the server's list, until they end or are cancelled", async () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  let pulls = [pull("org/a", 10), pull("org/b", 20), pull("org/c", 30)];
+  /** @type {string[]} */
+  const asked = [];
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ { pathname }, /** @type {any} */ { body }) => {
+    asked.push(`${pathname} ${body ?? ""}`.trim());
+    if (pathname === "/models/pull" && !JSON.parse(body).cancel) return new Response(DONE);
+    return Response.json(pathname === "/cluster/models" ? { models: [], pulls, interrupted: [] } : { id: "org/b" });
+  });
+  const look = async () => {
+    mock.timers.tick(2000);
+    await settle();
+  };
   const jobs = new ModelJobs();
-  /** @type {any} */
-  const pull = { model: "org/other", total_bytes: 90, done_bytes: 1, status: "downloading" };
-  jobs.follow([pull]);
-  await settle();
-  assert.deepEqual(jobs.now, {});
-  assert.deepEqual(jobs.others([pull]), [pull]);
+  jobs.follow(pulls);
+  pulls = [pull("org/a", 10, 9), pull("org/b", 20, 9), pull("org/c", 30, 9)];
+  await look();
+  assert.deepEqual(asked, ["/cluster/models"]);
+  assert.deepEqual(
+    Object.values(jobs.now).map((job) => job.progress?.done_bytes),
+    [9, 9, 9],
+  );
+  await jobs.add("org/b");
+  await jobs.cancel("org/c");
+  assert.deepEqual(Object.keys(jobs.now), ["org/a", "org/b"]);
+  pulls = [pull("org/c", 30, 9)];
+  await look();
+  assert.deepEqual(jobs.others(pulls), pulls);
+  assert.deepEqual([Object.keys(jobs.now), jobs.now["org/b"]?.kind], [["org/b"], "load"]);
+  const before = asked.length;
+  await look();
+  assert.equal(asked.length, before);
+  mock.timers.reset();
 });
 
 test("a lost server leaves no problem of a job, because the notice of the connection says it", async () => {

@@ -6,6 +6,7 @@ import {
   describePrefill,
   nextSample,
   requestOf,
+  startOfReading,
 } from "../../../src/mlx_ring/api/page/web/chat/progress.js";
 
 /** @param {object} [more] @returns {any} */
@@ -31,13 +32,32 @@ test("the live speed is that since the state before", () => {
 describe("prefill", () => {
   test("says what is left by the tokens that were computed", () => {
     assert.equal(
-      describePrefill(request({ prompt_tokens: 20000, read_tokens: 6000, cached_tokens: 1000, age_s: 5 })),
+      describePrefill(request({ prompt_tokens: 20000, read_tokens: 6000, cached_tokens: 1000, age_s: 5 }), {
+        read: 0,
+        ageS: 0,
+      }),
       "Reading the prompt: 6,000 of 20,000 tokens (30 %). About 14 s left.",
     );
   });
+
+  test("does not count the time in the queue", () => {
+    const waits = [1, 120].map((age_s) => request({ state: "waiting", read_tokens: 0, cached_tokens: 0, age_s }));
+    const reads = { state: "reading", prompt_tokens: 8192, cached_tokens: 0 };
+    const [first, second] = [1024, 2048].map((read_tokens, place) =>
+      request({ ...reads, read_tokens, age_s: 122 + 2 * place }),
+    );
+    const start = [...waits, first, second].reduce(startOfReading, null);
+    assert.match(describePrefill(first, start), /About 14 s left/);
+    assert.match(describePrefill(second, start), /About 12 s left/);
+    // A page that did not see the wait counts from the first state that it sees.
+    const seen = startOfReading(null, first);
+    assert.doesNotMatch(describePrefill(first, seen), /left/);
+    assert.match(describePrefill(second, startOfReading(seen, second)), /About 12 s left/);
+  });
+
   test("says nothing of the rest before the first tokens are computed", () => {
     assert.equal(
-      describePrefill(request({ read_tokens: 500, cached_tokens: 500 })),
+      describePrefill(request({ read_tokens: 500, cached_tokens: 500 }), { read: 0, ageS: 0 }),
       "Reading the prompt: 500 of 1,000 tokens (50 %).",
     );
   });

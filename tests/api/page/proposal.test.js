@@ -1,6 +1,10 @@
 import assert from "node:assert/strict";
-import { test } from "node:test";
-import { explain } from "../../../src/mlx_ring/api/page/web/cluster/proposal.js";
+import { mock, test } from "node:test";
+import { explain, Moves } from "../../../src/mlx_ring/api/page/web/cluster/proposal.js";
+
+import { settle, setUpBrowser } from "./support.js";
+
+setUpBrowser();
 
 const loaded = { stages: [{ nodes: ["mini"], layers: [0, 8] }], tokens_per_s: 8, first_token_s: 0.5, request_s: 9 };
 const planned = {
@@ -46,4 +50,31 @@ test("memory that no longer suffices has no gain", () => {
   const { title, details } = explain(proposal({ gain: null, loaded: null }));
   assert.equal(title, "The machines have less memory than this split counts on.");
   assert.ok(details.endsWith("Predicted: 10 tokens/s, first token after 250 ms."));
+});
+
+test("a move runs once at a time, whatever is shown meanwhile, and its end stays until it is dismissed", async () => {
+  /** @type {((response: Response) => void)[]} */
+  const pending = [];
+  mock.method(globalThis, "fetch", () => new Promise((answer) => pending.push(answer)));
+  const moves = new Moves();
+  const ofDemo = { model: "demo", needs_pause: false };
+  moves.move(ofDemo);
+  moves.move(ofDemo);
+  moves.move({ model: "other", needs_pause: true });
+  assert.equal(pending.length, 2);
+  assert.equal(moves.now.demo?.isRunning, true);
+  pending[0]?.(Response.json({ error: { message: "A machine left." } }, { status: 409 }));
+  pending[1]?.(Response.json({ moved: { seconds: 3 } }));
+  await settle();
+  assert.deepEqual(moves.now, {
+    demo: { isRunning: false, problem: "A machine left.", outcome: "" },
+    other: { isRunning: false, problem: "", outcome: "other has moved, in 3 s." },
+  });
+  moves.dismiss("other");
+  moves.move(ofDemo);
+  pending[2]?.(Response.json({ moved: null }));
+  await settle();
+  assert.deepEqual(moves.now, {
+    demo: { isRunning: false, problem: "", outcome: "demo runs on the best split already." },
+  });
 });

@@ -37,6 +37,7 @@ describe("before the first state", () => {
   for (const [connection, label] of /** @type {const} */ ([
     ["connecting", "connecting"],
     ["lost", "offline"],
+    ["unfollowed", "no live figures"],
     ["locked", "key needed"],
   ])) {
     test(connection, () => assert.equal(describeStatus({ connection, state: null }).label, label));
@@ -129,6 +130,19 @@ describe("notices", () => {
       );
     });
   }
+});
+
+test("a notice stays the same one while only its figures change, and each has a key of its own", () => {
+  /** @param {number} bytes_loaded */
+  const keys = (bytes_loaded) => {
+    const loading = { phase: "weights", bytes_loaded, bytes_to_load: 2e9 };
+    const models = ["demo", "other"].map((name) => model({ model: name, state: "loading" }));
+    const instances = models.map((each) => instance({ ...each, stages: [stage({ loading })] }));
+    const nodes = [node({ state: "gone" }), node({ id: "mini-2", state: "gone" })];
+    return status({ cluster: { models, instances, nodes } }).notices.map(({ key }) => key);
+  };
+  assert.deepEqual(keys(1e8), keys(2e8));
+  assert.equal(new Set(keys(1e8)).size, 4);
 });
 
 describe("the placement", () => {

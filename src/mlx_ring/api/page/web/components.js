@@ -78,6 +78,30 @@ export function onSingleClick(act) {
 }
 
 /**
+ * Return true for a key that an input method takes, as for Chinese, Japanese and Korean. In Safari, the Enter that
+ * confirms a word comes after the composition has ended, and only its key code tells.
+ * @param {Pick<KeyboardEvent, "isComposing" | "keyCode">} event
+ */
+export function isForInputMethod({ isComposing, keyCode }) {
+  return isComposing || keyCode === 229;
+}
+
+/**
+ * Return the reference of a button that a form replaces while it is open. The button gets the focus when the form
+ * closes, unless something else has taken it.
+ * @param {boolean} isOpen
+ */
+export function useReturningFocus(isOpen) {
+  const button = useRef(/** @type {HTMLButtonElement | null} */ (null));
+  const wasOpen = useRef(false);
+  useLayoutEffect(() => {
+    if (wasOpen.current && !isOpen && document.activeElement === document.body) button.current?.focus();
+    wasOpen.current = isOpen;
+  }, [isOpen]);
+  return button;
+}
+
+/**
  * Return a handler that passes on a field's value.
  * @param {(value: string) => void} set
  */

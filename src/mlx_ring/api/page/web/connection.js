@@ -32,8 +32,8 @@ export function startCommand(cluster, { nodes = 0, port = location.port, hasKey 
 }
 
 /**
- * Render why the connection is lost, how to start the server again, and when the next attempt follows. Nothing while it
- * is open.
+ * Render why the connection is lost, how to start the server again, and when the next attempt follows. Without live
+ * figures alone, render why. Nothing while it is open.
  * @param {{ live: LiveCluster, now: Snapshot, showsState: boolean }} props `showsState`: the view shows the last state
  */
 export function ConnectionNotice({ live, now, showsState }) {
@@ -44,13 +44,19 @@ export function ConnectionNotice({ live, now, showsState }) {
     const timer = setInterval(() => setTicks((count) => count + 1), 1000);
     return () => clearInterval(timer);
   }, [isLost]);
-  if (!isLost) return null;
+  if (!isLost && now.connection !== "unfollowed") return null;
   const delayS = Math.max(0, Math.ceil(((now.retryAt ?? 0) - Date.now()) / 1000));
   const retry = html`<button type="button" onClick=${() => live.retry()}>Reconnect</button>`;
   const problem = now.state?.draining ? "The server was shut down." : now.problem;
+  const next = delayS ? `Next attempt in ${delayS} s.` : "Connecting.";
+  const shown = now.state && showsState ? ` Below is the state of ${timeOfDay(now.state.time)}.` : "";
+  if (!isLost) {
+    return html`<${Notice} action=${retry}>
+      Live figures are missing, but chats work. ${problem}${shown}
+    </${Notice}>`;
+  }
   return html`<${Notice} tone="bad" action=${retry}>
-      ${problem} ${delayS ? `Next attempt in ${delayS} s.` : "Connecting."}
-      ${now.state && showsState ? ` Below is the state of ${timeOfDay(now.state.time)}.` : ""}
+      ${problem} ${next}${shown}
     </${Notice}>
     ${now.state && html`<${StartAgain} cluster=${now.state.cluster} />`}`;
 }

@@ -19,8 +19,8 @@ const MAX_LINES = 300;
 /**
  * What is known now.
  * @typedef {object} Snapshot
- * @property {"connecting" | "open" | "lost" | "locked" | "paused"} connection "locked": a key is required;
- *   "paused": the page is hidden
+ * @property {"connecting" | "open" | "lost" | "locked" | "paused" | "unfollowed"} connection "locked": a key is
+ *   required; "paused": the page is hidden; "unfollowed": the server answers, but has no place for another follower
  * @property {ClusterState | null} state last state of the server; it stays while the connection is lost
  * @property {LogLine[]} lines of the head's log
  * @property {Point[]} points one for each second
@@ -28,7 +28,16 @@ const MAX_LINES = 300;
  * @property {number | null} retryAt time of the next attempt, in the browser's milliseconds
  */
 
+const TOO_MANY = 429;
 const EMPTY = { state: null, lines: [], points: [], problem: null, retryAt: null };
+
+/**
+ * Return true if the server answers requests, with live figures or without.
+ * @param {Snapshot["connection"]} connection
+ */
+export function answers(connection) {
+  return connection === "open" || connection === "unfollowed";
+}
 
 /** One connection to `/cluster/events`, which connects again by itself. */
 export class LiveCluster {
@@ -141,7 +150,8 @@ export class LiveCluster {
     this.#attempt += 1;
     const retryAt = Date.now() + 1000 * delayS * (0.85 + 0.3 * Math.random());
     const problem = apiError?.message ?? "The connection to the server broke.";
-    this.#update({ connection: "lost", problem, retryAt, points: withGap(this.now.points) });
+    const connection = apiError?.status === TOO_MANY ? "unfollowed" : "lost";
+    this.#update({ connection, problem, retryAt, points: withGap(this.now.points) });
     return retryAt;
   }
 
@@ -170,7 +180,7 @@ export class LiveCluster {
 
   #resume() {
     this.#isHidden = false;
-    if (this.now.connection === "paused" || this.now.connection === "lost") this.retry();
+    if (["paused", "lost", "unfollowed"].includes(this.now.connection)) this.retry();
   }
 
   /**

@@ -12,6 +12,7 @@ import { storeModel } from "./chat/model-choice.js";
 import { ChatStore } from "./chat/store.js";
 import { Cluster } from "./cluster/cluster.js";
 import { Invitation, Invite } from "./cluster/invitation.js";
+import { Moves } from "./cluster/proposal.js";
 import { Notice, Ring, TrustHint, withCommands } from "./components.js";
 import { ConnectionNotice, KeyForm } from "./connection.js";
 import { LiveCluster } from "./live.js";
@@ -26,6 +27,7 @@ const live = new LiveCluster();
 const jobs = new ModelJobs();
 const chats = new ChatStore((problem) => live.lock(problem));
 const invitation = new Invitation();
+const moves = new Moves();
 
 /** Kinds of notices that each view shows: a model that is not loaded has its own place on the others. */
 const NOTICES = { chat: ["busy", "bad"], models: ["busy", "bad"], cluster: ["note", "busy", "bad"] };
@@ -43,6 +45,7 @@ function Page() {
   const status = describeStatus(now);
   const notices = html`<${StatusNotices} status=${status} now=${now} tones=${NOTICES[view]} />`;
   const isLost = now.connection === "lost";
+  const isStale = isLost || now.connection === "unfollowed";
   const isLocked = now.connection === "locked";
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
@@ -72,10 +75,16 @@ function Page() {
         ${
           !isLocked &&
           view !== "chat" &&
-          html`<div class=${isLost ? "stale" : ""} inert=${isLost}>
+          html`<div class=${isStale ? "stale" : ""} inert=${isLost}>
             ${
               view === "cluster"
-                ? html`<${Cluster} now=${now} notices=${notices} theme=${theme} invitation=${invitation} />`
+                ? html`<${Cluster}
+                    now=${now}
+                    notices=${notices}
+                    theme=${theme}
+                    invitation=${invitation}
+                    moves=${moves}
+                  />`
                 : html`<${Catalog} now=${now} models=${models} notices=${notices} jobs=${jobs} chat=${chatWith} />`
             }
           </div>`
@@ -98,8 +107,8 @@ function StatusNotices({ status, now, tones }) {
   return status.notices
     .filter(({ tone }) => tones.includes(tone))
     .map(
-      ({ tone, text, awaitsMachine }) => html`<${Notice}
-        key=${text}
+      ({ key, tone, text, awaitsMachine }) => html`<${Notice}
+        key=${key}
         tone=${tone}
         action=${awaitsMachine ? invite : html`<${TrustHint} text=${text} />`}
       >${withCommands(text)}</${Notice}>`,

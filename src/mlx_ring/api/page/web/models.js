@@ -1,9 +1,10 @@
 // The models that accept questions.
 
-/** @import { DiskModels, Model, ServedModelStatus } from "./types.js" */
+/** @import { ClusterStatus, DiskModels, Model, ServedModelStatus } from "./types.js" */
 /** @import { Snapshot } from "./live.js" */
 
 import { ApiError, isAbort, request } from "./api.js";
+import { answers } from "./live.js";
 import { useEffect, useState } from "./vendor/preact.js";
 
 /**
@@ -20,23 +21,41 @@ import { useEffect, useState } from "./vendor/preact.js";
  */
 
 /**
- * Return the models that accept questions. They are read again when the cluster's list changes.
+ * Return a text that changes whenever the server may list its models otherwise: a load can change their context.
+ * @param {Pick<ClusterStatus, "models"> | undefined} cluster
+ */
+export function modelsKey(cluster) {
+  const models = cluster?.models ?? [];
+  return JSON.stringify(
+    models.map(({ model, state, instances }) => [
+      model,
+      state,
+      instances.map(({ instance, epoch }) => [instance, epoch]),
+    ]),
+  );
+}
+
+/**
+ * Return the models that accept questions. They are read again when the cluster's models or their instances change.
+ * Without live figures they are read at each attempt to get them.
  * @param {Snapshot} now
  * @returns {ChatModel[]}
  */
-export function useModels({ state, connection }) {
+export function useModels({ state, connection, retryAt }) {
   const [models, setModels] = useState(/** @type {Omit<ChatModel, "note" | "state">[]} */ ([]));
   const current = state?.cluster.models ?? [];
-  const names = current.map(({ model }) => model).join("\n");
-  const isOpen = connection === "open";
+  const key = connection === "unfollowed" ? retryAt : modelsKey(state?.cluster);
+  const isOpen = answers(connection);
   useEffect(() => {
     if (!isOpen) return undefined;
     const abort = new AbortController();
     readModels(abort.signal).then((read) => read && setModels(read));
     return () => abort.abort();
-  }, [names, isOpen]);
+  }, [key, isOpen]);
   return models.map((model) => {
-    const state = current.find((each) => each.model === model.id)?.state ?? "ready";
+    // Without live figures, nothing is known of the state, and the last one may be old.
+    const known = connection === "unfollowed" ? undefined : current.find((each) => each.model === model.id);
+    const state = known?.state ?? "ready";
     const note = state === "ready" ? "" : state === "unloaded" ? "not loaded" : state;
     return { ...model, state, note };
   });
@@ -60,12 +79,12 @@ export function useDiskNames(isOpen, key) {
 
 /**
  * Return the models on the disk and the downloads in progress; null if the server does not answer.
- * @param {AbortSignal} signal
+ * @param {AbortSignal} [signal]
  * @returns {Promise<DiskModels | null>}
  */
 export async function readDisk(signal) {
   try {
-    return await (await request("cluster/models", { signal })).json();
+    return await (await request("cluster/models", signal ? { signal } : {})).json();
   } catch (error) {
     // The connection's notice says what is wrong.
     if (!(error instanceof ApiError) && !isAbort(error)) throw error;

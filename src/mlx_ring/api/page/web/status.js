@@ -6,8 +6,8 @@
 import { bytes, counted, percent } from "./format.js";
 
 /** @typedef {"good" | "busy" | "bad"} Tone */
-/** `awaitsMachine`: another machine would help. @typedef {{
- *   tone: "note" | "busy" | "bad", text: string, awaitsMachine?: boolean
+/** `key`: the same while only its figures change. `awaitsMachine`: another machine would help. @typedef {{
+ *   key: string, tone: "note" | "busy" | "bad", text: string, awaitsMachine?: boolean
  * }} StatusNotice */
 
 /**
@@ -25,6 +25,7 @@ export function describeStatus({ connection, state }) {
   const isLost = connection === "lost";
   // The notices of a server that does not answer may be untrue by now: the one of the connection says so.
   if (isLost) return { tone: "bad", label: "offline", notices: [] };
+  if (connection === "unfollowed") return { tone: "busy", label: "no live figures", notices: [] };
   if (state === null) return { tone: "busy", label: "connecting", notices: [] };
   return { ...describeCluster(state), notices: findNotices(state) };
 }
@@ -58,7 +59,7 @@ function findNotices(state) {
   if (state.draining) {
     // Models and machines end with the server, which is no failure of theirs.
     const text = "The server is shutting down. It finishes running requests and accepts no new ones.";
-    return [{ tone: "busy", text }];
+    return [{ key: "draining", tone: "busy", text }];
   }
   const { cluster } = state;
   const awaited = describeWait(cluster);
@@ -85,9 +86,10 @@ function describeWait({ missing_machines: missing, absent_nodes: absent, models 
   if (!missing) return null;
   const waiting = joinNames(models.filter(({ state }) => state === "loading").map(({ model }) => model));
   const text = `${waiting ? `Loading ${waiting}` : "The server"} waits for ${counted(missing, "more machine")}.`;
-  if (!absent.length) return { tone: "busy", text, awaitsMachine: true };
+  if (!absent.length) return { key: "awaited", tone: "busy", text, awaitsMachine: true };
   const known = joinNames(absent);
   return {
+    key: "awaited",
     tone: "busy",
     text:
       absent.length > 1
@@ -108,16 +110,20 @@ function describeModel({ model, state, reason }, allInstances) {
     const text = instances.length
       ? `${model} is loading: ${loadingProgress(instances)}`
       : (reason ?? `${model} is loading.`);
-    return [{ tone: "busy", text }];
+    return [{ key: `loading ${model}`, tone: "busy", text }];
   }
-  if (state === "unavailable") return [{ tone: "bad", text: `${model} is unavailable. ${reason ?? ""}` }];
+  if (state === "unavailable") {
+    return [{ key: `unavailable ${model}`, tone: "bad", text: `${model} is unavailable. ${reason ?? ""}` }];
+  }
   if (state === "unloaded") {
     const failure = reason ? ` The last load failed: ${reason}` : "";
-    return [{ tone: "note", text: `${model} is not loaded. The next request loads it.${failure}` }];
+    const text = `${model} is not loaded. The next request loads it.${failure}`;
+    return [{ key: `unloaded ${model}`, tone: "note", text }];
   }
   return instances
     .filter((instance) => instance.state === "unavailable")
     .map((instance) => ({
+      key: `unavailable instance ${instance.name}`,
       tone: "bad",
       text: `${capitalized(describeInstance(instance, allInstances))} is unavailable. ${
         instance.reason ?? ""
@@ -160,10 +166,12 @@ function describeNodes({ cluster, time }) {
     const notices = [];
     const cause = node.reason ? `: ${node.reason}` : ".";
     const name = names.get(node.id) ?? node.id;
-    if (node.state === "gone") notices.push({ tone: "bad", text: `${name} is disconnected${cause}` });
+    if (node.state === "gone")
+      notices.push({ key: `gone ${node.id}`, tone: "bad", text: `${name} is disconnected${cause}` });
     if (node.state === "quarantined") {
       const minutes = Math.max(1, Math.round(((node.quarantined_until ?? time) - time) / 60));
-      notices.push({ tone: "busy", text: `${name} is quarantined for ${counted(minutes, "minute")}${cause}` });
+      const text = `${name} is quarantined for ${counted(minutes, "minute")}${cause}`;
+      notices.push({ key: `quarantined ${node.id}`, tone: "busy", text });
     }
     return notices;
   });

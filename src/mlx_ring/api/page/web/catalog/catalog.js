@@ -130,10 +130,11 @@ function AddModel({ jobs, running, others, cluster, chat }) {
 }
 
 /** @param {{ pull: PullStatus, jobs: ModelJobs }} props */
-function OtherPull({ pull: { model, done_bytes: done, total_bytes: total }, jobs }) {
+function OtherPull({ pull, jobs }) {
+  const { model, done_bytes: done, total_bytes: total } = pull;
   return html`<p class="row">
     <span>${model} is downloaded for another client. ${total > 0 && describeProgress(done, total)}</span>
-    <button type="button" onClick=${onSingleClick(() => jobs.download(model))}>Follow</button>
+    <button type="button" onClick=${onSingleClick(() => jobs.join(pull))}>Follow</button>
   </p>`;
 }
 

@@ -3,6 +3,7 @@
 /** @import { Model, PullStatus } from "../types.js" */
 
 import { ApiError, isAbort, readEvents, request } from "../api.js";
+import { readDisk } from "../models.js";
 
 /**
  * What the page asked of a model. One that ended stays until a person has read it.
@@ -20,6 +21,18 @@ import { ApiError, isAbort, readEvents, request } from "../api.js";
 /** @typedef {Record<string, Job>} Jobs by the model's name */
 
 const CONFLICT = 409;
+/** Time between two looks at downloads that others began. */
+const FOLLOW_MS = 2000;
+/** @type {Omit<Job, "kind">} */
+const NEW_JOB = {
+  isRunning: true,
+  problem: "",
+  isConflict: false,
+  progress: null,
+  loadsNext: false,
+  served: "",
+  seconds: 0,
+};
 
 /** The jobs of this page. */
 export class ModelJobs {
@@ -29,6 +42,9 @@ export class ModelJobs {
   #listeners = new Set();
   /** @type {Map<string, AbortController>} */
   #downloads = new Map();
+  /** Models whose downloads others began, and this page follows. @type {Set<string>} */
+  #followed = new Set();
+  #isWatching = false;
   /** Names and bytes of downloads that this page does not follow by itself. @type {Set<string | number>} */
   #left = new Set();
 
@@ -82,25 +98,51 @@ export class ModelJobs {
   }
 
   /**
-   * Follow downloads in progress that another page or program began, except those that this page left.
+   * Follow downloads in progress that another page or program began, except those that this page left. The server's list
+   * tells their progress, because a connection for each would leave none for the rest of the page. Nothing stays of one
+   * that ended.
    * @param {PullStatus[]} pulls
    */
   follow(pulls) {
-    for (const { model, total_bytes } of this.others(pulls)) {
-      if (!this.#left.has(model) && !this.#left.has(total_bytes)) this.#join(model);
+    for (const model of this.#followed) {
+      const progress = pulls.find((pull) => pull.model === model);
+      if (progress) this.#set(model, { progress });
+      else this.#endFollowed(model);
+    }
+    for (const pull of this.others(pulls)) {
+      if (!this.#left.has(pull.model) && !this.#left.has(pull.total_bytes)) this.join(pull);
     }
   }
 
   /**
-   * Follow a download in progress. Nothing stays of one that arrived, or that the server does not let this page follow.
-   * @param {string} model
+   * Follow a download in progress of another page or program.
+   * @param {PullStatus} progress
    */
-  async #join(model) {
-    await this.download(model);
-    const job = this.now[model];
-    if (job?.problem && job.progress) return;
-    this.#left.add(model);
+  join(progress) {
+    if (this.now[progress.model]?.isRunning) return;
+    this.#followed.add(progress.model);
+    this.#update({ ...this.now, [progress.model]: { ...NEW_JOB, kind: "download", progress } });
+    this.#watch();
+  }
+
+  /** Read the list of downloads while this page follows any. */
+  async #watch() {
+    if (this.#isWatching) return;
+    this.#isWatching = true;
+    while (this.#followed.size) {
+      await new Promise((done) => setTimeout(done, FOLLOW_MS));
+      const disk = this.#followed.size ? await readDisk() : null;
+      if (disk) this.follow(disk.pulls);
+    }
+    this.#isWatching = false;
+  }
+
+  /** @param {string} model */
+  #endFollowed(model) {
+    const loadsNext = this.now[model]?.loadsNext ?? false;
+    this.#followed.delete(model);
     this.dismiss(model);
+    if (loadsNext) this.download(model, true);
   }
 
   /**
@@ -125,6 +167,7 @@ export class ModelJobs {
     if (!isDownloading(job)) return;
     this.#left.add(model).add(totalOf(job));
     this.#downloads.get(model)?.abort();
+    if (this.#followed.delete(model)) this.dismiss(model);
     try {
       await request("models/pull", { body: { model, cancel: true } });
     } catch (error) {
@@ -158,16 +201,7 @@ export class ModelJobs {
   async #run(model, kind, loadsNext, act) {
     if (this.now[model]?.isRunning) return false;
     /** @type {Job} */
-    const job = {
-      kind,
-      isRunning: true,
-      problem: "",
-      isConflict: false,
-      progress: null,
-      loadsNext,
-      served: "",
-      seconds: 0,
-    };
+    const job = { ...NEW_JOB, kind, loadsNext };
     const startedAt = performance.now();
     this.#update({ ...this.now, [model]: job });
     try {

@@ -10,6 +10,7 @@
 
 import { Notice } from "../components.js";
 import { counted } from "../format.js";
+import { answers } from "../live.js";
 import { useDiskNames } from "../models.js";
 import { describePlacement } from "../status.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
@@ -19,6 +20,7 @@ import { History } from "./history.js";
 import { findModel, isMissing, ModelNotice, readModel, storeModel, wantedModel } from "./model-choice.js";
 import { findProblem, readParameters, storeParameters } from "./parameters.js";
 import { ContextGauge, contextTokens, requestOf } from "./progress.js";
+import { MAX_CONVERSATIONS } from "./store.js";
 import { Thread } from "./thread.js";
 import { TitleBar } from "./title-bar.js";
 import { Welcome } from "./welcome.js";
@@ -40,7 +42,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
   useEffect(() => jobs.subscribe(setRunning), [jobs]);
 
   const isOffline = live.connection === "lost";
-  const onDisk = useDiskNames(live.connection === "open", models.map(({ id }) => id).join("\n"));
+  const onDisk = useDiskNames(answers(live.connection), models.map(({ id }) => id).join("\n"));
   const wanted = wantedModel(now.open, chats.picks, stored, models);
   const model = findModel(models, wanted);
   const options = { model: model?.id ?? wanted, parameters: supportedParameters(parameters, model) };
@@ -73,7 +75,8 @@ export function Chat({ chats, live, models, jobs, notices }) {
   const requests = live.connection === "open" ? (live.state?.requests ?? []) : [];
   const streaming = isRunning ? now.open.messages.find((each) => isAnswer(each) && each.end === null) : undefined;
   const request = streaming && isAnswer(streaming) ? requestOf(requests, streaming.id) : undefined;
-  const placement = live.state && !isOffline ? describePlacement(live.state.cluster, options.model) : "";
+  const placement =
+    live.state && live.connection === "open" ? describePlacement(live.state.cluster, options.model) : "";
 
   return html`<div class="chat">
     <${History} now=${now} chats=${chats} />
@@ -116,8 +119,9 @@ export function Chat({ chats, live, models, jobs, notices }) {
       ${
         now.unstored > 0 &&
         html`<${Notice} tone="note">
-        The browser has no room for ${counted(now.unstored, "older chat")}: export what you want to keep, and delete
-        others. What is not stored is lost when you close the page.
+        ${counted(now.unstored, "older chat")} cannot be stored: the browser has no room, or ${MAX_CONVERSATIONS} are
+        stored already. Export what you want to keep, and delete others. What is not stored is lost when you close the
+        page.
       </${Notice}>`
       }
       <${Composer}

@@ -4,7 +4,7 @@
 /** @import { ChatModel } from "../models.js" */
 /** @import { Parameters } from "./parameters.js" */
 
-import { onSingleClick, onValue } from "../components.js";
+import { isForInputMethod, onSingleClick, onValue } from "../components.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
 import { ModelSelect } from "./model-choice.js";
 import { ParameterPanel, summarize } from "./parameters.js";
@@ -61,6 +61,18 @@ export function Composer(props) {
   </div>`;
 }
 
+/**
+ * Return what a key in the field does besides writing, or null.
+ * @param {Pick<KeyboardEvent, "key" | "shiftKey" | "isComposing" | "keyCode">} event
+ * @param {{ isRunning: boolean, hasTouch: boolean }} now
+ * @returns {"send" | "stop" | null}
+ */
+export function keyAction(event, { isRunning, hasTouch }) {
+  if (isForInputMethod(event)) return null;
+  if (event.key === "Escape") return isRunning ? "stop" : null;
+  return event.key === "Enter" && !event.shiftKey && !hasTouch ? "send" : null;
+}
+
 /** @param {ComposerProps & { hasTouch: boolean }} props */
 function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch, refusal }) {
   const [text, setText] = useState(draft);
@@ -80,8 +92,9 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     if (text.trim() && !isRunning && ask(text.trim())) write("");
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Escape" && isRunning) stop();
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing || hasTouch) return;
+    const act = keyAction(event, { isRunning, hasTouch });
+    if (act === "stop") stop();
+    if (act !== "send") return;
     event.preventDefault();
     send();
   };

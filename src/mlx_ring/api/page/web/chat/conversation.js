@@ -10,10 +10,11 @@ const ID_BYTES = 8;
 
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
- * streams. `isKept` is true while the text is that of the try before, and the next one has none yet.
+ * streams. `isKept` is true while the text is that of the try before, and the next one has none yet. `isQueued` is true
+ * while other answers of this browser must end first.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
- *   parameters?: Record<string, unknown>, isKept?: boolean
+ *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean
  * }} AnswerMessage
  */
 
@@ -158,7 +159,12 @@ export function canContinue({ content, calls, end }) {
 export function joinAnswers(answer, before, continues) {
   if (!before || !hasText(before)) return answer;
   if (continues) {
-    return { ...answer, content: before.content + answer.content, reasoning: before.reasoning + answer.reasoning };
+    return {
+      ...answer,
+      content: before.content + answer.content,
+      reasoning: before.reasoning + answer.reasoning,
+      figures: joinFigures(before.figures, answer.figures),
+    };
   }
   if (hasText(answer)) return answer;
   const { content, reasoning, calls, figures, model } = before;
@@ -166,6 +172,22 @@ export function joinAnswers(answer, before, continues) {
   const isKept = answer.end === null;
   const end = isKept ? answer.end : before.end;
   return { ...answer, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
+}
+
+/**
+ * Return the figures of an answer that was continued. Its prompt and first token are those of its beginning.
+ * @param {Partial<Figures>} before
+ * @param {Partial<Figures>} after of what followed
+ * @returns {Partial<Figures>}
+ */
+function joinFigures(before, after) {
+  if (!after.tokens) return before;
+  // Nothing was counted of the beginning, which is a part of the prompt now.
+  if (!before.tokens) return after;
+  const tokens = before.tokens + after.tokens;
+  if (!before.tokensPerS || !after.tokensPerS) return { ...before, tokens, tokensPerS: null };
+  const seconds = before.tokens / before.tokensPerS + after.tokens / after.tokensPerS;
+  return { ...before, tokens, tokensPerS: tokens / seconds };
 }
 
 /**

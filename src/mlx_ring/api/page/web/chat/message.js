@@ -4,11 +4,11 @@
 /** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, Notice, onValue } from "../components.js";
+import { CopyButton, isForInputMethod, Notice, onValue, useReturningFocus } from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { canContinue, isCutOff } from "./conversation.js";
+import { canContinue, hasText, isCutOff } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
 
 /** @type {Record<string, string>} */
@@ -26,6 +26,7 @@ const ENDS = {
  */
 export function UserMessage({ message, isRunning, edit }) {
   const [isEditing, setEditing] = useState(false);
+  const button = useReturningFocus(isEditing);
   if (isEditing) {
     const done = (/** @type {string | null} */ text) => {
       if (text === null || edit(text)) setEditing(false);
@@ -36,7 +37,12 @@ export function UserMessage({ message, isRunning, edit }) {
     <div class="text" dir="auto">${message.content}</div>
     <footer>
       <${CopyButton} text=${() => message.content} what="question" />
-      ${!isRunning && html`<button type="button" class="quiet" onClick=${() => setEditing(true)}>Edit</button>`}
+      ${
+        !isRunning &&
+        html`<button type="button" class="quiet" ref=${button} onClick=${() => setEditing(true)}>
+        Edit
+      </button>`
+      }
     </footer>
   </article>`;
 }
@@ -55,6 +61,7 @@ function Editor({ text, done }) {
     send();
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (isForInputMethod(event)) return;
     if (event.key === "Escape") done(null);
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
   };
@@ -94,7 +101,7 @@ function Editor({ text, done }) {
  */
 export function Answer(props) {
   const { message, isRunning, request, openCalls, addResult } = props;
-  const { content, reasoning, calls, problem, isPaused, isKept = false } = message;
+  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -107,7 +114,12 @@ export function Answer(props) {
     ${
       isRunning &&
       html`<p class="caret">
-        <${AnswerProgress} request=${request} isEmpty=${isEmpty || isKept} isPaused=${isPaused} />
+        <${AnswerProgress}
+          request=${request}
+          isEmpty=${isEmpty || isKept}
+          isPaused=${isPaused}
+          isQueued=${isQueued}
+        />
         <i aria-hidden="true"></i>
       </p>`
     }
@@ -141,13 +153,14 @@ function Call({ call, addResult }) {
       addResult &&
       html`<form class="row" onSubmit=${onSubmit}>
       <label class="grow"><span class="visually-hidden">Result of ${call.name}</span>
-        <input
-          type="text"
+        <textarea
+          rows=${Math.min(12, result.split("\n").length)}
+          dir="auto"
           placeholder="Result"
           value=${result}
           onInput=${onValue(setResult)}
           autocomplete="off"
-        />
+        ></textarea>
       </label>
       <button type="submit">Send result</button>
     </form>`
@@ -175,9 +188,20 @@ export function ToolResult({ message }) {
   </article>`;
 }
 
+/**
+ * Return why an answer is not complete. Empty if it is, or if it has a problem of its own.
+ * @param {AnswerMessage} message
+ */
+export function describeEnd(message) {
+  if (message.end === "unreached" && hasText(message)) {
+    return "The server could not be reached, so the answer was not continued.";
+  }
+  return ENDS[message.end ?? ""] ?? "";
+}
+
 /** @param {Pick<AnswerProps, "message" | "retry" | "proceed" | "refusal">} props */
 function AnswerFooter({ message, retry, proceed, refusal }) {
-  const end = ENDS[message.end ?? ""];
+  const end = describeEnd(message);
   const tone = isCutOff(message) ? "state bad" : "muted";
   const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
     act &&

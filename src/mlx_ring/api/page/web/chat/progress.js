@@ -6,6 +6,7 @@
 import { Bar } from "../components.js";
 import { counted, duration, figures, percent } from "../format.js";
 import { html, useRef } from "../vendor/preact.js";
+import { MAX_STREAMS } from "./answer-slots.js";
 import { isAnswer } from "./conversation.js";
 
 /** Share of the context from which the gauge warns. */
@@ -34,28 +35,45 @@ export function nextSample(before, { tokens, age_s: ageS }) {
   return { tokens, ageS, rate: before.tokens ? (tokens - before.tokens) / (ageS - before.ageS) : null };
 }
 
+/** @typedef {{ id: string, read: number, ageS: number }} Start where the reading of a prompt is known to have been */
+
+/**
+ * Return from where the speed of the reading is counted: the last state of the wait, or the first one of the reading.
+ * @param {Start | null} before
+ * @param {Pick<RequestStatus, "id" | "state" | "read_tokens" | "age_s">} request
+ * @returns {Start}
+ */
+export function startOfReading(before, { id, state, read_tokens: read, age_s: ageS }) {
+  return before?.id === id && state === "reading" ? before : { id, read, ageS };
+}
+
 /**
  * Describe how far the prompt is read.
  * @param {Pick<RequestStatus, "prompt_tokens" | "read_tokens" | "cached_tokens" | "age_s">} request
+ * @param {Pick<Start, "read" | "ageS">} start
  */
-export function describePrefill({ prompt_tokens: prompt, read_tokens: read, cached_tokens: cached, age_s: ageS }) {
-  const computed = read - cached;
-  const left = computed > 0 ? ` About ${duration((ageS * (prompt - read)) / computed)} left.` : "";
+export function describePrefill(request, start) {
+  const { prompt_tokens: prompt, read_tokens: read, cached_tokens: cached, age_s: ageS } = request;
+  const computed = read - Math.max(start.read, cached);
+  const left = computed > 0 ? ` About ${duration(((ageS - start.ageS) * (prompt - read)) / computed)} left.` : "";
   return `Reading the prompt: ${figures(read, 7)} of ${counted(prompt, "token")} (${percent(read / prompt)}).${left}`;
 }
 
 /**
  * Render what an answer waits for, or how fast it comes.
- * @param {{ request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean }} props
+ * @param {{ request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean, isQueued: boolean }} props
  */
-export function AnswerProgress({ request, isEmpty, isPaused }) {
+export function AnswerProgress({ request, isEmpty, isPaused, isQueued }) {
   const sample = useRef(/** @type {Sample | null} */ (null));
+  const start = useRef(/** @type {Start | null} */ (null));
+  if (request) start.current = startOfReading(start.current, request);
   if (request?.state === "answering") sample.current = nextSample(sample.current, request);
+  if (isQueued) return muted(`Waiting: ${MAX_STREAMS} other answers of this browser stream already`);
   if (isPaused) return muted("A machine or the connection was lost; the answer continues soon");
   if (request?.state === "waiting") return muted("Waiting for other requests");
-  if (request?.state === "reading") {
+  if (request?.state === "reading" && start.current) {
     return html`<progress value=${request.read_tokens} max=${request.prompt_tokens} aria-label="Prompt read"></progress>
-      ${muted(describePrefill(request))}`;
+      ${muted(describePrefill(request, start.current))}`;
   }
   if (isEmpty) return muted("Waiting for the first token");
   const rate = sample.current?.rate;

@@ -7,6 +7,7 @@
 
 import { ApiError } from "../api.js";
 import { readStored, writeStored } from "../storage.js";
+import { takeSlot } from "./answer-slots.js";
 import { streamCompletion } from "./completion.js";
 import {
   EMPTY_ANSWER,
@@ -25,7 +26,8 @@ import {
 import { chosenFields, requestFields } from "./parameters.js";
 
 const STORED_CHATS = "mlx-ring.chats";
-const MAX_CONVERSATIONS = 100;
+/** Largest number of stored conversations. */
+export const MAX_CONVERSATIONS = 100;
 /** Longest time between two renders in a hidden tab, which gets no animation frames. */
 const RENDER_MS = 250;
 
@@ -36,7 +38,7 @@ const RENDER_MS = 250;
  * @property {Set<string>} running ids of conversations with an answer that streams
  * @property {Conversation | null} deleted the last deleted conversation, which can be restored
  * @property {boolean} isStored false if the browser had no room for the last change
- * @property {number} unstored number of older conversations for which the browser had no room
+ * @property {number} unstored number of older conversations that are not stored
  */
 
 /** @typedef {{ model: string | null, parameters: Parameters }} AskOptions */
@@ -61,6 +63,8 @@ export class ChatStore {
   #listeners = new Set();
   /** @type {Map<string, AbortController>} */
   #running = new Map();
+  /** Ids of conversations that this tab or another one could not store. @type {Set<string>} */
+  #unstored = new Set();
   #onKeyRequired;
 
   /** @param {(problem: string) => void} onKeyRequired called if the server refuses the API key */
@@ -198,8 +202,9 @@ export class ChatStore {
    */
   addResult(call, text, options) {
     const conversation = withMessage(this.now.open, { role: "tool", call: call.id, name: call.name, content: text });
-    if (openCalls(conversation).length) this.#put(conversation);
-    else this.#answer(conversation, options);
+    if (!openCalls(conversation).length) return void this.#answer(conversation, options);
+    this.#put(conversation);
+    this.#store();
   }
 
   /** Stop the answer of a conversation. */
@@ -227,7 +232,15 @@ export class ChatStore {
     this.#put(asked);
     this.#update({ deleted: null });
     this.#store();
+    let release = () => {};
     try {
+      release = await takeSlot(abort.signal, () => {
+        answer = { ...answer, isQueued: true };
+        render.soon();
+      });
+      abort.signal.throwIfAborted();
+      answer = { ...answer, isQueued: false };
+      render.soon();
       const messages = requestMessages(continues ? prompt : conversation, parameters.system);
       const way = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
       const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters), ...way };
@@ -236,7 +249,9 @@ export class ChatStore {
         render.soon();
       }
     } catch (error) {
-      answer = { ...answer, ...this.#endOf(error, abort, answer) };
+      answer = { ...answer, isQueued: false, ...this.#endOf(error, abort, answer) };
+    } finally {
+      release();
     }
     render.cancel();
     if (this.#running.get(id) === abort) {
@@ -286,24 +301,32 @@ export class ChatStore {
     this.#put(withAnswer({ ...asked, title, isNamed }, place, answer));
   }
 
-  /** Take what another tab stored. Answers that stream in this tab continue. */
+  /** Take what another tab stored. Answers that stream in this tab continue, and what was not stored stays. */
   #onChangeInOtherTab() {
-    const running = this.now.conversations.filter(({ id }) => this.#running.has(id));
-    const others = readConversations().filter(({ id }) => !this.#running.has(id));
-    const conversations = sortNewestFirst([...running, ...others]);
+    const stored = readConversations();
+    const storedIds = new Set(stored.map(({ id }) => id));
+    const unstored = new Set([...this.#unstored, ...readUnstored()].filter((id) => !storedIds.has(id)));
+    const own = this.now.conversations.filter(({ id }) => this.#running.has(id) || unstored.has(id));
+    const others = stored.filter(({ id }) => !this.#running.has(id));
+    const conversations = sortNewestFirst([...own, ...others]);
+    this.#unstored = new Set(own.map(({ id }) => id).filter((id) => unstored.has(id)));
     const { open } = this.now;
     const found = conversations.find(({ id }) => id === open.id);
-    this.#update({ conversations, open: found ?? (open.messages.length ? newConversation() : open) });
+    const shown = found ?? (open.messages.length ? newConversation() : open);
+    this.#update({ conversations, open: shown, unstored: this.#unstored.size });
   }
 
   #store() {
-    const conversations = this.now.conversations.slice(0, MAX_CONVERSATIONS);
-    // Without room for all, the oldest are left out, one after the other.
-    for (let count = conversations.length; count > 0; count -= 1) {
-      if (writeStored(STORED_CHATS, conversations.slice(0, count))) {
-        return this.#update({ isStored: true, unstored: conversations.length - count });
-      }
+    const { conversations } = this.now;
+    // Without room for all, the oldest are left out, one after the other. Other tabs that have them keep them.
+    for (let count = Math.min(conversations.length, MAX_CONVERSATIONS); count > 0; count -= 1) {
+      const unstored = conversations.slice(count).map(({ id }) => id);
+      const value = [...conversations.slice(0, count), ...(unstored.length ? [{ unstored }] : [])];
+      if (!writeStored(STORED_CHATS, value)) continue;
+      this.#unstored = new Set(unstored);
+      return this.#update({ isStored: true, unstored: unstored.length });
     }
+    this.#unstored = new Set(conversations.map(({ id }) => id));
     return this.#update({ isStored: !conversations.length && writeStored(STORED_CHATS, null), unstored: 0 });
   }
 
@@ -326,6 +349,15 @@ function sortNewestFirst(conversations) {
 function readConversations() {
   const stored = readStored(STORED_CHATS);
   return Array.isArray(stored) ? stored.filter(isConversation).map(endAnswers) : [];
+}
+
+/**
+ * Read the ids of conversations that the tab which stored the others left out.
+ * @returns {string[]}
+ */
+function readUnstored() {
+  const stored = readStored(STORED_CHATS);
+  return Array.isArray(stored) ? stored.flatMap((each) => (Array.isArray(each?.unstored) ? each.unstored : [])) : [];
 }
 
 /**

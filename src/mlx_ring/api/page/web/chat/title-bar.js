@@ -2,6 +2,7 @@
 
 /** @import { Conversation } from "./conversation.js" */
 
+import { isForInputMethod, useReturningFocus } from "../components.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 import { fileName, saveFile, toJson, toMarkdown } from "./export.js";
 
@@ -12,6 +13,7 @@ import { fileName, saveFile, toJson, toMarkdown } from "./export.js";
 export function TitleBar({ conversation, rename }) {
   const [isRenaming, setRenaming] = useState(false);
   const [saved, setSaved] = useState("");
+  const button = useReturningFocus(isRenaming);
   const { title, messages } = conversation;
   if (!messages.length) return null;
   if (isRenaming) {
@@ -30,7 +32,7 @@ export function TitleBar({ conversation, rename }) {
   const asJson = () => save("json", "application/json", toJson(conversation));
   return html`<header class="title-bar">
     <h1 dir="auto">${title || "Untitled"}</h1>
-    <button type="button" class="quiet" onClick=${() => setRenaming(true)}>Rename</button>
+    <button type="button" class="quiet" ref=${button} onClick=${() => setRenaming(true)}>Rename</button>
     <span class="exports" role="group" aria-label="Export this chat">
       <span class="muted" aria-hidden="true">Export:</span>
       <button type="button" class="quiet framed" aria-label="Export as Markdown" onClick=${asMarkdown}>Markdown</button>
@@ -52,6 +54,7 @@ function NameForm({ title, done }) {
     done(field.current?.value ?? null);
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
+    if (isForInputMethod(event)) return;
     if (event.key === "Escape") done(null);
   };
   return html`<form class="title-bar" onSubmit=${onSubmit}>

@@ -3,27 +3,27 @@
 /** @import { Snapshot } from "../live.js" */
 /** @typedef {import("preact").ComponentChildren} Children */
 /** @import { Invitation } from "./invitation.js" */
+/** @import { Moves } from "./proposal.js" */
 /** @import { ClusterState } from "../types.js" */
 
-import { Notice } from "../components.js";
 import { bytes, duration, figures, percent } from "../format.js";
 import { nodeNames } from "../status.js";
-import { html, useState } from "../vendor/preact.js";
+import { html } from "../vendor/preact.js";
 import { AddMachine, OtherDevices } from "./add-machine.js";
 import { Cache, prefixHitRate } from "./cache.js";
 import { Charts, totalPace } from "./charts.js";
 import { Logs } from "./logs.js";
 import { Machines } from "./machines.js";
 import { Pipeline } from "./pipeline.js";
+import { MoveOutcomes } from "./proposal.js";
 import { Requests } from "./requests.js";
 import { WhatIf } from "./what-if.js";
 
 /**
  * Render the cluster view.
- * @param {{ now: Snapshot, notices: Children, theme: string, invitation: Invitation }} props
+ * @param {{ now: Snapshot, notices: Children, theme: string, invitation: Invitation, moves: Moves }} props
  */
-export function Cluster({ now: { state, points, lines }, notices, theme, invitation }) {
-  const [moved, setMoved] = useState("");
+export function Cluster({ now: { state, points, lines }, notices, theme, invitation, moves }) {
   if (state === null) {
     return html`<div class="cluster"><p class="muted waiting">Waiting for the server.</p></div>`;
   }
@@ -32,12 +32,7 @@ export function Cluster({ now: { state, points, lines }, notices, theme, invitat
   const hasSeveralModels = cluster.models.length > 1;
   return html`<div class="cluster">
     ${notices}
-    ${
-      moved &&
-      html`<${Notice}
-        action=${html`<button type="button" class="quiet" onClick=${() => setMoved("")}>Dismiss</button>`}
-      >${moved}</${Notice}>`
-    }
+    <${MoveOutcomes} moves=${moves} />
     <${Summary} state=${state} />
     ${cluster.instances.length === 0 && html`<section class="panel"><p class="muted">No model is loaded.</p></section>`}
     ${cluster.instances.map(
@@ -48,11 +43,11 @@ export function Cluster({ now: { state, points, lines }, notices, theme, invitat
         cache=${cache}
         pace=${pace[instance.name]}
         names=${names}
-        onMoved=${setMoved}
+        moves=${moves}
       />`,
     )}
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
-    <${Machines} cluster=${cluster} names=${names} onMoved=${setMoved} />
+    <${Machines} cluster=${cluster} names=${names} moves=${moves} />
     <${AddMachine} cluster=${cluster} invitation=${invitation} />
     <${OtherDevices} urls=${cluster.urls} />
     <${WhatIf} />

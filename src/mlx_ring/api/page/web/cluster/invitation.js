@@ -71,17 +71,20 @@ function connected({ nodes }) {
 }
 
 /**
- * Return what became of a command: machines that joined since, and ids of new ones that are not connected yet. Members
- * that came back are apart from them, because they need no command.
+ * Return what became of a command: machines that joined since, those of them that left, and ids of new ones that are not
+ * connected yet. Members that came back are apart from them, because they need no command.
  * @param {Invited} invited
  * @param {ClusterStatus} cluster
  */
 export function whatCame({ commands, known, away }, cluster) {
-  if (!commands.length) return { joined: [], joining: [], back: [] };
+  if (!commands.length) return { joined: [], joining: [], left: [], back: [] };
   const names = nodeNames(cluster);
   const now = connected(cluster).map((id) => ({ id, name: names.get(id) ?? id }));
   return {
     joined: now.filter(({ id }) => !known.includes(id)).map(({ name }) => name),
+    left: cluster.nodes
+      .filter(({ id, state }) => state === "gone" && !known.includes(id))
+      .map(({ id }) => names.get(id) ?? id),
     joining: cluster.absent_nodes.filter((id) => !known.includes(id)),
     back: now.filter(({ id }) => away.includes(id)).map(({ name }) => name),
   };
@@ -114,11 +117,12 @@ export function Invite({ invitation, cluster, show = listCommands }) {
     const timer = setInterval(() => setTicks((count) => count + 1), 1000);
     return () => clearInterval(timer);
   }, [commands]);
-  const { joined, joining, back } = whatCame(invited, cluster);
+  const { joined, joining, left, back } = whatCame(invited, cluster);
   const leftMs = expiresAt - Date.now();
-  const isOpen = commands.length > 0 && !joined.length && !joining.length;
+  const isOpen = commands.length > 0 && !joined.length && !joining.length && !left.length;
   return html`<div class="invite">
     ${joined.map((name) => html`<p key=${name} class="state good" role="status">${name} has joined.</p>`)}
+    ${left.map((name) => html`<p key=${name} role="status">${name} has joined, and is disconnected now.</p>`)}
     ${joining.map(
       (id) => html`<p key=${id} class="state busy" role="status">
         ${id} is joining: it measures itself first, which takes a moment.

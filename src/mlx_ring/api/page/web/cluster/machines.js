@@ -1,5 +1,6 @@
 // The machines, what their memory is used for, and the links between them.
 
+/** @import { Moves } from "./proposal.js" */
 /** @import { ClusterStatus, DeviceStatus, EnergyStatus, LinkStatus, NodeMemory, NodeStatus } from "../types.js" */
 /** @import { ProfileStatus, ProposalStatus, YieldingStatus } from "../types.js" */
 
@@ -21,9 +22,9 @@ const ONE_MACHINE = "One machine alone is fastest";
 
 /**
  * Render the panel of machines.
- * @param {{ cluster: ClusterStatus, names: Names, onMoved: (text: string) => void }} props
+ * @param {{ cluster: ClusterStatus, names: Names, moves: Moves }} props
  */
-export function Machines({ cluster, names, onMoved }) {
+export function Machines({ cluster, names, moves }) {
   return html`<section class="panel" aria-label="Machines">
     <header>
       <h2>Machines</h2>
@@ -36,7 +37,7 @@ export function Machines({ cluster, names, onMoved }) {
           node=${node}
           cluster=${cluster}
           name=${names.get(node.id)}
-          onMoved=${onMoved}
+          moves=${moves}
         />`,
       )}
     </div>
@@ -67,8 +68,8 @@ export function describeEnergy({ joules_per_token: joules }) {
   return joules === null ? "" : `${figures(joules)} J per generated token`;
 }
 
-/** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string, onMoved: (text: string) => void }} props */
-function Machine({ node, cluster, name, onMoved }) {
+/** @param {{ node: NodeStatus, cluster: ClusterStatus, name: string, moves: Moves }} props */
+function Machine({ node, cluster, name, moves }) {
   const { memory, reason, state } = node;
   const power = describePower(node.energy);
   const workers = state === "gone" ? [] : cluster.devices.filter((device) => device.node === node.id);
@@ -84,7 +85,7 @@ function Machine({ node, cluster, name, onMoved }) {
       ({ text, proposal }) => html`<div key=${text} class="unused">
         <p>${withCommands(text)}</p>
         <${TrustHint} text=${text} />
-        ${proposal && html`<${MoveButton} proposal=${proposal} onMoved=${onMoved} />`}
+        ${proposal && html`<${MoveButton} proposal=${proposal} moves=${moves} />`}
       </div>`,
     )}
     ${node.yielding && html`<p class="state busy">${describeYielding(node.yielding)}</p>`}

@@ -1,5 +1,6 @@
 // An instance as tokens pass through it: its stages, their ranks, and the links between them.
 
+/** @import { Moves } from "./proposal.js" */
 /** @import { CacheStatistics, CacheWorker, ClusterStatus, DeviceStatus, InstanceStatus } from "../types.js" */
 /** @import { LinkStatus, LoadingStatus, Rates, RankStatus, RecoveryStatus } from "../types.js" */
 /** @import { StageShares, StageStatus } from "../types.js" */
@@ -39,10 +40,10 @@ const TIME_LEGEND = [
  * Render an instance.
  * @param {{
  *   instance: InstanceStatus, cluster: ClusterStatus, cache: CacheStatistics, pace: Rates | undefined, names: Names,
- *   onMoved: (text: string) => void
+ *   moves: Moves
  * }} props
  */
-export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
+export function Pipeline({ instance, cluster, cache, pace, names, moves }) {
   const { name, model, state, reason, stages } = instance;
   const ofModel = cluster.instances.filter((each) => each.model === model);
   const title = describeInstance(instance, cluster.instances);
@@ -63,7 +64,7 @@ export function Pipeline({ instance, cluster, cache, pace, names, onMoved }) {
     </header>
     ${instance.recovery && html`<p>${recovering(instance.recovery)}</p>`}
     ${state !== "ready" && reason && html`<p>${reason}</p><${TrustHint} text=${reason} />`}
-    ${proposal && html`<${Proposal} proposal=${proposal} onMoved=${onMoved} />`}
+    ${proposal && html`<${Proposal} proposal=${proposal} moves=${moves} />`}
     ${refusal && html`<p class="muted">${refusal.why}</p>`}
     <${Layers} stages=${stages} />
     <div class="flow">

@@ -192,29 +192,49 @@ function parseList(lines, place, depth) {
  * @returns {[item: string[], next: number]}
  */
 function collectItem(lines, place, textColumn, markerColumn) {
-  const item = [lineAt(lines, place).slice(textColumn)];
+  const first = lineAt(lines, place).slice(textColumn);
+  const item = [first];
+  let fence = fenceAfter("", first);
+  let hasClosed = false;
   let next = place + 1;
   while (next < lines.length) {
-    const line = lineAt(lines, next);
+    const following = skipBlank(lines, next);
+    if (following === lines.length) break;
+    const line = lineAt(lines, following);
     const indent = indentOf(line);
-    if (isBlank(line)) {
-      if (!continuesItem(lines[next + 1], markerColumn)) break;
-    } else if (indent <= markerColumn && (startsBlock(line) || isBlank(lines[next - 1]))) break;
+    const isIndented = indent > markerColumn + (following > next && !fence ? 1 : 0);
+    const continuesText = following === next && !hasClosed && !startsBlock(line);
+    hasClosed = fence !== "" && closesFence(line, fence);
+    if (!isIndented && !continuesText && !hasClosed) break;
+    for (const blank of lines.slice(next, following)) item.push(blank.slice(textColumn));
     item.push(line.slice(Math.min(indent, textColumn)));
-    next += 1;
+    fence = fenceAfter(fence, line);
+    next = following + 1;
   }
   // Blank lines between items do not end the list.
-  while (next < lines.length && isBlank(lines[next]) && ITEM.test(lines[next + 1] ?? "")) next += 1;
-  return [item, next];
+  const following = skipBlank(lines, next);
+  return [item, ITEM.test(lineAt(lines, following)) ? following : next];
 }
 
 /**
- * Return true if a line after a blank one still belongs to an item.
- * @param {string | undefined} line
- * @param {number} markerColumn
+ * Return the index of the next line that is not blank, or the number of lines.
+ * @param {string[]} lines
+ * @param {number} place
  */
-function continuesItem(line, markerColumn) {
-  return line !== undefined && !isBlank(line) && indentOf(line) > markerColumn + 1;
+function skipBlank(lines, place) {
+  let next = place;
+  while (next < lines.length && isBlank(lines[next])) next += 1;
+  return next;
+}
+
+/**
+ * Return the mark of the fence that is open after a line. Empty if none is.
+ * @param {string} fence open before it
+ * @param {string} line
+ */
+function fenceAfter(fence, line) {
+  if (fence) return closesFence(line, fence) ? "" : fence;
+  return FENCE.exec(line.trimStart())?.[2] ?? "";
 }
 
 /**

@@ -15,10 +15,20 @@ const MAX_DEPTH = 8;
 const MAX_LINK = 2048;
 const MAX_TICKS = 16;
 const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<$]/;
-const BARE_LINK = /^https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]}*_]/;
+const BARE_LINK = /^https?:\/\/[^\s<>"'`]+/;
+/** Characters that end a sentence or a mark, and no address. */
+const AFTER_LINK = ".,;:!?]}*_";
+const LINE_BREAK = /^<br {0,3}\/?>\n?/i;
+const FIXED_SPACE = "&nbsp;";
+const IN_WORD = /[\p{L}\p{N}_]/u;
 const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
 
 /** @typedef {(string | Element)[]} Content */
+
+/**
+ * Where spans are parsed. `unclosed` has marks that nothing closes: they are not searched for again.
+ * @typedef {{ depth: number, isInLink: boolean, unclosed: Set<string> }} Scope
+ */
 
 /** @type {[mark: string, element: (inner: Content) => Element][]} */
 const EMPHASIS = [
@@ -31,20 +41,21 @@ const EMPHASIS = [
 ];
 
 /**
- * Parse the Markdown within a line or paragraph.
+ * Parse the Markdown within a line or paragraph. Each of its lines stays a line of its own.
  * @param {string} text
  * @param {number} [depth]
+ * @param {boolean} [isInLink] whether it is the text of a link, which has no links within
  * @returns {Content}
  */
-export function parseSpans(text, depth = 0) {
+export function parseSpans(text, depth = 0, isInLink = false) {
   /** @type {Content} */
   const content = [];
-  /** Marks that nothing closes: they are not searched for again. @type {Set<string>} */
-  const unclosed = new Set();
+  /** @type {Scope} */
+  const scope = { depth, isInLink, unclosed: new Set() };
   let plain = "";
   let place = 0;
   while (place < text.length) {
-    const span = depth < MAX_DEPTH ? parseSpan(text, place, depth, unclosed) : null;
+    const span = depth < MAX_DEPTH ? parseSpan(text, place, scope) : null;
     if (span) {
       if (plain) content.push(plain);
       plain = "";
@@ -53,6 +64,9 @@ export function parseSpans(text, depth = 0) {
     } else if (text[place] === "\\" && ESCAPABLE.test(text.charAt(place + 1))) {
       plain += text[place + 1];
       place += 2;
+    } else if (text.startsWith(FIXED_SPACE, place)) {
+      plain += "\u00a0";
+      place += FIXED_SPACE.length;
     } else {
       plain += text[place];
       place += 1;
@@ -66,32 +80,43 @@ export function parseSpans(text, depth = 0) {
  * Parse the element that starts here. Return null without one.
  * @param {string} text
  * @param {number} place
- * @param {number} depth
- * @param {Set<string>} unclosed
+ * @param {Scope} scope
  * @returns {Span | null}
  */
-function parseSpan(text, place, depth, unclosed) {
+function parseSpan(text, place, scope) {
   switch (text[place]) {
-    case "$":
     case "\\":
+      return text[place + 1] === "\n" ? [h("br", null), place + 2] : parseFormula(text, place);
+    case "$":
       return parseFormula(text, place);
     case "`":
       return parseCodeSpan(text, place);
     case "[":
-      return parseLink(text, place, depth);
+      return scope.isInLink ? null : parseLink(text, place, scope);
     case "<":
-      return parseAngledLink(text, place);
+      return parseLineBreak(text, place) ?? (scope.isInLink ? null : parseAngledLink(text, place));
     case "h":
-      return parseBareLink(text, place);
+      return scope.isInLink ? null : parseBareLink(text, place);
     case "\n":
-      return / {2}$/.test(text.slice(Math.max(0, place - 2), place)) ? [h("br", null), place + 1] : null;
+      return [h("br", null), place + 1];
     case "*":
     case "_":
     case "~":
-      return parseEmphasis(text, place, depth, unclosed);
+      return parseEmphasis(text, place, scope);
     default:
       return null;
   }
+}
+
+/**
+ * Parse the tag of a line break, the only one that Markdown cannot write within a table.
+ * @param {string} text
+ * @param {number} place
+ * @returns {Span | null}
+ */
+function parseLineBreak(text, place) {
+  const [tag = ""] = LINE_BREAK.exec(text.slice(place, place + 10)) ?? [];
+  return tag ? [h("br", null), place + tag.length] : null;
 }
 
 /**
@@ -130,18 +155,17 @@ function parseCodeSpan(text, place) {
 /**
  * @param {string} text
  * @param {number} place
- * @param {number} depth
- * @param {Set<string>} unclosed
+ * @param {Scope} scope
  * @returns {Span | null}
  */
-function parseEmphasis(text, place, depth, unclosed) {
+function parseEmphasis(text, place, { depth, isInLink, unclosed }) {
   for (const [mark, element] of EMPHASIS) {
     if (unclosed.has(mark) || !text.startsWith(mark, place)) continue;
     const start = place + mark.length;
     if (start >= text.length || /\s/.test(text.charAt(start))) continue;
-    if (mark.startsWith("_") && /\w/.test(text.charAt(place - 1))) continue;
+    if (mark.startsWith("_") && IN_WORD.test(text.charAt(place - 1))) continue;
     const end = findClosingMark(text, start, mark);
-    if (end > 0) return [element(parseSpans(text.slice(start, end), depth + 1)), end + mark.length];
+    if (end > 0) return [element(parseSpans(text.slice(start, end), depth + 1, isInLink)), end + mark.length];
     unclosed.add(mark);
   }
   return null;
@@ -157,7 +181,7 @@ function findClosingMark(text, start, mark) {
   for (let end = text.indexOf(mark, start + 1); end > 0; end = text.indexOf(mark, end + 1)) {
     const isBehindText = !/[\s\\]/.test(text.charAt(end - 1));
     const isLonger = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
-    const isInWord = mark.startsWith("_") && /\w/.test(text.charAt(end + mark.length));
+    const isInWord = mark.startsWith("_") && IN_WORD.test(text.charAt(end + mark.length));
     if (isBehindText && !isLonger && !isInWord) return end;
   }
   return -1;
@@ -168,21 +192,41 @@ function findClosingMark(text, start, mark) {
 /**
  * @param {string} text
  * @param {number} place
- * @param {number} depth
+ * @param {Scope} scope
  * @returns {Span | null}
  */
-function parseLink(text, place, depth) {
+function parseLink(text, place, { depth }) {
   const near = text.slice(place, place + MAX_LINK);
-  const middle = near.indexOf("](");
-  const end = middle < 0 ? -1 : near.indexOf(")", middle);
-  if (end < 0 || near.slice(0, end).includes("\n")) return null;
+  if (!near.includes("](")) return null;
+  const middle = findClosingBracket(near, 0, "[", "]");
+  if (middle < 0 || near[middle + 1] !== "(") return null;
+  const end = findClosingBracket(near, middle + 1, "(", ")");
+  if (end < 0) return null;
   const [address = ""] = near
     .slice(middle + 2, end)
     .trim()
     .split(/\s+/);
-  const target = safeTarget(address);
+  const target = safeTarget(address.replaceAll(/\\([()_*~])/g, "$1"));
   if (!target) return null;
-  return [linkElement(target, parseSpans(near.slice(1, middle), depth + 1)), place + end + 1];
+  return [linkElement(target, parseSpans(near.slice(1, middle), depth + 1, true)), place + end + 1];
+}
+
+/**
+ * Return the index of the bracket that closes the one at a place, in the same line, or -1.
+ * @param {string} text
+ * @param {number} place
+ * @param {string} opening
+ * @param {string} closing
+ */
+function findClosingBracket(text, place, opening, closing) {
+  let open = 0;
+  for (let end = place; end < text.length && text[end] !== "\n"; end += 1) {
+    if (text[end] === "\\") end += 1;
+    else if (text[end] === opening) open += 1;
+    else if (text[end] === closing) open -= 1;
+    if (open === 0) return end;
+  }
+  return -1;
 }
 
 /**
@@ -203,9 +247,24 @@ function parseAngledLink(text, place) {
  */
 function parseBareLink(text, place) {
   if (!text.startsWith("http", place) || /\w/.test(text.charAt(place - 1))) return null;
-  const [address = ""] = BARE_LINK.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const [found = ""] = BARE_LINK.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const address = found.slice(0, endOfLink(found));
   const target = safeTarget(address);
   return target ? [linkElement(target, [address]), place + address.length] : null;
+}
+
+/**
+ * Return where an address ends. A closing bracket belongs to it if the address opens it.
+ * @param {string} address with what may follow it
+ */
+function endOfLink(address) {
+  let surplus = address.split(")").length - address.split("(").length;
+  let end = address.length;
+  while (end > 0 && (AFTER_LINK.includes(address.charAt(end - 1)) || (address[end - 1] === ")" && surplus > 0))) {
+    if (address[end - 1] === ")") surplus -= 1;
+    end -= 1;
+  }
+  return end;
 }
 
 /**

@@ -1,0 +1,162 @@
+import assert from "node:assert/strict";
+import { afterEach, mock, test } from "node:test";
+import { MAX_STREAMS } from "../../../src/mlx_ring/api/page/web/chat/answer-slots.js";
+import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
+import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
+import { createStream, settle, setUpBrowser } from "./support.js";
+
+const NAME = "mlx-ring.chats";
+const { navigator } = globalThis;
+
+afterEach(() => Object.defineProperty(globalThis, "navigator", { value: navigator, configurable: true }));
+
+/** @param {number} at @param {any[]} [messages] */
+const chat = (at, messages = [{ role: "user", content: "?" }]) => ({ id: `c${at}`, title: `chat ${at}`, at, messages });
+
+/** @param {any[]} chats stored before the page is opened */
+function openStore(chats) {
+  const { window } = setUpBrowser();
+  Object.assign(globalThis, { requestAnimationFrame: setImmediate, cancelAnimationFrame: clearImmediate });
+  localStorage.setItem(NAME, JSON.stringify(chats));
+  const write = localStorage.setItem.bind(localStorage);
+  /** @param {number} room of the storage, in characters */
+  const limit = (room) => {
+    localStorage.setItem = (name, value) => {
+      if (value.length > room) throw new DOMException("full", "QuotaExceededError");
+      write(name, value);
+    };
+  };
+  /** What another tab stores. @param {any[]} value */
+  const storeElsewhere = (value) => {
+    write(NAME, JSON.stringify(value));
+    window.dispatchEvent(Object.assign(new Event("storage"), { key: NAME }));
+  };
+  return { store: new ChatStore(() => {}), limit, storeElsewhere };
+}
+
+/** @returns {any[]} */
+const stored = () => JSON.parse(localStorage.getItem(NAME) ?? "[]");
+/** @param {ChatStore} store */
+const ids = (store) => store.now.conversations.map(({ id }) => id);
+const options = { model: "demo", parameters: readParameters() };
+
+test("chats beyond the first hundred are counted as not stored, and stay in the list", () => {
+  const { store } = openStore(Array.from({ length: 100 }, (_, place) => chat(100 - place)));
+  mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  store.startNew();
+  store.ask("One more", options);
+  assert.deepEqual([store.now.conversations.length, store.now.unstored], [101, 1]);
+  assert.equal(stored().filter(({ id }) => id).length, 100);
+  store.delete("c1");
+  assert.equal(store.now.unstored, 0);
+});
+
+test("a chat for which there was no room stays, and open, when another tab stores its own", () => {
+  const { store, limit, storeElsewhere } = openStore([chat(3), chat(2), chat(1)]);
+  limit(localStorage.getItem(NAME)?.length ?? 0);
+  store.open("c3");
+  store.rename("a much longer name");
+  assert.deepEqual([ids(store), store.now.unstored], [["c3", "c2", "c1"], 1]);
+  store.open("c1");
+  storeElsewhere([chat(4), chat(3)]);
+  assert.deepEqual([ids(store), store.now.open.id, store.now.unstored], [["c4", "c3", "c1"], "c1", 1]);
+});
+
+test("a chat that another tab could not store stays here, one that it deleted does not", () => {
+  const { store, storeElsewhere } = openStore([chat(3), chat(2), chat(1)]);
+  storeElsewhere([chat(4), chat(2), { unstored: ["c1"] }]);
+  assert.deepEqual([ids(store), store.now.unstored], [["c4", "c2", "c1"], 1]);
+  storeElsewhere([chat(4), chat(2), chat(1)]);
+  assert.deepEqual([ids(store), store.now.unstored], [["c4", "c2", "c1"], 0]);
+});
+
+test("each result of a tool is stored, also while others are missing", () => {
+  const calls = ["a", "b"].map((id) => ({ id, name: id, arguments: "{}" }));
+  const { store } = openStore([
+    chat(1, [
+      { role: "user", content: "?" },
+      { ...EMPTY_ANSWER, calls, end: "tool_calls" },
+    ]),
+  ]);
+  store.addResult(/** @type {any} */ (calls[0]), "line one\nline two", options);
+  assert.equal(stored()[0].messages[2].content, "line one\nline two");
+});
+
+/** @param {ChatStore} store @param {number} count */
+async function askMany(store, count) {
+  const streams = Array.from({ length: count }, createStream);
+  let asked = 0;
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ _, /** @type {any} */ { signal }) => {
+    const stream = streams[asked];
+    asked += 1;
+    signal.addEventListener("abort", () => stream?.abort());
+    return /** @type {any} */ (stream).response;
+  });
+  /** @type {string[]} */
+  const chats = [];
+  for (let place = 0; place < count; place += 1) {
+    store.startNew();
+    store.ask(`Question ${place}`, options);
+    chats.push(store.now.open.id);
+    await settle();
+  }
+  /** @param {number} place @returns {any} */
+  const answer = (place) => store.now.conversations.find(({ id }) => id === chats[place])?.messages[1];
+  return { streams, chats, answer, asked: () => asked };
+}
+
+const DONE = 'data: {"id":"x","choices":[{"delta":{"content":"Hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n';
+
+for (const locks of ["locks of all tabs", "no locks", "locks that the browser refuses"]) {
+  test(`answers beyond the limit wait, and say so, until others end: ${locks}`, async () => {
+    const { store } = openStore([]);
+    const refusal = { locks: { request: async () => Promise.reject(new DOMException("no", "SecurityError")) } };
+    mock.method(console, "warn", () => {});
+    const value = locks === "no locks" ? {} : locks === "locks of all tabs" ? fakeLocks() : refusal;
+    Object.defineProperty(globalThis, "navigator", { value, configurable: true });
+    const { streams, chats, answer, asked } = await askMany(store, MAX_STREAMS + 2);
+    assert.equal(asked(), MAX_STREAMS);
+    assert.deepEqual([answer(0).isQueued, answer(MAX_STREAMS).isQueued], [false, true]);
+    store.stop(chats[MAX_STREAMS]);
+    await settle();
+    assert.deepEqual([answer(MAX_STREAMS).end, answer(MAX_STREAMS).isQueued], ["stopped", false]);
+    assert.equal(asked(), MAX_STREAMS);
+    await streams[0]?.write(DONE);
+    await settle();
+    assert.deepEqual([answer(0).end, asked()], ["stop", MAX_STREAMS + 1]);
+    for (const id of chats) store.stop(id);
+    await settle();
+    assert.equal(store.now.running.size, 0);
+    const next = await askMany(store, MAX_STREAMS);
+    assert.equal(next.asked(), MAX_STREAMS);
+    for (const id of next.chats) store.stop(id);
+    await settle();
+  });
+}
+
+/** The Web Locks API, as far as the page uses it. */
+function fakeLocks() {
+  /** @type {Map<string, (() => void)[]>} those that wait, by the name of a lock that is held */
+  const held = new Map();
+  /** @param {string} name @param {any} options @param {(lock: object | null) => unknown} act */
+  const request = async (name, { ifAvailable = false, signal }, act) => {
+    if (held.has(name)) {
+      if (ifAvailable) return void act(null);
+      await new Promise((go, refuse) => {
+        const queue = held.get(name) ?? [];
+        const turn = () => go(undefined);
+        queue.push(turn);
+        signal.addEventListener("abort", () => {
+          if (queue.includes(turn)) queue.splice(queue.indexOf(turn), 1);
+          refuse(signal.reason);
+        });
+      });
+    } else held.set(name, []);
+    await act({ name });
+    const next = held.get(name)?.shift();
+    if (next) next();
+    else held.delete(name);
+  };
+  return { locks: { request } };
+}
