@@ -50,6 +50,8 @@ BIG: dict[str, Any] = {
 MEASURE = """
 import json, sys
 from pathlib import Path
+from mlx_ring.core.lean_imports import import_mlx_lm
+import_mlx_lm()
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.core.types import LayerRange
 from mlx_ring.worker.weights import load_stage
