@@ -78,6 +78,7 @@ conformance: architectures clients ## test every architecture and every client
 architectures: .venv/.ready-dev ## compare every architecture, split and whole; write docs/architectures.md
 	$(BIN)/pytest -m conformance --ignore tests/clients --write-table $(ARGS)
 	$(BIN)/pytest $(THOROUGH) --thorough
+	$(BIN)/pytest -m "thorough and not faults" --thorough
 
 clients: .venv/.ready-dev ## test real clients, each in its own environment; write docs/clients.md (ARGS="-k litellm")
 	$(BIN)/pytest tests/clients -m conformance --write-table $(ARGS)

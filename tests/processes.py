@@ -59,13 +59,16 @@ def run_in_process(
     """Run a command in this process, with the folder, environment and result of `run_cli`.
 
     It saves the start of a process. Use it for commands that refuse their input or only compute: not for those that
-    start processes, serve, handle signals or use gRPC. An error that is not handled reaches the test.
+    start processes, serve, handle signals or use gRPC: of `serve`, until it has prepared its models. An error that is
+    not handled reaches the test.
     """
     out, err = io.StringIO(), io.StringIO()
     # No worker is started, and `cluster start` names settings that reach no other machine.
     inherited = {name: value for name, value in clean_environment().items() if name not in _SETTINGS}
     settings = inherited | dict(environment or {})
     with (
+        # A head reads its own stderr for what gRPC writes there: this process keeps its own.
+        patch("mlx_ring.rpc.tls.handshakes.log_refused_handshakes"),
         patch.object(sys, "argv", ["mlx-ring", *arguments]),
         patch.dict("os.environ", settings, clear=True),
         contextlib.chdir(folder),

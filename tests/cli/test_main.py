@@ -75,40 +75,41 @@ def test_invalid_input_is_reported_in_one_sentence(arguments: list[str], said: s
     assert "[Errno" not in sentence
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["serve", "demo", "demo"], "The model demo was named twice"),
-        (["serve", "a", "b"], "There is no model 'a'"),
-        (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
-        (["serve", "./nowhere"], "There is no model './nowhere'"),
-        (
-            ["serve", __file__, "--port", "0"],
-            f"{__file__} is no folder: give a model's folder, or a GGUF file",
-        ),
-        (["sevre"], "No such command 'sevre'. Did you mean 'serve'"),
-        (["chat", "a", "b"], "Got unexpected extra argument(s) (a b)."),
-        (["plan", "./nowhere", "--machine", "m4-mac-mini-16"], "There is no model './nowhere'"),
-        (["profile", "--blas", "mkl"], "--blas is mkl; it must be auto, openblas or off."),
-        (["doctor", "a b"], "'a b' is no address of a head"),
-        (
-            ["models", "preshard", "demo", "--out", "shards"],
-            "Give exactly one of --stages, --layers and --plan",
-        ),
-        (["token", "create", "--uses", "0"], "--uses is 0;"),
-        (["node", "remove", "mini"], "There is no node 'mini': no machine has joined this cluster."),
-        (["cluster", "start", "-c", "cluster.json"], "--config is cluster.json, which cannot be read"),
-    ],
-)
-def test_each_command_reports_invalid_input_from_a_process_of_its_own(
-    arguments: list[str], said: str, tmp_path: Path
-) -> None:
+REFUSED = [
+    (["serve", "demo", "demo"], "The model demo was named twice"),
+    (["serve", "a", "b"], "There is no model 'a'"),
+    (["serve", "--enable-prefix-caching", "./nowhere"], "There is no model './nowhere'"),
+    (["serve", __file__, "--port", "0"], f"{__file__} is no folder: give a model's folder, or a GGUF file"),
+    (["sevre"], "No such command 'sevre'. Did you mean 'serve'"),
+    (["plan", "./nowhere", "--machine", "m4-mac-mini-16"], "There is no model './nowhere'"),
+    (["doctor", "a b"], "'a b' is no address of a head"),
+    (["models", "preshard", "demo", "--out", "shards"], "Give exactly one of --stages, --layers and --plan"),
+    (["node", "remove", "mini"], "There is no node 'mini': no machine has joined this cluster."),
+    (["token", "create", "--uses", "0"], "--uses is 0;"),
+]
+"""Arguments of commands that refuse their input after they have read their settings."""
+REFUSED_BY_A_PROCESS = [
+    (["serve", "./nowhere"], "There is no model './nowhere'"),
+    (["chat", "a", "b"], "Got unexpected extra argument(s) (a b)."),
+    (["profile", "--blas", "mkl"], "--blas is mkl; it must be auto, openblas or off."),
+]
+"""The same for an asynchronous command, for the parser of arguments, and for a setting."""
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_each_command_reports_invalid_input(arguments: list[str], said: str, tmp_path: Path) -> None:
+    environment = {"MLX_RING_STATE_DIR": str(tmp_path / "state"), "MLX_RING_PORT": "0"}
+    assert complaint(*arguments, folder=tmp_path, **environment).startswith(said)
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED_BY_A_PROCESS)
+def test_a_process_of_its_own_reports_invalid_input(arguments: list[str], said: str, tmp_path: Path) -> None:
     environment = {"MLX_RING_STATE_DIR": str(tmp_path / "state"), "MLX_RING_PORT": "0"}
     assert sentence_of(run_cli(*arguments, folder=tmp_path, environment=environment)).startswith(said)
 
 
 def test_a_misspelt_built_in_model_gets_a_suggestion(tmp_path: Path) -> None:
-    said = sentence_of(run_cli("serve", "demmo", "--port", "0", folder=tmp_path))
+    said = complaint("serve", "demmo", "--port", "0", folder=tmp_path)
     assert said.startswith("There is no model 'demmo'")
     assert "Did you mean 'demo'?" in said
 
@@ -116,7 +117,7 @@ def test_a_misspelt_built_in_model_gets_a_suggestion(tmp_path: Path) -> None:
 def test_a_busy_port_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        said = sentence_of(run_cli("serve", "./nowhere", "--port", str(port), folder=tmp_path))
+        said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
     assert said.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
 
 
@@ -134,8 +135,8 @@ def test_more_stages_than_layers_are_refused(tiny_model: Path, tmp_path: Path) -
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    done = run_cli("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
-    assert sentence_of(done).startswith("--max-model-len is 5000;")
+    said = complaint("serve", str(tiny_model), "--max-model-len", "5000", "--port", "0", folder=tmp_path)
+    assert said.startswith("--max-model-len is 5000;")
 
 
 def test_a_context_that_exceeds_the_kv_cache_memory_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_an_unusable_model_folder_is_refused_with_the_reason(
             (broken / "config.json").write_text(json.dumps(config | {"model_file": "mine.py"}))
             (broken / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
             expected = "never run"
-    assert expected in sentence_of(run_cli("serve", str(broken), "--port", "0", folder=tmp_path))
+    assert expected in complaint("serve", str(broken), "--port", "0", folder=tmp_path)
     assert not canary.exists()
 
 

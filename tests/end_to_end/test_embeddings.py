@@ -55,7 +55,7 @@ async def embed(engine: Engine, kind: PoolingKind) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(
     ("stages", "shares"),
-    [(1, (1.0,)), (2, (1.0,)), (1, (1.0, 1.0))],
+    [pytest.param(1, (1.0,), marks=pytest.mark.thorough), (2, (1.0,)), (1, (1.0, 1.0))],
     ids=["one stage", "two stages", "two ranks"],
 )
 def test_embeddings_equal_pooled_hidden_states_of_the_whole_model(

@@ -95,7 +95,7 @@ def test_tokens_of_ranks_equal_those_of_the_whole_model(
 @pytest.mark.parametrize(
     ("family", "bits", "shares"),
     [
-        ("qwen3", 4, (5.0, 3.0)),
+        pytest.param("qwen3", 4, (5.0, 3.0), marks=pytest.mark.thorough),
         ("llama", 8, (1.0, 1.0, 1.0, 1.0)),
         ("qwen3_moe", 4, (3.0, 1.0)),
     ],

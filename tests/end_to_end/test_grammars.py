@@ -41,7 +41,7 @@ def test_answers_at_temperature_1_are_valid(
     assert ended >= 0.7 * count
 
 
-@pytest.mark.parametrize(("stages", "drafts"), [(2, 8), (1, 0)])
+@pytest.mark.parametrize(("stages", "drafts"), [(2, 8), pytest.param(1, 0, marks=pytest.mark.thorough)])
 def test_greedy_answers_are_those_of_mlx_lm_under_the_same_masks(
     demo: DemoModel, masked: MaskedModel, tmp_path: Path, stages: int, drafts: int
 ) -> None:

@@ -55,7 +55,9 @@ def whole_blocks(folder: Path) -> int:
     return sum({file.name for file in path.iterdir()} == {"0-5", "5-8"} for path in folder.glob("*/*"))
 
 
-@pytest.mark.parametrize("flags", [("--stages", "3"), ("--tp", "2")])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(("--stages", "3"), marks=pytest.mark.thorough), ("--tp", "2")]
+)
 def test_prompt_is_restored_by_another_split_of_the_layers_or_heads(
     saved: tuple[Path, str, int], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

@@ -72,7 +72,7 @@ async def _drain(stream: RequestStream) -> None:
         pass
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_streams_of_a_killed_worker_end_with_worker_lost(folder: Path, tmp_path: Path, victim: int) -> None:
     async def run() -> None:
         async with running_engine(folder, 2, tmp_path) as (engine, pids):

@@ -78,7 +78,7 @@ def expected(shared: Path, folder: Path) -> Expected:
 @pytest.mark.parametrize(
     ("stages", "shares"),
     [
-        (1, (1.0,)),
+        pytest.param(1, (1.0,), marks=pytest.mark.thorough),
         (3, (1.0,)),
         pytest.param(1, (2.0, 1.0), marks=pytest.mark.alone(loops=True)),
     ],
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_mlx_lm_however_the_file_is_split(
     assert asyncio.run(run()).tokens == len(TEXTS) * COUNT
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.thorough), 4])
 def test_tokens_over_a_quantized_kv_cache_are_those_of_mlx_lm(
     folder: Path, expected: Expected, tmp_path: Path, bits: int
 ) -> None:
@@ -128,7 +128,7 @@ def test_tokens_over_a_quantized_kv_cache_are_those_of_mlx_lm(
 @pytest.mark.parametrize(
     ("options", "held"),
     [
-        (("--cpu-weights", "float32", "--stages", "2"), "float32"),
+        pytest.param(("--cpu-weights", "float32", "--stages", "2"), "float32", marks=pytest.mark.thorough),
         (("--blas", "openblas", "--cpu-weights", "quantized"), "quantized"),
         (("--blas", "openblas"), "float32"),
     ],

@@ -217,7 +217,7 @@ def is_ready(cluster: LanCluster, server: Server) -> bool:
     return answer.status_code == 200
 
 
-@pytest.mark.parametrize("link", ["ring", "allreduce"])
+@pytest.mark.parametrize("link", ["ring", pytest.param("allreduce", marks=pytest.mark.thorough)])
 def test_stages_on_two_machines_are_linked_over_the_trusted_network(
     cluster: LanCluster, server: Server, whole: WholeModel, link: str
 ) -> None:

@@ -107,7 +107,12 @@ def test_chunks_of_a_long_prompt_overlap(stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "ratio", [1.3, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (1.7, 2.5, 4.0))]
+    "ratio",
+    [
+        1.3,
+        *(pytest.param(ratio, marks=[pytest.mark.slow, pytest.mark.thorough]) for ratio in (1.7, 2.5)),
+        pytest.param(4.0, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_long_prompt_keeps_the_itl_ratio_of_running_streams(stages: int, ratio: float) -> None:

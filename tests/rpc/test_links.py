@@ -61,6 +61,15 @@ def test_a_tensor_arrives_with_its_bytes_shape_and_tokens(link: LinkSender, inbo
     assert (got.dtype, got.shape, bytes(got.data), got.tokens) == ("float32", (2, 3), TENSOR.data, (7, 8))
 
 
+def test_a_tensor_arrives_bit_for_bit(link: LinkSender, inbox: Inbox) -> None:
+    """Send negative zero, a signalling NaN, a denormal number and infinity, which a sum of floats would change."""
+    odd = b"".join(
+        number.to_bytes(4, "little") for number in (0x80000000, 0x7FA00001, 1, 0x7F800000, 0xFFFFFFFF, 0)
+    )
+    link.send(key(8), WireTensor("float32", (2, 3), odd))
+    assert bytes(inbox.recv(key(8)).data) == odd
+
+
 def test_messages_are_taken_by_key_and_those_of_passed_steps_are_dropped(
     link: LinkSender, inbox: Inbox
 ) -> None:

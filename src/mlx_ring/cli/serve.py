@@ -90,6 +90,7 @@ def serve(
     # A single machine refuses no peers, but this also keeps gRPC's own messages off the terminal.
     log_refused_handshakes()
     with (
+        listener,
         _leading(launch),
         recorded(state_folder(settings.state_dir), "head", _url(listener, tls), settings.shutdown_timeout_s),
     ):

@@ -67,7 +67,11 @@ class _RemoteInbox(Inbox):
 def _end(rank: int, kind: str, variables: dict[str, str], address: str, orders: Connection) -> None:
     """Run one of the processes: join, then follow commands."""
     set_for_libraries(variables)
-    import mlx.core as mx  # the test's own process does not need it
+    # The test's own process does not need them.
+    from mlx_ring.core.lean_imports import import_mlx_lm
+
+    import_mlx_lm()
+    import mlx.core as mx
 
     from mlx_ring.worker.collective.link_ends import (
         CollectiveReceiver,
