@@ -392,7 +392,7 @@ class ReadTokens(list[int]):
     num_read = 0
 
     def __getitem__(self, key: Any) -> Any:
-        part: list[int] = super().__getitem__(key)
+        part = cast("list[int]", super().__getitem__(key))
         self.num_read += len(part)
         return part
 
