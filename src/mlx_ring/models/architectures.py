@@ -123,8 +123,12 @@ _UNQUANTIZED_KV = frozenset(
         "gpt_oss",
         # with an attention of their own
         "gemma2",
+        "minimax_m3_vl",
         "olmo",
+        "phi",
+        "plamo",
         "plamo2",
+        "stablelm",
         # with latent KV
         "bailing_hybrid",
         "bailing_moe_v3",
