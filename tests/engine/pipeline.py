@@ -94,7 +94,7 @@ class Pipeline:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        self.scheduler.abort(sequence)
+        self.scheduler.finish(sequence)
         self._end(sequence, None)
         self.send()
 

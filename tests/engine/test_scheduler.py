@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -237,6 +238,13 @@ REACHES: dict[str, Reach] = {
 }
 
 
+TRAITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recurrent": {"recurrent": True},
+    "sliding": {"slack": 8, "exact_length": 12},
+}
+
+
 def next_repetitive_token(history: Sequence[int]) -> int:
     """Return the next token of repetitive answers, which make drafts right and seldom end."""
     last = history[-1]
@@ -248,10 +256,7 @@ def next_repetitive_token(history: Sequence[int]) -> int:
 def test_caching_drafts_eviction_and_preemption_change_no_answer(
     tp_sizes: tuple[int, ...], data: st.DataObject, blocks: int, kind: str, random: Random
 ) -> None:
-    traits = {"plain": {}, "recurrent": {"recurrent": True}, "sliding": {"slack": 8, "exact_length": 12}}[
-        kind
-    ]
-    kv = budget(tp_sizes, blocks, **traits)
+    kv = budget(tp_sizes, blocks, **TRAITS[kind])
     policy = replace(
         ALL_ON,
         max_num_seqs=data.draw(st.integers(1, 6)),
@@ -284,6 +289,83 @@ def test_caching_drafts_eviction_and_preemption_change_no_answer(
         whole = pipeline.alone(sequence)
         assert sequence.output == (whole[: len(sequence.output)] if sequence.id in cancelled else whole)
     pipeline.check_nothing_is_left()
+
+
+def cached_pipeline(kind: str) -> Pipeline:
+    """Return two ranks with a prefix cache, whose caches are of this kind."""
+    kv, policy = budget((1, 1), 20, **TRAITS[kind]), replace(PLAIN, prefix_cache=True, prefill_chunk=32)
+    return Pipeline((1, 1), policy, kv=kv, context=700, next_token=next_repetitive_token, reach=REACHES[kind])
+
+
+@pytest.mark.parametrize("kind", REACHES)
+def test_a_prompt_whose_client_left_continues_where_it_was_left(kind: str) -> None:
+    pipeline = cached_pipeline(kind)
+    computed = 0
+    for _ in range(2):
+        leaving = pipeline.add(SHARED, SamplingParams(max_tokens=2))
+        for stage in (0, 1):
+            pipeline.run(stage)
+        assert leaving.cached_tokens == computed < leaving.scheduled < len(SHARED)
+        computed = leaving.scheduled
+        pipeline.cancel(leaving)
+        pipeline.run_out()
+    last = pipeline.add(SHARED, SamplingParams(max_tokens=2))
+    pipeline.run_out()
+    assert (last.cached_tokens, last.output) == (computed, pipeline.alone(last))
+    pipeline.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "sliding"])
+def test_a_conversation_outlasts_answers_that_are_stopped_or_made_again(kind: str) -> None:
+    pipeline = cached_pipeline(kind)
+    ends = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = pipeline.add(SHARED[:100], ends)
+    pipeline.run_out()
+    conversation = (*SHARED[:100], *first.output)
+    stopped = pipeline.add((*conversation, *SHARED[:10]), SamplingParams(ignore_eos=True))
+    while len(stopped.output) < 30:
+        pipeline.run_any(Random(0))
+    pipeline.cancel(stopped)
+    edited = pipeline.add((*conversation, *SHARED[10:20]), ends)
+    pipeline.run_out()
+    assert edited.cached_tokens >= 139, "the end of the first answer is not lost"
+    assert edited.output == pipeline.alone(edited)
+    pipeline.check_nothing_is_left()
+
+
+def test_a_sliding_cache_answers_a_prompt_again() -> None:
+    pipeline = cached_pipeline("sliding")
+    for reused in (0, 99, 99):
+        answer = pipeline.add(SHARED[:100], SamplingParams(max_tokens=40, ignore_eos=True))
+        pipeline.run_out()
+        assert (answer.cached_tokens, answer.output) == (reused, pipeline.alone(answer))
+    assert pipeline.scheduler.cache_stats().entries == 2, "the end of the prompt, and that of the answer"
+    pipeline.check_nothing_is_left()
+
+
+def test_a_snapshot_is_dropped_where_a_short_answer_can_be_cut_to_it() -> None:
+    policy = replace(PLAIN, prefix_cache=True, prefill_chunk=32)
+    pipeline = Pipeline(
+        (1,),
+        policy,
+        kv=budget((1,), 20, slack=8, exact_length=150),
+        context=700,
+        next_token=next_repetitive_token,
+    )
+    pipeline.add(SHARED[:100], SamplingParams(max_tokens=400, ignore_eos=True, stop_token_ids=(1, 2, 3)))
+    pipeline.run_out()
+    assert pipeline.scheduler.cache_stats().entries == 1
+
+
+def test_an_entry_of_a_step_that_failed_is_dropped_though_its_sequence_has_ended() -> None:
+    pipeline = Pipeline((1,), replace(PLAIN, prefix_cache=True, prefill_chunk=32))
+    pipeline.cancel(pipeline.add(40))
+    assert pipeline.scheduler.cache_stats().entries == 1
+    failure = error_to_failure(StepFailed("out of memory"))
+    pipeline.scheduler.on_answer(
+        step_pb2.StepDone(instance="demo", epoch=1, step=1, failure=failure), pipeline.now
+    )
+    assert pipeline.scheduler.cache_stats().entries == 0
 
 
 def test_a_cached_prefix_that_a_rank_lost_is_dropped() -> None:

@@ -69,7 +69,7 @@ class Bench:
         sequence = self.sequences[number]
         if sequence.finish_reason is None:
             self.left_early.add(number)
-            self.scheduler.abort(sequence)
+            self.scheduler.finish(sequence)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

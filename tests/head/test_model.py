@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,7 +14,10 @@ from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.head.model import HostedModel, unload_for
 from mlx_ring.head.router import SEQUENCE_TOKENS, Router, give_back
+from mlx_ring.head.served_model import prepare_model
+from mlx_ring.settings.settings_sources import load_settings
 
 IDLE = EngineLoad(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
 
@@ -171,3 +175,35 @@ def test_without_predictions_interrupted_requests_go_to_another_replica() -> Non
 def test_an_instance_that_was_not_measured_counts_as_fast_as_another_one() -> None:
     assert ways_of(Serving(None, back_s=1.0), Serving(0.01, 500)) == [("recompute", 1.0)] * 3
     assert ways_of(Serving(0.01, back_s=9.0), Serving(None))[0] == ("replica", pytest.approx(1.01))
+
+
+def test_a_model_is_not_unloaded_while_a_request_for_it_is_prepared() -> None:
+    settings = load_settings({"model": "demo"})
+    served = prepare_model(settings)
+    loaded, other = (
+        HostedModel(settings, served, on_crash=lambda _: None, missing=lambda: 0) for _ in range(2)
+    )
+    lost = SimpleNamespace(service=SimpleNamespace(error=NotReady("It has no instance.")))
+    loaded.replicas = [cast("Any", lost)]
+
+    async def prepare(is_prepared: asyncio.Event, *, submits: bool) -> None:
+        engine = loaded.engine
+        loaded.last_requested -= 60.0
+        await is_prepared.wait()
+        if submits:
+            with pytest.raises(NotReady):
+                engine.submit_all(request("a"))
+            await asyncio.Event().wait()
+
+    async def act() -> None:
+        is_prepared = asyncio.Event()
+        tasks = [asyncio.create_task(prepare(is_prepared, submits=submits)) for submits in (True, False)]
+        await asyncio.sleep(0)
+        assert not await unload_for(other, [loaded, other])
+        is_prepared.set()
+        await tasks[1]
+        assert await unload_for(other, [loaded, other])
+        assert not loaded.replicas
+        tasks[0].cancel()
+
+    asyncio.run(act())

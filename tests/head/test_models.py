@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT
 
-from mlx_ring.core.errors import Conflict, ModelCorrupt
+from mlx_ring.core.errors import Conflict, ModelCorrupt, ModelUnsupported
 from mlx_ring.head import models
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.served_model import prepare_model
@@ -125,3 +126,14 @@ def test_a_model_that_cannot_be_served_does_not_count_as_served(
     with pytest.raises(ModelCorrupt, match="cannot be loaded"):
         prepare_model(load_settings({"model": "someone/tiny"}))
     assert not is_held(snapshot)
+
+
+def test_a_model_whose_kv_cannot_be_quantized_is_refused_before_it_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt_oss"}))
+    with pytest.raises(ModelUnsupported, match=r"cannot use a quantized KV cache: leave out --kv-bits\."):
+        prepare_model(load_settings({"model": str(folder), "kv_bits": "8"}))

@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.worker.kv.passes import ModelRun
+from tests.worker.kv.small_models import small_model
 from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelUnsupported
-from mlx_ring.models.architectures import find_architecture, known_architectures, require_cuttable
+from mlx_ring.models.architectures import (
+    find_architecture,
+    known_architectures,
+    quantizes_kv,
+    require_cuttable,
+    require_quantizable,
+)
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 
 
@@ -76,3 +84,26 @@ def test_an_architecture_that_is_exact_as_a_whole_is_served_on_one_stage(folder:
 
 def test_most_families_can_be_split() -> None:
     assert sum(found.exact for found in known_architectures().values()) >= 47
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v32"])
+def test_a_quantized_kv_cache_is_refused_where_mlx_lm_cannot_compute_with_it(
+    family: str, folder: Path
+) -> None:
+    run, model = ModelRun(small_model(family), kv_bits=8), of_type(folder, family)
+    run.open(1)
+    if quantizes_kv(model):
+        run.step({1: [1, 2]})
+        require_quantizable(model)
+        return
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        run.step({1: [1, 2]})
+    with pytest.raises(ModelUnsupported, match=f"a '{family}' model, .* leave out --kv-bits"):
+        require_quantizable(model)
+
+
+def test_the_family_of_the_text_model_decides_on_its_kv_cache(folder: Path) -> None:
+    for text, quantizes in (("mistral4", False), ("ministral3", True)):
+        config = {**QWEN3, "model_type": "mistral3", "text_config": {**QWEN3, "model_type": text}}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert quantizes_kv(read_model_folder(folder)) == quantizes

@@ -104,3 +104,13 @@ def test_users_are_counted_quickly_where_no_order_of_machines_holds_more() -> No
     request = PlanRequest(Demand(8192, 1), objective="throughput")
     model = known_sizes("14b-4bit", machines)
     assert room_for(model, machines, request, is_quick=True) == room_for(model, machines, request)
+
+
+def test_a_model_that_cannot_quantize_its_kv_is_planned_and_advised_without() -> None:
+    machines = known_cluster("m4-16")
+    model = replace(known_sizes("8b-4bit", machines), quantizes_kv=False)
+    with pytest.raises(PlanError, match=r"8 bits was requested; .* cannot use a quantized one\."):
+        place(model, machines, PlanRequest(Demand(1024, 1, kv_bits=8)))
+    too_much = PlanRequest(Demand(12288, 4))
+    assert "KV of" not in explain_shortage(model, machines, too_much)
+    assert "KV of" in explain_shortage(replace(model, quantizes_kv=True), machines, too_much)

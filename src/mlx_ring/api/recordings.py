@@ -209,7 +209,7 @@ class Recording:
         is_cut_off = self._is_computed and not self._is_ending
         self._is_computed &= not is_cut_off
         for stream in streams.values():
-            await stream.aclose(keeps=self.is_kept)
+            await stream.aclose()
         await self._is_written.wait()
         if self.is_kept and is_cut_off and self.end is None:
             self._keeper.save(self)

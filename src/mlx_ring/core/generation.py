@@ -164,8 +164,6 @@ class RequestStream(AsyncIterator[Delta]):
         """True while the request waits for an engine, or for its first new token after a loss."""
         self.was_resumed = False
         """True if the answer continued after a loss."""
-        self.keeps_kv = False
-        """True if the KV of an aborted request stays in the prefix cache."""
 
     def pause(self) -> None:
         """Record that the request waits for another engine, and inform the reader."""
@@ -224,16 +222,12 @@ class RequestStream(AsyncIterator[Delta]):
             self._deltas.clear()
             self._stop()
 
-    async def aclose(self, *, keeps: bool = False) -> None:
-        """Abort: the sequence stops. Deltas that were not taken are lost.
-
-        Its KV is freed at once. With `keeps` it stays in the prefix cache, for a request that continues the answer.
-        """
+    async def aclose(self) -> None:
+        """Abort: the sequence stops. Deltas that were not taken are lost. What was computed stays in the prefix cache."""
         self._deltas.clear()
         if not self._ended:
             self._ended = True
             self._arrived.set()
-            self.keeps_kv = keeps
             self._abort()
 
     async def __aenter__(self) -> Self:

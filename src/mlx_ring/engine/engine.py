@@ -199,7 +199,7 @@ class Engine:
 
     def release(self, live: LiveRequest) -> None:
         """Give up a request, for another engine to take it over. The tokens of steps in progress are dropped."""
-        self._take_out(live, keeps=False)
+        self._take_out(live)
         self._send_steps(self._clock())
 
     def make_room(self, *requests: GenerateRequest) -> bool:
@@ -325,15 +325,12 @@ class Engine:
     def _retire(self, live: LiveRequest, reason: FinishReason, error: RingError | None = None) -> None:
         self._finished[reason] += not live.is_warm_up
         live.end(reason, error, self._clock(), self._meter)
-        self._take_out(live, keeps=reason in ("stop", "length"), is_spoiled=reason == "error")
+        self._take_out(live, is_spoiled=reason == "error")
 
-    def _take_out(self, live: LiveRequest, *, keeps: bool, is_spoiled: bool = False) -> None:
-        """Remove a request; `keeps` is True if its KV stays in the prefix cache."""
+    def _take_out(self, live: LiveRequest, *, is_spoiled: bool = False) -> None:
+        """Remove a request. Its KV stays in the prefix cache, unless the scheduler has freed it as wrong."""
         del self._live[live.sequence.id]
-        if keeps or live.stream.keeps_kv:
-            self._scheduler.finish(live.sequence)
-        else:
-            self._scheduler.abort(live.sequence)
+        self._scheduler.finish(live.sequence)
         self._grammars.leave(live.sequence, is_spoiled=is_spoiled)
         if self._wanted_kv and self._wanted_kv != self._scheduler.kv_limits:
             self._apply_kv_limits()

@@ -332,7 +332,7 @@ def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> 
     return (
         f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.0f} MB, but one request of "
         f"{wanted} tokens needs {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
-        "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8."
+        "Give --max-model-len that many or fewer, raise --kv-cache-memory, or try --kv-bits 8 if this model can have it."
     )
 
 

@@ -189,7 +189,7 @@ class KvManager:
             self._free_on_ranks(kept)
         if self._cache.forgets and found.shared - (match.length if match else 0) >= _LEAST_SNAPSHOT:
             sequence.cut_at = found.shared
-        take = match is not None and match.kept and match.nearly_whole and not self._cache.recurrent
+        take = match is not None and self._cache.may_take(match, sequence.max_length)
         self._begin(sequence, match, take=take)
 
     def reuse(self, sequence: Sequence, running: Mapping[int, Sequence]) -> int:
@@ -342,8 +342,8 @@ class KvManager:
         if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
             self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
-        goes_on = sequence.request.pooling is None
-        at_end = self._cache.recurrent and sequence.is_prefilled and not sequence.generation and goes_on
+        at_end = sequence.is_prefilled and not sequence.generation and sequence.request.pooling is None
+        at_end = at_end and self._cache.outgrows(sequence.scheduled, sequence.max_length)
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
             self._keep_snapshot(sequence)
         if self.disk is not None:
@@ -412,7 +412,8 @@ class KvManager:
     def _is_worth_keeping(self, sequence: Sequence, tokens: Tokens) -> bool:
         if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
             return False
-        is_exact = self._cache.is_exact(len(tokens), length=sequence.scheduled, reached=sequence.reached)
+        length, reached = max(sequence.scheduled, sequence.kept), sequence.reached
+        is_exact = self._cache.is_exact(len(tokens), length=length, reached=reached)
         return is_exact and not self._cache.covers(tokens)
 
     def _evict(self, spare: int | None) -> bool:

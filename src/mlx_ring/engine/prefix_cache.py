@@ -205,9 +205,22 @@ class PrefixCache:
             return None
         return 0 if self._slack is None or reached <= self._exact_length else reached - self._slack
 
-    def reached(self, sequence: int) -> int:
-        """Return the most tokens that a cached sequence ever held."""
-        return self._kept[sequence]
+    def may_take(self, match: Match, longest: int) -> bool:
+        """Return True if a sequence that grows to `longest` tokens may take a match's KV over instead of copying it.
+
+        Little may be lost by that, and the sequence must have a way back to all of the match's tokens.
+        """
+        return match.kept and match.nearly_whole and self._has_way_back(match.extent, longest)
+
+    def outgrows(self, length: int, longest: int) -> bool:
+        """Return True if a prompt of `length` tokens cannot be answered again from a sequence that grows to `longest`.
+
+        Sent again, the prompt leaves one token to compute.
+        """
+        return not self._has_way_back(Extent(length - 1, length), longest)
+
+    def _has_way_back(self, extent: Extent, longest: int) -> bool:
+        return self.is_exact(extent.length, length=longest, reached=max(extent.reached, longest))
 
     def kept(self, *, spare: int | None = None) -> Iterable[int]:
         """Return the sequences that could be evicted."""
@@ -275,7 +288,7 @@ class PrefixCache:
         """Keep an ended sequence or a snapshot; return the cached ones that it makes redundant."""
         self.version += 1
         self._index.put(sequence, tokens)
-        needless = [] if self.forgets else self._kept_within(sequence, tokens)
+        needless = self._kept_within(sequence, Extent(len(tokens), reached), tokens)
         self._kept[sequence] = reached
         for other in needless:
             self.forget(other)
@@ -292,13 +305,17 @@ class PrefixCache:
                     return True
         return False
 
-    def _kept_within(self, sequence: int, tokens: Tokens) -> list[int]:
-        """Return the cached sequences that are a prefix of `tokens`."""
+    def _kept_within(self, sequence: int, extent: Extent, tokens: Tokens) -> list[int]:
+        """Return the cached sequences that are a prefix of `tokens`, and to which a sequence of that extent can be cut.
+
+        A prompt of all their tokens leaves one to compute, so one token fewer must do.
+        """
         return [
             holder
             for point, holders in self._index.prefixes(tokens)
             for holder in holders
             if holder != sequence and holder in self._kept and len(self._index.tokens(holder)) == point
+            if self.is_exact(point - 1, length=extent.length, reached=extent.reached)
         ]
 
     def touch(self, sequence: int) -> None:

@@ -140,18 +140,14 @@ class Scheduler:
         return self._kv.left(self._running.values(), self.in_flight.rows(), self._stages)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a complete sequence, also while steps with its rows are in flight.
+        """Remove a sequence that is complete, or whose client left, also while steps with its rows are in flight.
 
-        Its KV is kept for prompts with the same prefix. If the text was only pooled, only the part that it took over is
-        kept: no prompt continues a pooled text, and it would evict what chats reuse.
+        Its KV is kept for prompts with the same prefix, so that a prompt that is sent again continues where the first one
+        was left. If the text was only pooled, only the part that it took over is kept: no prompt continues a pooled text,
+        and it would evict what chats reuse.
         """
         if self._take_out(sequence):
             self._kv.keep(sequence, None if sequence.request.pooling is None else sequence.taken)
-
-    def abort(self, sequence: Sequence) -> None:
-        """Remove a sequence whose client left. Only the KV that it took over is kept."""
-        if self._take_out(sequence):
-            self._kv.keep(sequence, sequence.taken)
 
     def _fail(self, sequence: Sequence) -> None:
         """Remove a sequence whose KV may be wrong."""
@@ -363,7 +359,7 @@ class Scheduler:
         sent_step.failed = True
         is_stale = len(list(sent_step.current())) < len(sent_step.sequences)
         again = not failure.sequences or failure.kind == ProtocolError.__name__
-        for sequence in failure.sequences:
+        for sequence in failure.sequences or [each.id for each in sent_step.sequences]:
             if sequence in self._kv.held and sequence not in self._running:
                 # It has ended, and its cached KV is missing or wrong.
                 self._kv.free(sequence)

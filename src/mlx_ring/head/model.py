@@ -154,7 +154,7 @@ class HostedModel:
     @property
     def engine(self) -> Router:
         self.last_requested = time.monotonic()
-        return self._router
+        return self._router.leased()
 
     @property
     def error(self) -> RingError | None:
@@ -274,8 +274,8 @@ class HostedModel:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request came just now, because one that waited for the model may not have started."""
-        return time.monotonic() - self.last_requested >= JUST_NOW_S
+        """True if no request is prepared, or came just now, because one that waited may not have started."""
+        return not self._router.is_leased and time.monotonic() - self.last_requested >= JUST_NOW_S
 
     # ---- loading and unloading
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -42,6 +43,23 @@ class Router:
         self._turn = 0
         self.rejected: Counter[str] = Counter()
         """Requests that were refused, by the error's name."""
+        self._leases: set[asyncio.Task[object]] = set()
+
+    def leased(self) -> Router:
+        """Return itself, and count the present task's request until it is submitted, or the task ends.
+
+        Preparing a request may take long: its prompt is tokenized, and its grammar is made.
+        """
+        task = asyncio.current_task()
+        if task is not None and task not in self._leases:
+            self._leases.add(task)
+            task.add_done_callback(self._leases.discard)
+        return self
+
+    @property
+    def is_leased(self) -> bool:
+        """True if a request is about to be submitted."""
+        return bool(self._leases)
 
     def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
         """Start to answer requests that belong together, on one instance.
@@ -56,6 +74,9 @@ class Router:
         except RingError as error:
             self.rejected[type(error).__name__] += len(requests)
             raise
+        finally:
+            if self._leases:
+                self._leases -= {asyncio.current_task()}
 
     def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
         refusal: Overloaded | None = None

@@ -16,7 +16,7 @@ from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.sequence import Limits
-from mlx_ring.models.architectures import require_cuttable
+from mlx_ring.models.architectures import require_cuttable, require_quantizable
 from mlx_ring.models.layer_tensors import dequantized_bytes
 from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
@@ -66,6 +66,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     if folder.rounding:
         log.info("%s is not served exactly as its file has it: %s", local.name, folder.rounding)
     require_cuttable(folder, settings.stages)
+    if settings.kv_bits != "off":
+        require_quantizable(folder)
     if settings.nodes == 1:
         check_memory(local.name, memory_for_weights(folder, settings))
     context = _context_length(folder, settings.max_model_len, insists=insists)

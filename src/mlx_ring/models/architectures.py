@@ -115,3 +115,56 @@ def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
         f"{folder.path} is a {folder.model_type!r} model, which cannot be split over {stages} stages "
         f"({found.reason}).{one}"
     )
+
+
+_UNQUANTIZED_KV = frozenset(
+    {
+        # with attention sinks
+        "gpt_oss",
+        # with an attention of their own
+        "gemma2",
+        "minimax_m3_vl",
+        "olmo",
+        "phi",
+        "plamo",
+        "plamo2",
+        "stablelm",
+        # with latent KV
+        "bailing_hybrid",
+        "bailing_moe_v3",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k25",
+        "kimi_k3",
+        "kimi_linear",
+        "kimi_vl",
+        "longcat_flash",
+        "longcat_flash_ngram",
+        "mistral4",
+    }
+)
+"""Families whose attention mlx-lm cannot compute over quantized keys and values."""
+
+
+def quantizes_kv(folder: ModelFolder) -> bool:
+    """Return False if the folder's family, or that of its text model, cannot have a quantized KV cache."""
+    families = {module_of(folder.model_type, folder.classes)}
+    text = cast("object", folder.config.get("text_config"))
+    if isinstance(text, Mapping):
+        families.add(module_of(str(cast("Mapping[str, object]", text).get("model_type", ""))))
+    return families.isdisjoint(_UNQUANTIZED_KV)
+
+
+def require_quantizable(folder: ModelFolder) -> None:
+    """Check that the folder's model can have a quantized KV cache.
+
+    Raises:
+        ModelUnsupported: it cannot.
+    """
+    if not quantizes_kv(folder):
+        raise ModelUnsupported(
+            f"{folder.path} is a {folder.model_type!r} model, whose attention cannot use a quantized KV cache: "
+            "leave out --kv-bits."
+        )

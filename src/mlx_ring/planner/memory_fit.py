@@ -63,7 +63,7 @@ def _nearest_fit(model: ModelProfile, cluster: ClusterProfile, request: PlanRequ
     def are_enough(**changes: int) -> bool:
         return fits(model, cluster, replace(request, demand=replace(demand, **changes)))
 
-    for bits in _KV_BITS:
+    for bits in _KV_BITS if model.quantizes_kv else ():
         if bits < demand.kv_bits and are_enough(kv_bits=bits):
             found.append(f"KV of {bits} bits")
             break

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.models.architectures import quantizes_kv
 from mlx_ring.models.config_limits import HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
@@ -127,6 +128,7 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
         hidden_size=hidden,
         vocabulary=vocabulary,
         context_tokens=folder.context_length,
+        quantizes_kv=quantizes_kv(folder),
         weights=weights.name,
         has_byte_scales=weights.has_byte_scales,
         number_bytes=weights.plain_bits // 8,

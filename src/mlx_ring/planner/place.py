@@ -20,7 +20,7 @@ from mlx_ring.planner.memory_fit import explain_shortage
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import USUAL_CONTEXT, PlanRequest
+from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_groups import SharedModel, given_group
@@ -197,18 +197,22 @@ def _with_left_out(times: Timetable, request: PlanRequest, plan: Plan) -> Plan:
 
 
 def check_request(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> None:
-    """Check that there is a machine, and that the model has a context as long.
+    """Check that there is a machine, and that the model can have the context and the KV cache.
 
     Raises:
         PlanError: one of them is missing.
     """
     if not cluster.nodes:
         raise PlanError("There is no machine to plan for; name one or more.")
-    _check_context(model, request)
+    _check_demand(model, request)
 
 
-def _check_context(model: ModelProfile, request: PlanRequest) -> None:
-    """Raise `PlanError` if the model has no context as long."""
+def _check_demand(model: ModelProfile, request: PlanRequest) -> None:
+    """Raise `PlanError` if the model has no context as long, or cannot have the KV cache."""
+    if not model.quantizes_kv and request.demand.kv_bits < FULL_PRECISION_BITS:
+        raise PlanError(
+            f"A KV cache of {request.demand.kv_bits} bits was requested; {model.name} cannot use a quantized one."
+        )
     context, most = request.demand.context_tokens, model.context_tokens
     if context <= most:
         return
@@ -303,9 +307,9 @@ def plan_loaded(
     Instances on one machine have equal parts of its memory.
 
     Raises:
-        PlanError: the stages need more memory than a machine has, or the model has no context as long.
+        PlanError: the stages need more memory than a machine has, or the model cannot have the context or the KV cache.
     """
-    _check_context(model, request)
+    _check_demand(model, request)
     instances = Counter(
         name for stages in replicas for name in {name for _, ranks in stages for name, _ in ranks}
     )
@@ -351,7 +355,7 @@ def plan_given(
     prediction = pipeline.prediction(request)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
     plan = plan_of(model, cluster, request, SharedPipeline(tuple(groups), stage_s, prediction, 0.0), "")
-    _check_memory(plan)
+    _check_memory(plan, quantizes_kv=model.quantizes_kv)
     reason = f"of {len(model.layers)} layers: {how}"
     given = tuple(replace(stage, why=f"{len(stage.layers)} {reason}") for stage in plan.stages)
     return replace(plan, stages=given, remarks=())
@@ -369,8 +373,11 @@ def _check_reach(cluster: ClusterProfile, stages: Sequence[StageRanks]) -> None:
                 )
 
 
-def _check_memory(plan: Plan) -> None:
+def _check_memory(plan: Plan, *, quantizes_kv: bool) -> None:
     taken, usable = Counter[str](), dict[str, int]()
+    remedies = (
+        ", a smaller --max-model-len, or --kv-bits 8" if quantizes_kv else " or a smaller --max-model-len"
+    )
     for stage in plan.stages:
         for rank in stage.ranks:
             taken[rank.node] += rank.memory_bytes
@@ -379,5 +386,5 @@ def _check_memory(plan: Plan) -> None:
         if nbytes > usable[node]:
             raise PlanError(
                 f"The workers on {node} need {nbytes / 1e9:.1f} GB for {plan.model} with {plan.context_tokens} tokens of context, "
-                f"and it has {usable[node] / 1e9:.1f} GB for them: use more machines, a smaller --max-model-len, or --kv-bits 8."
+                f"and it has {usable[node] / 1e9:.1f} GB for them: use more machines{remedies}."
             )

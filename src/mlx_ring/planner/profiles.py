@@ -169,6 +169,8 @@ class ModelProfile:
     """True if the weights are quantized with a scale of 8 bits for each group: kernels take such layers by single operations."""
     number_bytes: int = 2
     """Size of one number between stages, and in an unquantized KV cache."""
+    quantizes_kv: bool = True
+    """False if its attention cannot use a quantized KV cache."""
     widest: int = 0
     """Largest number of inputs of a product; 0 if unknown."""
     widened: ModelProfile | None = None

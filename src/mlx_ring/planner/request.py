@@ -16,7 +16,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 USUAL_CONTEXT = 8192
 """Tokens of context of each sequence, if no number is given and the model's longest is not less."""
-_FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
+FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
 _QUANTIZED_GROUP = 64
 
 
@@ -40,7 +40,7 @@ class Demand:
 
         Quantized groups of 64 numbers have a scale and a bias of `number_bytes` each.
         """
-        if self.kv_bits >= _FULL_PRECISION_BITS:
+        if self.kv_bits >= FULL_PRECISION_BITS:
             return 1.0
         overhead_bits = 8 * _SCALE_AND_BIAS_NUMBERS * number_bytes / _QUANTIZED_GROUP
         return (self.kv_bits + overhead_bits) / (8 * number_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from mlx_ring.rpc.links import SAMPLED, Inbox, LinkKey, WireTensor
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.grammars import Allowed, AnswerGrammar, GrammarCompiler
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.sampler import Parameters, SamplerRow
+from mlx_ring.worker.sampler import History, Parameters, SamplerRow
 
 if TYPE_CHECKING:
     from mlx_ring.worker.kv.disk import KvDisk  # it imports NumPy
@@ -58,6 +58,8 @@ class OpenSequence:
     retained: bool = False
     grammar: AnswerGrammar | None = None
     """Grammar of the answer, on a stage that draws."""
+    history: History = field(default_factory=History)
+    """Counts of its tokens for penalties."""
 
     @classmethod
     def from_message(
@@ -82,6 +84,7 @@ class OpenSequence:
             prompt_length=self.opened.prompt_length,
             eos=frozenset() if allowed is not None and allowed.must_end else self.eos,
             allowed=None if allowed is None else allowed.tokens,
+            history=self.history,
         )
 
 
@@ -215,13 +218,14 @@ class SequenceTable:
         state = self[trim.sequence]
         self._kv.trim(trim.sequence, trim.length)
         del state.tokens[trim.length :]
+        state.history.cut(trim.length)
 
     def _retain(self, sequence: int) -> None:
         state = self[sequence]
         self._kv.retain(sequence)
         state.retained = True
         # It draws no more, and its matcher's state may take many megabytes.
-        state.grammar = None
+        state.grammar, state.history = None, History()
 
     def _save(self, save: step_pb2.Save) -> None:
         """Save blocks, if this rank has a disk for them. No failure concerns anything else."""
@@ -302,6 +306,7 @@ class SequenceTable:
     def feed(state: OpenSequence, start: int, tokens: Sequence[int]) -> None:
         """Record the tokens that a row feeds, from its start on, and forget the sampled one."""
         state.tokens[start:] = tokens
+        state.history.cut(start)
         state.sampled = state.drawing = None
 
 

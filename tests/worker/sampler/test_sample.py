@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,7 @@ from tests.worker.sampler.strategies import DRAWN, EOS, VALUES, VOCABULARY, samp
 
 from mlx_ring.core.errors import RequestError
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.sampler import LazySample, Parameters, SamplerRow, sample
+from mlx_ring.worker.sampler import History, LazySample, Parameters, SamplerRow, sample
 from mlx_ring.worker.sampler.sample import adjust
 
 GREEDY = Parameters()
@@ -141,6 +142,21 @@ def test_top_p_applies_to_the_mass_that_top_k_leaves_in_each_row() -> None:
     tokens = drawn(logits, *(row(narrow if seed % 2 else wide, seed) for seed in range(200)))
     assert set(tokens[1::2]) == {0}
     assert set(tokens[::2]) == {0, 1, 2, 3}
+
+
+def test_top_p_applies_to_the_mass_that_top_k_leaves_beyond_the_first_candidates() -> None:
+    # The first 100 of 4096 tokens have 0.3 of the mass, and about two thirds of what the first 1000 have.
+    probabilities = np.full(4096, 0.7 / 3996, np.float32)
+    probabilities[:100] = 0.003
+    logits = mx.repeat(mx.log(mx.array(probabilities))[None], 200, axis=0)
+    sampling = Parameters(temperature=1.0, top_k=1000, top_p=0.2)
+    nucleus = int(np.ceil(0.2 * float(probabilities[:1000].sum()) / 0.003))
+    assert nucleus == 31
+    rows = [row(sampling, seed) for seed in range(200)]
+    assert max(drawn(logits, *rows)) < nucleus
+    lazy = LazySample(logits, rows)
+    mx.eval(lazy.arrays)
+    assert max(lazy.read()[0]) < nucleus
 
 
 def test_top_p_applies_to_the_mass_that_min_p_leaves() -> None:
@@ -334,6 +350,59 @@ def test_presence_and_frequency_penalties_count_only_the_answer() -> None:
 def test_penalties_ignore_tokens_from_the_position_on() -> None:
     row = SamplerRow(Parameters(repetition_penalty=2.0, frequency_penalty=1.0), 0, 2, [0, 1, 2, 2], 1)
     assert adjusted([2.0, 2.0, 2.0], row) == [1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Parameters(frequency_penalty=0.25, logit_bias=((3, 1.5),), min_tokens=500),
+        Parameters(frequency_penalty=0.25, repetition_penalty=1.3, logit_bias=((3, 1.5),)),
+        Parameters(presence_penalty=0.5, repetition_penalty=0.8, min_tokens=500),
+    ],
+)
+def test_a_history_that_grows_and_is_rolled_back_adjusts_as_one_that_is_read_anew(
+    sampling: Parameters,
+) -> None:
+    random, history = Random(5), History()
+    tokens = [random.randrange(VOCABULARY) for _ in range(300)]
+    logits = random_logits(4, 6)
+    for _ in range(40):
+        start = len(tokens)
+        tokens += [random.randrange(12) for _ in range(40)]
+        # The rows of one step: the last known token, and drafts.
+        rows = [
+            SamplerRow(sampling, 0, position, tokens, 100, EOS, history=history)
+            for position in (start, start + 1, start + 20, start + 40)
+        ]
+        anew = [replace(one, history=None) for one in rows]
+        assert mx.array_equal(adjust(logits, rows), adjust(logits, anew)).item()
+        values = cast("list[list[float]]", logits.tolist())
+        changed = cast("list[list[float]]", adjust(logits, rows).tolist())
+        for one, before, after in zip(rows, values, changed, strict=True):
+            expected = reference.adjusted(np.array(before), one)
+            np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
+        left = start + 7 if random.random() < 0.9 else start - 200
+        del tokens[left:]
+        history.cut(left)
+
+
+class ReadTokens(list[int]):
+    """Tokens that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        part = cast("list[int]", super().__getitem__(key))
+        self.num_read += len(part)
+        return part
+
+
+def test_a_token_reads_only_the_last_tokens_of_a_long_history() -> None:
+    tokens, history = ReadTokens([*range(VOCABULARY)] * 200), History()
+    sampling = Parameters(repetition_penalty=1.3, presence_penalty=0.5)
+    for position in range(len(tokens) - 300, len(tokens)):
+        adjust(random_logits(1, 7), [SamplerRow(sampling, 0, position, tokens, 10, history=history)])
+    assert tokens.num_read < 2 * len(tokens) + 300 * 2 * 256
 
 
 def test_bias_is_added_before_the_repetition_penalty() -> None:

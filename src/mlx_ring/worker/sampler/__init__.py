@@ -8,10 +8,11 @@ frequency and presence penalties, grammar, temperature, min-p, top-k, top-p, dra
 likely at a threshold, the lowest ids are kept, so `top_k=1` is greedy.
 """
 
-from mlx_ring.worker.sampler.draw import Parameters, SamplerRow
+from mlx_ring.worker.sampler.draw import History, Parameters, SamplerRow
 from mlx_ring.worker.sampler.sample import LazyLogprobs, LazySample, prompt_logprobs, sample, token_logprobs
 
 __all__ = [
+    "History",
     "LazyLogprobs",
     "LazySample",
     "Parameters",

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
@@ -73,10 +74,80 @@ class Parameters(Sampling):
                 f"repetition_penalty is {self.repetition_penalty}; give a number above 0.",
                 param="repetition_penalty",
             )
-        for field in fields(self):
-            value: object = getattr(self, field.name)
+        for each in fields(self):
+            value: object = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise RequestError(f"{field.name} is {value}; give a finite number.", param=field.name)
+                raise RequestError(f"{each.name} is {value}; give a finite number.", param=each.name)
+
+
+CountedEffects = tuple[mx.array, mx.array, mx.array]
+"""Tokens whose logits change, (changed,) int64, and the factor and the penalty of each, float32."""
+
+_UNCOUNTED = 128
+"""Tokens at a sequence's end that are not counted: more than a step's draft, which may be rolled back."""
+
+
+class History:
+    """Effect of a sequence's tokens on its logits, kept so that a token costs no time for all those before it.
+
+    All but the last tokens are counted. Those are counted anew for each row, which may be a draft's.
+    """
+
+    def __init__(self) -> None:
+        self._counted = 0
+        """Number of tokens that `_answer` and `_repeated` count."""
+        self._answer: Counter[int] = Counter()
+        self._repeated: set[int] = set()
+        self._ids = range(0)
+        self._effects: CountedEffects | None = None
+        """Effects of the counted tokens, as far as they are in `_ids`."""
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on, because others may follow."""
+        if length < self._counted:
+            # This is rare, because the last tokens are not counted.
+            self._counted, self._answer, self._repeated, self._effects = 0, Counter(), set(), None
+
+    def read(self, row: SamplerRow, ids: range) -> tuple[Counter[int], set[int]]:
+        """Count the tokens before a row, if enough have come, and return the others.
+
+        Returns:
+            The tokens of the answer, and those that are repeated.
+        """
+        self.cut(row.position)
+        penalizes, end = row.sampling.repetition_penalty != 1.0, row.position - _UNCOUNTED
+        if end - self._counted >= _UNCOUNTED:
+            self._answer.update(row.tokens[max(self._counted, row.prompt_length) : end])
+            self._repeated.update(row.tokens[self._counted : end] if penalizes else ())
+            self._counted, self._effects = end, None
+        if self._effects is None or self._ids != ids:
+            self._ids, self._effects = ids, self._read_effects(row, ids)
+        answer = Counter(row.tokens[max(self._counted, row.prompt_length) : row.position])
+        return answer, set(row.tokens[self._counted : row.position] if penalizes else ())
+
+    def _read_effects(self, row: SamplerRow, ids: range) -> CountedEffects:
+        tokens = [token for token in self._repeated | self._answer.keys() if token in ids]
+        factor, penalty = self.effects(row, tokens, Counter(), set())
+        changed = mx.array(tokens, dtype=mx.int64)
+        return changed, mx.array(factor, dtype=mx.float32), mx.array(penalty, dtype=mx.float32)
+
+    @property
+    def counted(self) -> CountedEffects | None:
+        """Effects of the counted tokens; None if there are none."""
+        return self._effects if self._effects is not None and self._effects[0].size else None
+
+    def effects(
+        self, row: SamplerRow, tokens: list[int], answer: Counter[int], repeated: set[int]
+    ) -> tuple[list[float], list[float]]:
+        """Return the factor and the penalty of each of some tokens; `answer` and `repeated` are what `read` returns."""
+        sampling = row.sampling
+        factor = sampling.repetition_penalty
+        frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
+        counts = [self._answer[token] + answer[token] for token in tokens]
+        return (
+            [factor if token in repeated or token in self._repeated else 1.0 for token in tokens],
+            [frequency * count + presence if count else 0.0 for count in counts],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +167,8 @@ class SamplerRow:
     """Tokens that are barred until `min_tokens` were drawn."""
     allowed: NDArray[np.bool_] | None = None
     """(vocabulary,) true for tokens that a grammar allows here; None allows all. Tokens beyond its end are barred."""
+    history: History | None = field(default=None, compare=False, repr=False)
+    """Counts of the sequence's tokens, which all its rows share; None: they are counted for this row alone."""
 
 
 _LOG2_E = 1.4426950408889634
@@ -348,13 +421,19 @@ def _draw_among(logits: mx.array, rows: Sequence[SamplerRow], size: int) -> tupl
     score = mx.where(kept, scaled + gumbel(_noise_keys(rows)[:, :2], ids), -mx.inf)
     tokens = mx.take_along_axis(ids, mx.argmax(score, axis=-1, keepdims=True), axis=-1)[:, 0]
     bounded = mx.array([_bounded(row, size, logits.shape[1]) for row in rows])
-    return tokens, bounded | ~kept[:, -1]
+    suffice = mx.array([_knows_mass(row, size, logits.shape[1]) for row in rows])
+    return tokens, bounded | (suffice & ~kept[:, -1])
 
 
 def _top_k(row: SamplerRow, size: int, vocabulary: int) -> int:
     """Return the row's top-k if `size` candidates hold them all, else 0."""
     top_k = row.sampling.top_k
     return top_k if 0 < top_k <= size and top_k < vocabulary else 0
+
+
+def _knows_mass(row: SamplerRow, size: int, vocabulary: int) -> bool:
+    """Report whether the mass of which top-p takes a part is known from `size` candidates: not if top-k leaves more."""
+    return row.sampling.top_p >= 1.0 or not size < row.sampling.top_k < vocabulary
 
 
 def _bounded(row: SamplerRow, size: int, vocabulary: int) -> bool:

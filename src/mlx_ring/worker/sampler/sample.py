@@ -52,20 +52,33 @@ def adjust(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.a
     Tokens without a logit here are skipped.
     """
     width = logits.shape[1]
-    edits = _Edits()
+    edits, counted = _Edits(), list[draw.CountedEffects]()
     for index, row in enumerate(rows):
         if _changes(row):
-            _collect(edits, index * width - first, range(first, first + width), row)
-    if not edits.place:
+            arrays = _collect(edits, index * width - first, range(first, first + width), row)
+            if arrays is not None:
+                place, factor, penalty = arrays
+                counted.append((place + (index * width - first), factor, penalty))
+    if not counted and not edits.place:
         return logits
-    flat = mx.flatten(logits)
-    place = mx.array(edits.place, dtype=mx.int64)
-    value = flat[place] + mx.array(edits.bias, dtype=mx.float32)
-    factor = mx.array(edits.factor, dtype=mx.float32)
-    value = mx.where(value > 0, value / factor, value * factor)
-    value = value - mx.array(edits.penalty, dtype=mx.float32)
-    value = mx.where(mx.array(edits.barred), -mx.inf, value)
-    return mx.reshape(mx.put_along_axis(flat, place, value, axis=0), logits.shape)
+    flat = changed = mx.flatten(logits)
+    if counted:
+        place, factor, penalty = (mx.concatenate(list(column)) for column in zip(*counted, strict=True))
+        value = _edited(flat[place], mx.zeros(place.shape), factor, penalty)
+        changed = mx.put_along_axis(changed, place, value, axis=0)
+    if edits.place:
+        # These are computed from the logits before the change of the counted tokens, some of which they replace.
+        place = mx.array(edits.place, dtype=mx.int64)
+        factor, penalty = mx.array(edits.factor, dtype=mx.float32), mx.array(edits.penalty, dtype=mx.float32)
+        value = _edited(flat[place], mx.array(edits.bias, dtype=mx.float32), factor, penalty)
+        value = mx.where(mx.array(edits.barred), -mx.inf, value)
+        changed = mx.put_along_axis(changed, place, value, axis=0)
+    return mx.reshape(changed, logits.shape)
+
+
+def _edited(value: mx.array, bias: mx.array, factor: mx.array, penalty: mx.array) -> mx.array:
+    value = value + bias
+    return mx.where(value > 0, value / factor, value * factor) - penalty
 
 
 def bar(logits: mx.array, rows: Sequence[SamplerRow], first: int = 0) -> mx.array:
@@ -92,24 +105,24 @@ def _changes(row: SamplerRow) -> bool:
     return sampling.penalizes or bool(sampling.logit_bias) or bool(sampling.min_tokens and row.eos)
 
 
-def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> None:
+def _collect(edits: _Edits, offset: int, ids: range, row: SamplerRow) -> draw.CountedEffects | None:
+    """Collect a row's edits, and return those of the tokens that its history has counted."""
     sampling = row.sampling
     bias = dict(sampling.logit_bias)
     barred = row.eos if row.position - row.prompt_length < sampling.min_tokens else frozenset[int]()
+    history = draw.History() if row.history is None else row.history
     answer: Counter[int] = Counter()
     repeated: set[int] = set()
     if sampling.penalizes:
-        answer.update(row.tokens[row.prompt_length : row.position])
-    if sampling.repetition_penalty != 1.0:
-        repeated.update(row.tokens[: row.position])
-    changed = repeated | answer.keys() | bias.keys() | barred
-    tokens = [token for token in changed if token in ids]
+        answer, repeated = history.read(row, ids)
+    tokens = [token for token in repeated | answer.keys() | bias.keys() | barred if token in ids]
+    factor, penalty = history.effects(row, tokens, answer, repeated)
     edits.place += [offset + token for token in tokens]
     edits.bias += [bias.get(token, 0.0) for token in tokens]
-    edits.factor += [sampling.repetition_penalty if token in repeated else 1.0 for token in tokens]
-    frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
-    edits.penalty += [frequency * answer[token] + presence if token in answer else 0.0 for token in tokens]
+    edits.factor += factor
+    edits.penalty += penalty
     edits.barred += [token in barred for token in tokens]
+    return history.counted
 
 
 def sample(logits: mx.array, rows: Sequence[SamplerRow]) -> mx.array:
