@@ -21,11 +21,18 @@ from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
 from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit
-from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefused, VersionMismatch
+from mlx_ring.core.errors import (
+    ConfigError,
+    PeerRefused,
+    RingError,
+    TokenRefused,
+    VersionMismatch,
+    WorkerLost,
+)
 from mlx_ring.core.join_token import JoinToken, parse_token
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel
-from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2, enrol_pb2
@@ -48,7 +55,7 @@ async def call_as_member(head: Head, credentials: Credentials) -> int:
         try:
             reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
         except grpc.aio.AioRpcError as error:
-            raise (handshake_error(error, "The head") or error) from error
+            raise (handshake_error(error, "The head") or channel_error(error, "The head")) from error
     return reply.stopped
 
 
@@ -375,7 +382,7 @@ def test_an_expired_certificate_is_refused_by_tls(tmp_path: Path) -> None:
         certificate = head.authority.sign(make_signing_request(key, node_name("old-1")), "old-1", long_ago)
         head.members.admit(certificate)
         expired = Credentials(head.authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
-        with pytest.raises(PeerRefused, match="may not accept this machine's certificate"):
+        with pytest.raises(WorkerLost, match="may not accept this machine's certificate"):
             await call_as_member(head, expired)
 
     with_head(tmp_path, act)

@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _LEAVE_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
+_FIRST_LOGGED_S, _LONGEST_LOGGED_S = 10.0, 600.0
+"""Time between two log lines about a head that cannot be reached; it doubles after each."""
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
@@ -109,20 +111,21 @@ async def stay_registered(
         PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
-    pause_s, leave = _FIRST_PAUSE_S, leave or Leave()
+    pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog()
     while True:
         try:
             async for reply in _session(head, credentials(), who, leave):
                 pause_s = _FIRST_PAUSE_S
+                failures.end()
                 leave.received(reply)
                 revoke(tuple(reply.revoked))
             if leave.left.is_set():
                 return
-            log.warning("The head at %s ended; asking again", head)
+            failures.record(f"The head at {head} ended; asking again")
         except (PeerRefused, VersionMismatch):
             raise
-        except RingError as error:
-            log.warning("The head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+        except (RingError, OSError) as error:
+            failures.record(f"The head at {head} cannot be reached, asking again: {error}")
         finally:
             leave.silent()
         _raise_cancellation()
@@ -130,6 +133,32 @@ async def stay_registered(
             return
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+
+class FailureLog:
+    """Log lines about a head that cannot be reached: the first failures, then one at growing distances."""
+
+    _AT_ONCE = 3
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.end()
+
+    def end(self) -> None:
+        """Record that the head has answered."""
+        self._failures, self._next_s, self._distance_s = 0, 0.0, _FIRST_LOGGED_S
+
+    def record(self, sentence: str) -> None:
+        """Log a failure, unless one was logged a moment ago."""
+        self._failures += 1
+        now_s = self._clock()
+        if self._failures > self._AT_ONCE and now_s < self._next_s:
+            return
+        if self._failures > self._AT_ONCE:
+            sentence = f"{sentence} (try {self._failures})"
+            self._distance_s = min(_LONGEST_LOGGED_S, 2 * self._distance_s)
+        self._next_s = now_s + self._distance_s
+        log.warning("%s", sentence)
 
 
 def _raise_cancellation() -> None:
@@ -398,7 +427,7 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
         try:
             if await asyncio.to_thread(renew_if_due, head, folder):
                 log.info("The certificate was renewed")
-        except RingError as error:
+        except (RingError, OSError) as error:
             log.warning("The certificate expires soon and could not be renewed: %s", error)
         await asyncio.sleep(_RENEWAL_S)
 

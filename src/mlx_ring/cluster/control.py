@@ -42,7 +42,7 @@ from mlx_ring.rpc.link_probe import LinkResponder
 from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
-from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.credentials import Credentials, serve_renewed
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
@@ -425,7 +425,7 @@ async def open_control(
     server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
     probes = LinkResponder(make_hello(node=control.node)).aio_handler()
     server.add_generic_rpc_handlers((service.renewal_handler(), control.handler(), probes, *handlers))
-    add_secure_port(server, address.cluster, authority.head_credentials().for_server())
+    add_secure_port(server, address.cluster, serve_renewed(authority.head_credentials))
     enrolment, _ = await start_enrolment_server(service, authority, address.enrolment)
     await server.start()
     sweeping = asyncio.create_task(_end_removed(guard, control, members), name="removed nodes")

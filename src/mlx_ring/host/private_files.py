@@ -145,7 +145,7 @@ class StateFile(Generic[ContentT]):
         Raises:
             ConfigError: a file that cannot be parsed.
         """
-        mark = _mark(self._path)
+        mark = file_mark(self._path)
         if self._seen is None or self._seen[0] != mark:
             self._seen = (mark, self._parse())
         return self._seen[1]
@@ -172,7 +172,7 @@ class StateFile(Generic[ContentT]):
             ) from error
 
 
-def _mark(path: Path) -> tuple[int, int, int] | None:
+def file_mark(path: Path) -> tuple[int, int, int] | None:
     """Return a mark that differs after every change, because each change creates a new file."""
     try:
         status = os.stat(path)  # noqa: PTH116 - Path.stat costs twice as much, and every RPC calls this

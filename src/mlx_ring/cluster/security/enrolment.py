@@ -29,7 +29,7 @@ from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
 from mlx_ring.rpc.tls.certificates import key_to_pem, make_signing_request, needs_renewal
-from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_renewed
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import (
     address_of_call,
@@ -209,6 +209,7 @@ async def start_enrolment_server(
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
-    port = add_secure_port(server, address, authority.head_credentials().for_strangers())
+    shown = serve_renewed(authority.head_credentials, admits_strangers=True)
+    port = add_secure_port(server, address, shown)
     await server.start()
     return server, port
