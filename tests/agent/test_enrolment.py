@@ -113,6 +113,46 @@ def test_joining_again_with_the_same_key_adds_no_member(tmp_path: Path) -> None:
     with_head(tmp_path, act)
 
 
+def test_the_same_join_command_works_twice_with_a_token_for_one_use(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token(uses=1)
+        first = await head.join(tmp_path / "node", token)
+        again = await head.join(tmp_path / "node", token)
+        assert again.key == first.key
+        assert await call_as_member(head, again) == ANSWER
+        # A removed machine does need a token that is not used up.
+        head.members.remove(open_identity(tmp_path / "node").node)
+        with pytest.raises(TokenRefused, match="is used up"):
+            await head.join(tmp_path / "node", token)
+        renewed = await head.join(tmp_path / "node", head.token(uses=1))
+        assert await call_as_member(head, renewed) == ANSWER
+
+    with_head(tmp_path, act)
+
+
+def test_a_refused_key_does_not_use_the_token(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        assert not (await enrol(head, request_for("mini-1", head.token()))).HasField("failure")
+        token = head.token(uses=1)
+        refused = failure_to_error((await enrol(head, request_for("mini-1", token))).failure)
+        assert "with another key" in str(refused)
+        head.members.remove("mini-1")
+        assert not (await enrol(head, request_for("mini-1", token))).HasField("failure")
+
+    with_head(tmp_path, act)
+
+
+def test_many_machines_behind_one_address_join_at_once(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token()
+        replies = await asyncio.gather(
+            *(enrol(head, request_for(f"mini-{number}", token)) for number in range(12))
+        )
+        assert [reply.failure.message for reply in replies] == [""] * 12
+
+    with_head(tmp_path, act, TryLimit(burst=3, per_second=0.0))
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -372,7 +412,8 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
 
     with_head(tmp_path, act)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(lines) == 2
+    # The last one is of the machine that joins again, which asks first whether it still is a member.
+    assert len(lines) == 3
     assert all(line.startswith("Refused a call of ") for line in lines)
 
 

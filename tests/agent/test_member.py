@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,11 +72,11 @@ def test_a_full_disk_ends_neither_the_registration_nor_the_renewal(monkeypatch: 
     monkeypatch.setattr(member, "_FIRST_PAUSE_S", 0.0)
     address, tries = HeadAddress("127.0.0.1", 1), Counter[str]()
 
-    def fail(which: str) -> Any:
+    def fail(which: str, *_: object) -> Any:
         tries[which] += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(member, "renew_if_due", lambda _head, _folder: fail("renewal"))
+    monkeypatch.setattr(member, "renew_if_due", partial(fail, "renewal"))
     who = Registration("mini-1", 4000, made_up_profile(), 0.9)
 
     async def run() -> None:
