@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,8 @@ from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
 from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
-from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit
+from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit, admit_own_machine
+from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.errors import (
     ConfigError,
     PeerRefused,
@@ -29,8 +31,10 @@ from mlx_ring.core.errors import (
     VersionMismatch,
     WorkerLost,
 )
+from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import JoinToken, parse_token
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.private_files import try_lock
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -126,6 +130,30 @@ def test_the_same_join_command_works_twice_with_a_token_for_one_use(tmp_path: Pa
             await head.join(tmp_path / "node", token)
         renewed = await head.join(tmp_path / "node", head.token(uses=1))
         assert await call_as_member(head, renewed) == ANSWER
+
+    with_head(tmp_path, act)
+
+
+def test_a_running_member_is_not_enrolled_in_another_cluster(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        folder = tmp_path / "state" / "node"
+        credentials = await head.join(folder, head.token())
+        other = Authority.open(tmp_path / "other")
+        lock = try_lock(folder / AGENT_LOCK)
+        assert lock is not None
+        try:
+            for authority in (head.authority, other):
+                token = str(JoinToken(authority.fingerprint, bytes(4), bytes(20)))
+                with pytest.raises(ConfigError, match="already runs on this machine"):
+                    await head.join(folder, token)
+            with pytest.raises(ConfigError, match="as a member of another cluster"):
+                admit_own_machine(other, Members(tmp_path / "other"), folder)
+            assert load_credentials(folder) == credentials
+            # The agent of this machine may outlive its own head, which then starts again.
+            assert admit_own_machine(head.authority, head.members, folder) == credentials
+        finally:
+            os.close(lock)
+        assert admit_own_machine(other, Members(tmp_path / "other"), folder) != credentials
 
     with_head(tmp_path, act)
 

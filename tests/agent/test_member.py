@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import subprocess
 import sys
 import time
@@ -20,10 +21,11 @@ from tests.machines import free_pair_of_ports, node_credentials
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import member
-from mlx_ring.agent.member import FailureLog, Registration, stay_registered
+from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.logs import FailureLog
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.protos import worker_pb2
 
@@ -99,7 +101,7 @@ def test_failures_to_reach_the_head_are_logged_at_growing_distances(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = [0.0]
-    failures = FailureLog(lambda: clock[0])
+    failures = FailureLog(logging.getLogger("test"), lambda: clock[0])
 
     def lines(seconds: int) -> int:
         caplog.clear()

@@ -25,7 +25,7 @@ from mlx_ring.cluster.agent_link import energy_of, yielding_of
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.records import Members
-from mlx_ring.core.errors import Conflict, PeerRefused
+from mlx_ring.core.errors import ConfigError, Conflict, PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
@@ -70,6 +70,19 @@ async def until(control: Control, nodes: int) -> Membership:
                 changed.clear()
                 await changed.wait()
     return control.membership
+
+
+def test_a_second_head_with_the_same_state_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = (HeadAddress("127.0.0.1", free_pair_of_ports()) for _ in range(2))
+        async with open_control(tmp_path / "head", first):
+            with pytest.raises(ConfigError, match=r"Another head with the state in .* already runs"):
+                async with open_control(tmp_path / "head", second):
+                    pass
+        async with open_control(tmp_path / "head", second):
+            pass
+
+    asyncio.run(run())
 
 
 def first_message() -> cluster_pb2.AttendRequest:

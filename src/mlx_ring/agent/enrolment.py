@@ -22,8 +22,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused, WorkerLost
+from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import parse_token
 from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos, parse_head_address
+from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -59,10 +61,15 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     Raises:
         TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
         PeerRefused, VersionMismatch: the head does not take this machine, or is none.
-        ConfigError: the address is invalid, or nothing answers there.
+        ConfigError: the address is invalid, nothing answers there, or an agent runs with what is in `folder`.
     """
     ticket = parse_token(token)
     head = parse_head_address(address)
+    if is_held(folder / AGENT_LOCK):
+        raise ConfigError(
+            f"An agent with the state in {folder.parent} already runs on this machine, and its membership would be "
+            "overwritten: stop it first, or give --state-dir."
+        )
     identity = open_identity(folder)
     authority = fetch_authority(head, ticket.fingerprint)
     kept = load_credentials(folder)

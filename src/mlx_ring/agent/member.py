@@ -30,7 +30,7 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
-from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.logs import FailureLog, configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.interfaces import Trust
@@ -39,7 +39,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
-from mlx_ring.host.running import note_absence, recorded
+from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
@@ -63,8 +63,6 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _LEAVE_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
-_FIRST_LOGGED_S, _LONGEST_LOGGED_S = 10.0, 600.0
-"""Time between two log lines about a head that cannot be reached; it doubles after each."""
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
@@ -111,7 +109,7 @@ async def stay_registered(
         PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
-    pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog()
+    pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog(log)
     while True:
         try:
             async for reply in _session(head, credentials(), who, leave):
@@ -133,32 +131,6 @@ async def stay_registered(
             return
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-
-
-class FailureLog:
-    """Log lines about a head that cannot be reached: the first failures, then one at growing distances."""
-
-    _AT_ONCE = 3
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.end()
-
-    def end(self) -> None:
-        """Record that the head has answered."""
-        self._failures, self._next_s, self._distance_s = 0, 0.0, _FIRST_LOGGED_S
-
-    def record(self, sentence: str) -> None:
-        """Log a failure, unless one was logged a moment ago."""
-        self._failures += 1
-        now_s = self._clock()
-        if self._failures > self._AT_ONCE and now_s < self._next_s:
-            return
-        if self._failures > self._AT_ONCE:
-            sentence = f"{sentence} (try {self._failures})"
-            self._distance_s = min(_LONGEST_LOGGED_S, 2 * self._distance_s)
-        self._next_s = now_s + self._distance_s
-        log.warning("%s", sentence)
 
 
 def _raise_cancellation() -> None:
@@ -259,6 +231,8 @@ class MemberOptions:
     """True if it leaves before its machine sleeps, and while the battery is low."""
     make_yields: MakeYields = YieldWatch
     """Makes the watch of the machine's user, if it is to yield."""
+    on_connected: Callable[[], None] = lambda: None
+    """Called when the head has answered for the first time."""
 
 
 def run_member(
@@ -271,6 +245,7 @@ def run_member(
     to_stderr: bool = True,
     may_be_away: bool = True,
     make_yields: MakeYields = YieldWatch,
+    on_connected: Callable[[], None] = lambda: None,
 ) -> None:
     """Start this process's log, and serve as `serve_as_member` does.
 
@@ -283,6 +258,7 @@ def run_member(
         to_stderr: True to write log lines to stderr too.
         may_be_away: True to leave before the machine sleeps, and while its battery is low.
         make_yields: makes the watch of the machine's user, if it is to yield.
+        on_connected: called when the head has answered for the first time.
     """
     configure_logging(
         process="agent",
@@ -298,7 +274,7 @@ def run_member(
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         options = MemberOptions(
-            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields
+            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields, on_connected
         )
         asyncio.run(serve_as_member(options))
 
@@ -312,7 +288,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     """
     folder, settings = node_folder(options.state), options.settings
     trust = Trust(settings.trusted_interface)
-    lock = try_lock(folder / AGENT_LOCK)
+    lock = try_lock(folder / AGENT_LOCK, agent_note(options.head.port))
     if lock is None:
         raise ConfigError(
             f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
@@ -354,17 +330,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
-    received_s = time.monotonic()
-
-    def revoke(serials: tuple[str, ...]) -> None:
-        nonlocal received_s
-        received_s = time.monotonic()
-        if serials != supervisor.revoked:
-            supervisor.revoke(serials)
-            revoked.replace(serials)
-            guard.end_refused()
-            probes_guard.end_refused()
-
+    answers = _Answers(supervisor, revoked, (guard, probes_guard), options.on_connected)
     who = Registration(
         options.node,
         port,
@@ -380,7 +346,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         on_absence=lambda why: note_absence(options.state, why),
     )
     attending = asyncio.create_task(
-        leave.attend(lambda: stay_registered(options.head, credentials, who, revoke, leave)),
+        leave.attend(lambda: stay_registered(options.head, credentials, who, answers.record, leave)),
         name="attendance",
     )
     beside = (
@@ -391,7 +357,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         ),
         *(() if who.yields is None else (asyncio.create_task(who.yields.run(), name="yielding"),)),
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
-        asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
+        asyncio.create_task(end_orphaned_workers(supervisor, lambda: answers.last_s), name="orphans"),
     )
     try:
         await _until_end(attending, leave)
@@ -404,6 +370,34 @@ async def serve_as_member(options: MemberOptions) -> None:
         await server.stop(grace=0.5)
         os.close(lock)
         log.info("Ended")
+
+
+class _Answers:
+    """The head's answers: their time, and the certificates that they revoke."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        revoked: Revoked,
+        guards: tuple[AioPeerGuard, PeerGuard],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._supervisor, self._revoked, self._guards = supervisor, revoked, guards
+        self._on_first: Callable[[], None] | None = on_connected
+        self.last_s = time.monotonic()
+        """Time of the last answer, or of the start."""
+
+    def record(self, serials: tuple[str, ...]) -> None:
+        """Record an answer with the serials of all revoked certificates."""
+        self.last_s = time.monotonic()
+        if self._on_first is not None:
+            on_first, self._on_first = self._on_first, None
+            on_first()
+        if serials != self._supervisor.revoked:
+            self._supervisor.revoke(serials)
+            self._revoked.replace(serials)
+            for guard in self._guards:
+                guard.end_refused()
 
 
 async def _profile(state: Path, settings: MemberSettings) -> MachineProfile:

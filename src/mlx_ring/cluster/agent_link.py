@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import grpc
 
+from mlx_ring.cluster.membership import Reported
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import GroupStuck, RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, ProtocolError, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.energy import PARTS, PartEnergy
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.yielding import Yielding
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -30,6 +33,7 @@ _RELINK_WAIT_S = 40.0
 """Time for the agent to ask its workers, of which one may compute a long step, and to end those that do not answer."""
 
 _LONGEST_REASON = 200
+_LONGEST_PROBLEM = 400
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
@@ -266,6 +270,32 @@ def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
     return tuple(
         used for used in known if 0.0 <= used.joules < math.inf and 0.0 <= (used.watts or 0.0) < math.inf
     )
+
+
+def report_of(node: str, session: int, said: cluster_pb2.AttendRequest) -> Reported:
+    """Return the state in a node's message; raise `ProtocolError` if one of its interfaces is invalid."""
+    return Reported(
+        node,
+        session,
+        said.memory_free_bytes,
+        said.agent_bytes,
+        _trusted(said),
+        said.trusted_problem[:_LONGEST_PROBLEM],
+        energy_of(said),
+        yielding_of(said),
+    )
+
+
+def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
+    """Return the trusted interfaces; raise `ProtocolError` if one has no IPv4 address."""
+    trusted = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
+    try:
+        for one in trusted:
+            ipaddress.IPv4Address(one.address)
+            ipaddress.IPv4Network(one.network)
+    except ValueError as error:
+        raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
+    return trusted
 
 
 AGENT_MODULE = "mlx_ring.agent"

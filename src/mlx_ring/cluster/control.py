@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Coroutine, Generator
@@ -16,7 +15,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.agent_link import energy_of, yielding_of
+from mlx_ring.cluster.agent_link import report_of
 from mlx_ring.cluster.membership import (
     SILENCE_S,
     Drained,
@@ -24,7 +23,6 @@ from mlx_ring.cluster.membership import (
     Joined,
     Member,
     Membership,
-    Reported,
     SessionEnded,
 )
 from mlx_ring.cluster.security.authority import Authority
@@ -33,8 +31,8 @@ from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.private_files import sole_holder
 from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
@@ -55,7 +53,7 @@ _RETURNS_WITHIN_S = 1.5
 _REFUSED_S = 30.0
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
-_LONGEST_PROBLEM = 400
+_HEAD_LOCK = "head.lock"
 _MESSAGE_BYTES = 2 << 20
 """Limit of a message, which may hold a part of weights of 1 MiB."""
 
@@ -279,7 +277,7 @@ class Control:
                 moving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
                 leaving = self._letting_go[member.node] = _LettingGo(0, moving)
             leaving.request = said.leave_request
-        await self._happens(_report(member.node, member.session, said))
+        await self._happens(report_of(member.node, member.session, said))
 
     def _ask_again_later(self, node: str, done: asyncio.Task[None]) -> None:
         """Forget a refusal after a while, because a machine with room may join. Its error is retrieved in any case."""
@@ -325,36 +323,11 @@ class Control:
             since_s=time.time(),
             versions=hello_versions(first.hello),
         )
-        return member.after(_report(member.node, member.session, first))
+        return member.after(report_of(member.node, member.session, first))
 
 
 async def _let_go_at_once(_node: str) -> None:
     """Do nothing: nothing is loaded yet."""
-
-
-def _report(node: str, session: int, said: cluster_pb2.AttendRequest) -> Reported:
-    return Reported(
-        node,
-        session,
-        said.memory_free_bytes,
-        said.agent_bytes,
-        _trusted(said),
-        said.trusted_problem[:_LONGEST_PROBLEM],
-        energy_of(said),
-        yielding_of(said),
-    )
-
-
-def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
-    """Return the trusted interfaces; raise `ProtocolError` if one has no IPv4 address."""
-    trusted = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
-    try:
-        for one in trusted:
-            ipaddress.IPv4Address(one.address)
-            ipaddress.IPv4Network(one.network)
-    except ValueError as error:
-        raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
-    return trusted
 
 
 async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
@@ -415,7 +388,21 @@ async def open_control(
 
     Raises:
         AddressInUse: a port that another process uses.
+        ConfigError: another head has the same state, or an agent here is a member of another cluster.
     """
+    refusal = (
+        f"Another head with the state in {state} already runs on this machine: stop it first with `mlx-ring stop`, or "
+        "give --state-dir."
+    )
+    with sole_holder(authority_folder(state) / _HEAD_LOCK, refusal):
+        async with _listening(state, address, *handlers) as control:
+            yield control
+
+
+@asynccontextmanager
+async def _listening(
+    state: Path, address: HeadAddress, *handlers: grpc.GenericRpcHandler
+) -> AsyncGenerator[Control]:
     authority = Authority.open(authority_folder(state))
     tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))
     admit_own_machine(authority, members, node_folder(state))

@@ -23,7 +23,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.records import Members, TokenStore
-from mlx_ring.core.errors import RingError, TokenRefused
+from mlx_ring.core.errors import ConfigError, RingError, TokenRefused
+from mlx_ring.core.folders import AGENT_LOCK
+from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
@@ -211,8 +213,16 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
     """Return credentials for the node on the head's machine, which needs no token, and save them in `folder`.
 
     Existing credentials are reused unless they belong to another cluster, are revoked or expire soon.
+
+    Raises:
+        ConfigError: an agent of this machine runs as a member of another cluster.
     """
     kept = load_credentials(folder)
+    if kept is not None and kept.authority != authority.pem and is_held(folder / AGENT_LOCK):
+        raise ConfigError(
+            f"An agent with the state in {folder.parent} already runs on this machine, as a member of another cluster: "
+            "stop it first, or give this head another --state-dir."
+        )
     if kept is not None and kept.authority == authority.pem:
         certificate = x509.load_pem_x509_certificate(kept.certificate)
         soon = needs_renewal(certificate, datetime.now(UTC))
