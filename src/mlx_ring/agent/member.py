@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -87,6 +88,8 @@ class Registration:
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     yields: YieldWatch | None = None
     """Watch of the machine's user; None if it does not yield."""
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random id of this process, by which the head tells a machine that reconnects from a copy of it."""
 
 
 async def stay_registered(
@@ -178,6 +181,7 @@ async def _messages(
         profile=who.profile.model_dump_json(),
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
+        process=who.process,
     )
     await asyncio.to_thread(who.energy.open)
     message.MergeFrom(_now(who))

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.membership import Reported
+from mlx_ring.cluster.membership import SILENCE_S, Reported
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import GroupStuck, ProtocolError, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.energy import PARTS, PartEnergy
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.yielding import Yielding
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import limit_silence, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, START, STOP, WATCH
@@ -296,6 +298,52 @@ def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
     except ValueError as error:
         raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
     return trusted
+
+
+async def first_message(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    """Return a node's first message; raise `ProtocolError` if none comes in time."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await _next(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise ProtocolError("A node connected and did not send its first message in time.") from None
+
+
+async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    try:
+        return await anext(requests)
+    except DecodeError as error:
+        raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
+
+
+async def messages_until_end(
+    requests: AsyncIterator[cluster_pb2.AttendRequest], revocations: asyncio.Event
+) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
+    """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
+
+    Raises:
+        TimeoutError: a node that was silent for too long.
+    """
+    requests = limit_silence(requests, SILENCE_S)
+    saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
+    try:
+        while True:
+            await asyncio.wait((saying, revoking), return_when=asyncio.FIRST_COMPLETED)
+            if revoking.done():
+                revocations.clear()
+                revoking = asyncio.ensure_future(revocations.wait())
+                yield None
+            if saying.done():
+                said = saying.result()
+                saying = asyncio.ensure_future(_next(requests))
+                yield said
+    except StopAsyncIteration:
+        return
+    finally:
+        saying.cancel()
+        revoking.cancel()
+        # Retrieve the exceptions, because asyncio logs those that are never retrieved.
+        await asyncio.gather(saying, revoking, return_exceptions=True)
 
 
 AGENT_MODULE = "mlx_ring.agent"

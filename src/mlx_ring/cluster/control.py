@@ -13,9 +13,8 @@ from itertools import count
 from pathlib import Path
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.agent_link import report_of
+from mlx_ring.cluster.agent_link import first_message, messages_until_end, report_of
 from mlx_ring.cluster.membership import (
     SILENCE_S,
     Drained,
@@ -33,7 +32,7 @@ from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import sole_holder
-from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
+from mlx_ring.rpc.channels import Silence, add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
 from mlx_ring.rpc.link_probe import LinkResponder
@@ -50,6 +49,8 @@ _SETTLED_WITHIN_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
 _RETURNS_WITHIN_S = 1.5
 """Silence within which a node whose connection broke may be back, for example because it missed the head's messages."""
+_PROOF_S = 1.0
+"""Time after which a report proves that a node runs; earlier ones may have waited to be read."""
 _REFUSED_S = 30.0
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
@@ -223,7 +224,8 @@ class Control:
         try:
             # Read the peer only once: gRPC may crash if it is read after the call has ended.
             peer = peer_of_call(context)
-            member = self._member(await _first(requests), peer, host)
+            member = self._member(await first_message(requests), peer, host)
+            await self._refuse_copy(member)
         except RingError as error:
             log.warning("Refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
@@ -237,7 +239,7 @@ class Control:
         self._revocations.add(revocations)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self.members.revoked_serials())
-            async with contextlib.aclosing(_said(requests, revocations)) as saying:
+            async with contextlib.aclosing(messages_until_end(requests, revocations)) as saying:
                 async for said in saying:
                     if said is not None:
                         silence.end()
@@ -265,6 +267,33 @@ class Control:
             await asyncio.shield(
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
+
+    async def _refuse_copy(self, member: Member) -> None:
+        """Refuse another process with a connected node's identity, once the connected one has proved that it still runs.
+
+        The same process that reconnects, or one that replaces an ended one, gets the session.
+        """
+        known, since_s = self.membership.members.get(member.node), time.monotonic()
+        if known is None or known.process == member.process or known.session not in self._silences:
+            return
+        silence = self._silences[known.session][1]
+        while time.monotonic() - since_s < _PROOF_S:
+            before = self.membership.members.get(member.node)
+
+            def is_decided(before: Member | None = before) -> bool:
+                # A report replaces the member.
+                spoke_or_left = self.membership.members.get(member.node) is not before
+                return spoke_or_left or silence.seconds >= _SETTLED_WITHIN_S
+
+            async with self._changed:
+                await self._changed.wait_for(is_decided)
+            is_silent = self.membership.members.get(member.node) is before
+            if is_silent or not self.membership.has_session(member.node, known.session):
+                return
+        raise PeerRefused(
+            f"Another machine is connected as {member.node}, at {known.host}: this one, at {member.host}, is a copy with the same "
+            "identity. Remove the folder `node` in one's state folder, and join that one again with a token."
+        )
 
     async def _received(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
         if not said.wants_to_leave:
@@ -322,57 +351,13 @@ class Control:
             links_port=first.links_port,
             since_s=time.time(),
             versions=hello_versions(first.hello),
+            process=first.process[:80],
         )
         return member.after(report_of(member.node, member.session, first))
 
 
 async def _let_go_at_once(_node: str) -> None:
     """Do nothing: nothing is loaded yet."""
-
-
-async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            return await _next(requests)
-    except (StopAsyncIteration, TimeoutError):
-        raise ProtocolError("A node connected and did not send its first message in time.") from None
-
-
-async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
-    try:
-        return await anext(requests)
-    except DecodeError as error:
-        raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
-
-
-async def _said(
-    requests: AsyncIterator[cluster_pb2.AttendRequest], revocations: asyncio.Event
-) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
-    """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
-
-    Raises:
-        TimeoutError: a node that was silent for too long.
-    """
-    requests = limit_silence(requests, SILENCE_S)
-    saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
-    try:
-        while True:
-            await asyncio.wait((saying, revoking), return_when=asyncio.FIRST_COMPLETED)
-            if revoking.done():
-                revocations.clear()
-                revoking = asyncio.ensure_future(revocations.wait())
-                yield None
-            if saying.done():
-                said = saying.result()
-                saying = asyncio.ensure_future(_next(requests))
-                yield said
-    except StopAsyncIteration:
-        return
-    finally:
-        saying.cancel()
-        revoking.cancel()
-        # Retrieve the exceptions, because asyncio logs those that are never retrieved.
-        await asyncio.gather(saying, revoking, return_exceptions=True)
 
 
 @asynccontextmanager

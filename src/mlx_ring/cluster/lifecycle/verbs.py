@@ -250,20 +250,34 @@ def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
     return _ask(found, file, method, path, body)
 
 
+def found_programs(file: DevicesFile) -> list[tuple[Machine, ReadyMachine | HostFailed]]:
+    """Return each machine with the program there, or the error of one out of reach or without mlx-ring."""
+
+    def find(machine: Machine) -> tuple[Machine, ReadyMachine | HostFailed]:
+        try:
+            found = any_program(machine, find_program(machine))
+        except HostFailed as error:
+            return machine, error
+        return machine, found or HostFailed(f"{machine.name}: mlx-ring is not installed there.")
+
+    return on_all(find_machines(file.devices), find)
+
+
 def installed_programs(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
     """Return each machine's name and the program there.
 
     Raises:
         HostFailed: a machine out of reach, or without mlx-ring.
     """
-
-    def find(machine: Machine) -> tuple[str, ReadyMachine]:
-        found = any_program(machine, find_program(machine))
-        if found is None:
-            raise HostFailed(f"{machine.name}: mlx-ring is not installed there.")
-        return machine.name, found
-
-    return on_all(find_machines(file.devices), find)
+    programs, failures = list[tuple[str, ReadyMachine]](), list[str]()
+    for machine, found in found_programs(file):
+        if isinstance(found, HostFailed):
+            failures.append(str(found))
+        else:
+            programs.append((machine.name, found))
+    if failures:
+        raise HostFailed("\n".join(failures))
+    return programs
 
 
 class _Joining:
