@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -20,12 +21,22 @@ from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
 from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
-from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit
-from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefused, VersionMismatch
+from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit, admit_own_machine
+from mlx_ring.cluster.security.records import Members
+from mlx_ring.core.errors import (
+    ConfigError,
+    PeerRefused,
+    RingError,
+    TokenRefused,
+    VersionMismatch,
+    WorkerLost,
+)
+from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import JoinToken, parse_token
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.private_files import try_lock
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel
-from mlx_ring.rpc.failures import failure_to_error
+from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2, enrol_pb2
@@ -48,7 +59,7 @@ async def call_as_member(head: Head, credentials: Credentials) -> int:
         try:
             reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
         except grpc.aio.AioRpcError as error:
-            raise (handshake_error(error, "The head") or error) from error
+            raise (handshake_error(error, "The head") or channel_error(error, "The head")) from error
     return reply.stopped
 
 
@@ -104,6 +115,70 @@ def test_joining_again_with_the_same_key_adds_no_member(tmp_path: Path) -> None:
         assert await call_as_member(head, credentials) == ANSWER
 
     with_head(tmp_path, act)
+
+
+def test_the_same_join_command_works_twice_with_a_token_for_one_use(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token(uses=1)
+        first = await head.join(tmp_path / "node", token)
+        again = await head.join(tmp_path / "node", token)
+        assert again.key == first.key
+        assert await call_as_member(head, again) == ANSWER
+        # A removed machine does need a token that is not used up.
+        head.members.remove(open_identity(tmp_path / "node").node)
+        with pytest.raises(TokenRefused, match="is used up"):
+            await head.join(tmp_path / "node", token)
+        renewed = await head.join(tmp_path / "node", head.token(uses=1))
+        assert await call_as_member(head, renewed) == ANSWER
+
+    with_head(tmp_path, act)
+
+
+def test_a_running_member_is_not_enrolled_in_another_cluster(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        folder = tmp_path / "state" / "node"
+        credentials = await head.join(folder, head.token())
+        other = Authority.open(tmp_path / "other")
+        lock = try_lock(folder / AGENT_LOCK)
+        assert lock is not None
+        try:
+            for authority in (head.authority, other):
+                token = str(JoinToken(authority.fingerprint, bytes(4), bytes(20)))
+                with pytest.raises(ConfigError, match="already runs on this machine"):
+                    await head.join(folder, token)
+            with pytest.raises(ConfigError, match="as a member of another cluster"):
+                admit_own_machine(other, Members(tmp_path / "other"), folder)
+            assert load_credentials(folder) == credentials
+            # The agent of this machine may outlive its own head, which then starts again.
+            assert admit_own_machine(head.authority, head.members, folder) == credentials
+        finally:
+            os.close(lock)
+        assert admit_own_machine(other, Members(tmp_path / "other"), folder) != credentials
+
+    with_head(tmp_path, act)
+
+
+def test_a_refused_key_does_not_use_the_token(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        assert not (await enrol(head, request_for("mini-1", head.token()))).HasField("failure")
+        token = head.token(uses=1)
+        refused = failure_to_error((await enrol(head, request_for("mini-1", token))).failure)
+        assert "with another key" in str(refused)
+        head.members.remove("mini-1")
+        assert not (await enrol(head, request_for("mini-1", token))).HasField("failure")
+
+    with_head(tmp_path, act)
+
+
+def test_many_machines_behind_one_address_join_at_once(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token()
+        replies = await asyncio.gather(
+            *(enrol(head, request_for(f"mini-{number}", token)) for number in range(12))
+        )
+        assert [reply.failure.message for reply in replies] == [""] * 12
+
+    with_head(tmp_path, act, TryLimit(burst=3, per_second=0.0))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +440,8 @@ def test_a_removed_node_is_refused_and_cannot_renew_while_another_is_served(
 
     with_head(tmp_path, act)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(lines) == 2
+    # The last one is of the machine that joins again, which asks first whether it still is a member.
+    assert len(lines) == 3
     assert all(line.startswith("Refused a call of ") for line in lines)
 
 
@@ -375,7 +451,7 @@ def test_an_expired_certificate_is_refused_by_tls(tmp_path: Path) -> None:
         certificate = head.authority.sign(make_signing_request(key, node_name("old-1")), "old-1", long_ago)
         head.members.admit(certificate)
         expired = Credentials(head.authority.pem, certificate.public_bytes(Encoding.PEM), key_to_pem(key))
-        with pytest.raises(PeerRefused, match="may not accept this machine's certificate"):
+        with pytest.raises(WorkerLost, match="may not accept this machine's certificate"):
             await call_as_member(head, expired)
 
     with_head(tmp_path, act)

@@ -1,24 +1,119 @@
-"""Ranks that an agent ends after it has lost its head."""
+"""An agent without its head: it asks again, and ends ranks that wait for others."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.machines import free_pair_of_ports, node_credentials
+from tests.profiles import made_up_profile
 
+from mlx_ring.agent import member
+from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.agent.worker_processes import end_orphaned_workers
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.logs import FailureLog
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.protos import worker_pb2
 
 SPINS, SLEEPS = "while True: pass", "import time; time.sleep(600)"
+
+
+class Closing(asyncio.Protocol):
+    """A head that closes its first connections in the handshake, as one that was frozen and then killed."""
+
+    def __init__(self, closed: list[int]) -> None:
+        self._closed = closed
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._closed.append(len(data))
+        self._transport.abort()
+
+
+def test_a_head_that_closes_a_connection_in_the_handshake_is_asked_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        address = HeadAddress("127.0.0.1", free_pair_of_ports())
+        credentials = node_credentials(Authority.open(tmp_path), "mini-1")
+        closed: list[int] = []
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: Closing(closed), address.host, address.port
+        )
+        who = Registration("mini-1", 4000, made_up_profile(), 0.9)
+        task = asyncio.create_task(stay_registered(address, lambda: credentials, who, lambda _: None))
+        try:
+            async with listener, asyncio.timeout(60):
+                while len(closed) < 2:
+                    await asyncio.wait((task,), timeout=0.05)
+                    assert not task.done(), task.exception()
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_ends_neither_the_registration_nor_the_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_RENEWAL_S", 0.0)
+    monkeypatch.setattr(member, "_FIRST_PAUSE_S", 0.0)
+    address, tries = HeadAddress("127.0.0.1", 1), Counter[str]()
+
+    def fail(which: str, *_: object) -> Any:
+        tries[which] += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(member, "renew_if_due", partial(fail, "renewal"))
+    who = Registration("mini-1", 4000, made_up_profile(), 0.9)
+
+    async def run() -> None:
+        tasks = [
+            asyncio.create_task(member._renew_in_time(address, Path())),  # pyright: ignore[reportPrivateUsage]
+            asyncio.create_task(stay_registered(address, lambda: fail("registration"), who, lambda _: None)),
+        ]
+        async with asyncio.timeout(60):
+            while min(tries["renewal"], tries["registration"]) < 2:
+                await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+                assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_failures_to_reach_the_head_are_logged_at_growing_distances(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = [0.0]
+    failures = FailureLog(logging.getLogger("test"), lambda: clock[0])
+
+    def lines(seconds: int) -> int:
+        caplog.clear()
+        for _ in range(seconds):
+            clock[0] += 1.0
+            failures.record("The head cannot be reached")
+        return len(caplog.records)
+
+    assert lines(5) == 3
+    assert lines(3600) < 20
+    failures.end()
+    assert lines(1) == 1
 
 
 @contextlib.contextmanager

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.cli.test_main import complaint
 from tests.processes import run_cli, run_in_process, serving
 
-from mlx_ring.cli.cluster import speed
+from mlx_ring.cli.cluster import logs, speed
 from mlx_ring.cluster.lifecycle import verbs
+from mlx_ring.core.errors import HostFailed
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,26 @@ def test_cluster_start_refuses_settings_in_the_environment(tmp_path: Path) -> No
     )
     assert done.returncode == 2
     assert "The environment reaches no other machine (MLX_RING_BLAS): give settings under" in done.stderr
+
+
+def test_logs_of_other_machines_are_printed_when_one_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def program(machine: Any) -> Any:
+        if machine.name == "dead":
+            raise HostFailed("dead cannot be reached")
+        words = (sys.executable, "-c", "print('a line')")
+        return SimpleNamespace(machine=machine, program=words, installation=SimpleNamespace(state="s"))
+
+    monkeypatch.setattr(verbs, "_program", program)
+    config = tmp_path / "cluster.json"
+    config.write_text(
+        '{"devices": [{"device_id": "h", "hostname": "localhost", "role": "coordinator"},'
+        ' {"device_id": "dead", "hostname": "nowhere.invalid"}]}'
+    )
+    with pytest.raises(HostFailed, match="dead cannot be reached"):
+        logs(config)
+    assert capfd.readouterr().out == "h | a line\n"
 
 
 def test_status_without_a_head_names_the_address(tmp_path: Path) -> None:

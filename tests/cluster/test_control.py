@@ -23,9 +23,9 @@ from mlx_ring.agent.member import Registration, Revoke, stay_registered
 from mlx_ring.cluster import control as subject
 from mlx_ring.cluster.agent_link import energy_of, yielding_of
 from mlx_ring.cluster.control import Control, open_control
-from mlx_ring.cluster.membership import Event, Joined, Membership, Reported, SessionEnded
+from mlx_ring.cluster.membership import Event, Joined, Member, Membership, Reported, SessionEnded
 from mlx_ring.cluster.security.records import Members
-from mlx_ring.core.errors import Conflict, PeerRefused
+from mlx_ring.core.errors import ConfigError, Conflict, PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
@@ -34,6 +34,7 @@ from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
+from mlx_ring.rpc.tls.credentials import load_credentials
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import HEAD_NAME
 
@@ -70,6 +71,19 @@ async def until(control: Control, nodes: int) -> Membership:
                 changed.clear()
                 await changed.wait()
     return control.membership
+
+
+def test_a_second_head_with_the_same_state_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = (HeadAddress("127.0.0.1", free_pair_of_ports()) for _ in range(2))
+        async with open_control(tmp_path / "head", first):
+            with pytest.raises(ConfigError, match=r"Another head with the state in .* already runs"):
+                async with open_control(tmp_path / "head", second):
+                    pass
+        async with open_control(tmp_path / "head", second):
+            pass
+
+    asyncio.run(run())
 
 
 def first_message() -> cluster_pb2.AttendRequest:
@@ -262,6 +276,65 @@ def test_the_end_of_a_replaced_session_is_not_reported(tmp_path: Path) -> None:
         return events
 
     assert [type(event) for event in asyncio.run(run())] == [Joined, Joined]
+
+
+def test_a_copy_of_a_connected_machine_is_refused_and_the_same_process_may_reconnect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with (
+            open_control(tmp_path / "head", head) as control,
+            attending(head, control, tmp_path / "a", process="first"),
+            asyncio.timeout(WAIT_S),
+        ):
+            (member,) = (await control.wait_for(1)).members.values()
+            credentials = load_credentials(tmp_path / "a")
+            assert credentials is not None
+            copied = Registration(member.node, 4001, made_up_profile(), 0.9, process="copy")
+            with pytest.raises(PeerRefused, match="is a copy with the same identity"):
+                await stay_registered(head, lambda: credentials, copied, lambda _: None)
+            assert control.membership.has_session(member.node, member.session)
+            again = asyncio.create_task(
+                stay_registered(head, lambda: credentials, replace(copied, process="first"), lambda _: None)
+            )
+            await wait_for_session_after(control, member)
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_replaces_a_silent_one_is_admitted(tmp_path: Path) -> None:
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control, asyncio.timeout(WAIT_S):
+            token = control.make_token(life_s=60.0)
+            credentials = await asyncio.to_thread(join, str(head), token, tmp_path / "a")
+            async with open_aio_channel(head.cluster, credentials, HEAD_NAME) as channel:
+                # It sends nothing more, as a machine that lost its power.
+                old = ATTEND.aio_stream_stream(channel)()
+                await old.write(first_message())
+                await old.read()
+                (member,) = control.membership.members.values()
+                who = Registration(member.node, 4001, made_up_profile(), 0.9)
+                new = asyncio.create_task(stay_registered(head, lambda: credentials, who, lambda _: None))
+                await wait_for_session_after(control, member)
+                new.cancel()
+                await asyncio.gather(new, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def wait_for_session_after(control: Control, member: Member) -> None:
+    """Wait until the node is connected in a later session."""
+    changed = asyncio.Event()
+    with control.watching(lambda _event: changed.set()):
+        while control.membership.members[member.node].session == member.session:
+            changed.clear()
+            await changed.wait()
 
 
 @pytest.mark.parametrize(("field", "value"), [("port", 0), ("memory_utilization", 1.5), ("profile", "{}")])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.eventually import run_tasks_until
+from tests.processes import clean_environment
 
 from mlx_ring.cluster import own_agent as subject
 from mlx_ring.cluster.membership import Event, FormerMember, Membership, SessionEnded
@@ -41,6 +44,50 @@ def test_an_agent_with_other_trusted_interfaces_is_reported(
 ) -> None:
     assert re.search(said, stale_trust(trusted_interfaces(trusted), named))
     assert stale_trust(trusted_interfaces(trusted), trusted) == ""
+
+
+AGENT = """
+import sys, time
+from pathlib import Path
+from mlx_ring.core.folders import AGENT_LOCK, node_folder
+from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.running import agent_note, recorded
+state = Path(sys.argv[1])
+assert try_lock(node_folder(state) / AGENT_LOCK, agent_note(int(sys.argv[2]))) is not None
+with recorded(state, "agent"):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("port", "is_ended"), [(50051, 0), (50061, 1)])
+def test_an_agent_that_a_killed_head_started_for_another_port_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int, is_ended: int
+) -> None:
+    started: list[HeadAddress] = []
+    original = subject.ensure_head_member
+
+    def ensure(settings: Settings, state: Path, node: str, head: HeadAddress) -> None:
+        # The lock decides, but no further agent starts.
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", lambda *_, **__: started.append(head))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            original(settings, state, node, head)
+
+    async def run() -> None:
+        control: Any = Absent()
+        await OwnAgent(Settings(state_dir=tmp_path), control, HeadAddress("127.0.0.1", port)).ensure()
+
+    command = [sys.executable, "-c", AGENT, str(tmp_path), "50051"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_environment()) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"ready\n"
+        monkeypatch.setattr(subject, "ensure_head_member", ensure)
+        try:
+            asyncio.run(run())
+            assert (agent.poll() is not None) == bool(is_ended)
+        finally:
+            agent.kill()
+    assert started == ([HeadAddress("127.0.0.1", port)] if is_ended else [])
 
 
 class Absent:

@@ -7,6 +7,7 @@ certificate has the fingerprint, a second connection carries the secret. This CA
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -20,9 +21,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused
+from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused, WorkerLost
+from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import parse_token
 from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos, parse_head_address
+from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
@@ -48,6 +51,8 @@ _NONCE_BYTES = 16
 def join(address: str, token: str, folder: Path) -> Credentials:
     """Become a member, and keep what proves it in `folder`; this machine's identity is made or found there.
 
+    A member of the token's cluster stays one, and does not use the token.
+
     Args:
         address: the head's, as a person types it; the enrolment port is the one after.
         token: the text from `mlx-ring token create`.
@@ -56,12 +61,21 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     Raises:
         TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
         PeerRefused, VersionMismatch: the head does not take this machine, or is none.
-        ConfigError: the address is invalid, or nothing answers there.
+        ConfigError: the address is invalid, nothing answers there, or an agent runs with what is in `folder`.
     """
     ticket = parse_token(token)
     head = parse_head_address(address)
+    if is_held(folder / AGENT_LOCK):
+        raise ConfigError(
+            f"An agent with the state in {folder.parent} already runs on this machine, and its membership would be "
+            "overwritten: stop it first, or give --state-dir."
+        )
     identity = open_identity(folder)
     authority = fetch_authority(head, ticket.fingerprint)
+    kept = load_credentials(folder)
+    if kept is not None and _is_ours(kept, ticket.fingerprint):
+        with contextlib.suppress(PeerRefused, WorkerLost):  # a removed machine needs the token
+            return renew(head, kept, folder)
     request = enrol_pb2.EnrolRequest(
         hello=make_hello(node=identity.node),
         token_id=ticket.id,
@@ -74,6 +88,14 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     with open_channel(head.enrolment, anchor, HEAD_NAME) as channel:
         reply = _call(head.enrolment, lambda: ENROL.unary_unary(channel)(request, timeout=_WAIT_S))
     return _take(reply, identity, authority, folder)
+
+
+def _is_ours(kept: Credentials, expected: bytes) -> bool:
+    """Return True if the kept certificate is still valid, and is of the cluster whose CA has this fingerprint."""
+    certificate = x509.load_pem_x509_certificate(kept.certificate)
+    authority = x509.load_pem_x509_certificate(kept.authority)
+    is_valid = certificate.not_valid_after_utc > datetime.now(UTC)
+    return is_valid and hmac.compare_digest(fingerprint(authority), expected)
 
 
 def renew(head: HeadAddress, credentials: Credentials, folder: Path) -> Credentials:

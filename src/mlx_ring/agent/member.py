@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -30,7 +31,7 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
-from mlx_ring.core.logs import configure_logging
+from mlx_ring.core.logs import FailureLog, configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed
 from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.interfaces import Trust
@@ -39,7 +40,7 @@ from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
 from mlx_ring.host.process import own_memory, usable_memory
-from mlx_ring.host.running import note_absence, recorded
+from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
@@ -87,6 +88,8 @@ class Registration:
     energy: EnergyMeter = field(default_factory=EnergyMeter)
     yields: YieldWatch | None = None
     """Watch of the machine's user; None if it does not yield."""
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random id of this process, by which the head tells a machine that reconnects from a copy of it."""
 
 
 async def stay_registered(
@@ -109,20 +112,21 @@ async def stay_registered(
         PeerRefused: the head refuses this node.
         VersionMismatch: the head has other versions.
     """
-    pause_s, leave = _FIRST_PAUSE_S, leave or Leave()
+    pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog(log)
     while True:
         try:
             async for reply in _session(head, credentials(), who, leave):
                 pause_s = _FIRST_PAUSE_S
+                failures.end()
                 leave.received(reply)
                 revoke(tuple(reply.revoked))
             if leave.left.is_set():
                 return
-            log.warning("The head at %s ended; asking again", head)
+            failures.record(f"The head at {head} ended; asking again")
         except (PeerRefused, VersionMismatch):
             raise
-        except RingError as error:
-            log.warning("The head at %s cannot be reached, asking again in %g s: %s", head, pause_s, error)
+        except (RingError, OSError) as error:
+            failures.record(f"The head at {head} cannot be reached, asking again: {error}")
         finally:
             leave.silent()
         _raise_cancellation()
@@ -177,6 +181,7 @@ async def _messages(
         profile=who.profile.model_dump_json(),
         memory_utilization=who.memory_utilization,
         links_port=who.links_port,
+        process=who.process,
     )
     await asyncio.to_thread(who.energy.open)
     message.MergeFrom(_now(who))
@@ -230,6 +235,8 @@ class MemberOptions:
     """True if it leaves before its machine sleeps, and while the battery is low."""
     make_yields: MakeYields = YieldWatch
     """Makes the watch of the machine's user, if it is to yield."""
+    on_connected: Callable[[], None] = lambda: None
+    """Called when the head has answered for the first time."""
 
 
 def run_member(
@@ -242,6 +249,7 @@ def run_member(
     to_stderr: bool = True,
     may_be_away: bool = True,
     make_yields: MakeYields = YieldWatch,
+    on_connected: Callable[[], None] = lambda: None,
 ) -> None:
     """Start this process's log, and serve as `serve_as_member` does.
 
@@ -254,6 +262,7 @@ def run_member(
         to_stderr: True to write log lines to stderr too.
         may_be_away: True to leave before the machine sleeps, and while its battery is low.
         make_yields: makes the watch of the machine's user, if it is to yield.
+        on_connected: called when the head has answered for the first time.
     """
     configure_logging(
         process="agent",
@@ -269,7 +278,7 @@ def run_member(
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         options = MemberOptions(
-            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields
+            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields, on_connected
         )
         asyncio.run(serve_as_member(options))
 
@@ -283,7 +292,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     """
     folder, settings = node_folder(options.state), options.settings
     trust = Trust(settings.trusted_interface)
-    lock = try_lock(folder / AGENT_LOCK)
+    lock = try_lock(folder / AGENT_LOCK, agent_note(options.head.port))
     if lock is None:
         raise ConfigError(
             f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
@@ -325,17 +334,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
-    received_s = time.monotonic()
-
-    def revoke(serials: tuple[str, ...]) -> None:
-        nonlocal received_s
-        received_s = time.monotonic()
-        if serials != supervisor.revoked:
-            supervisor.revoke(serials)
-            revoked.replace(serials)
-            guard.end_refused()
-            probes_guard.end_refused()
-
+    answers = _Answers(supervisor, revoked, (guard, probes_guard), options.on_connected)
     who = Registration(
         options.node,
         port,
@@ -351,7 +350,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         on_absence=lambda why: note_absence(options.state, why),
     )
     attending = asyncio.create_task(
-        leave.attend(lambda: stay_registered(options.head, credentials, who, revoke, leave)),
+        leave.attend(lambda: stay_registered(options.head, credentials, who, answers.record, leave)),
         name="attendance",
     )
     beside = (
@@ -362,7 +361,7 @@ async def serve_as_member(options: MemberOptions) -> None:
         ),
         *(() if who.yields is None else (asyncio.create_task(who.yields.run(), name="yielding"),)),
         asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
-        asyncio.create_task(end_orphaned_workers(supervisor, lambda: received_s), name="orphans"),
+        asyncio.create_task(end_orphaned_workers(supervisor, lambda: answers.last_s), name="orphans"),
     )
     try:
         await _until_end(attending, leave)
@@ -375,6 +374,34 @@ async def serve_as_member(options: MemberOptions) -> None:
         await server.stop(grace=0.5)
         os.close(lock)
         log.info("Ended")
+
+
+class _Answers:
+    """The head's answers: their time, and the certificates that they revoke."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        revoked: Revoked,
+        guards: tuple[AioPeerGuard, PeerGuard],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._supervisor, self._revoked, self._guards = supervisor, revoked, guards
+        self._on_first: Callable[[], None] | None = on_connected
+        self.last_s = time.monotonic()
+        """Time of the last answer, or of the start."""
+
+    def record(self, serials: tuple[str, ...]) -> None:
+        """Record an answer with the serials of all revoked certificates."""
+        self.last_s = time.monotonic()
+        if self._on_first is not None:
+            on_first, self._on_first = self._on_first, None
+            on_first()
+        if serials != self._supervisor.revoked:
+            self._supervisor.revoke(serials)
+            self._revoked.replace(serials)
+            for guard in self._guards:
+                guard.end_refused()
 
 
 async def _profile(state: Path, settings: MemberSettings) -> MachineProfile:
@@ -398,7 +425,7 @@ async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
         try:
             if await asyncio.to_thread(renew_if_due, head, folder):
                 log.info("The certificate was renewed")
-        except RingError as error:
+        except (RingError, OSError) as error:
             log.warning("The certificate expires soon and could not be renewed: %s", error)
         await asyncio.sleep(_RENEWAL_S)
 

@@ -180,7 +180,11 @@ def logs(
         raise ConfigError(f"--lines is {lines}; it must be a whole number from 1 to {_MOST_LINES}.")
     flags = ("--lines", str(lines), *(("--follow",) if follow else ()))
     tails: list[tuple[Any, subprocess.Popen[str]]] = []
-    for _, found in verbs.installed_programs(_read(config)):
+    failures: list[str] = []
+    for _, found in verbs.found_programs(_read(config)):
+        if isinstance(found, HostFailed):
+            failures.append(str(found))
+            continue
         words = (*found.program, *ON_HOST, "logs", "--state-dir", found.installation.state, *flags)
         tail = subprocess.Popen(
             command_on(found.machine, words),
@@ -191,8 +195,11 @@ def logs(
             errors="replace",
         )
         tails.append((found.machine, tail))
+    if follow:
+        # They would only be reported at the end, which is Ctrl-C.
+        for failure in failures:
+            _report(failure)
     _print_labelled([(machine.name, tail) for machine, tail in tails])
-    failures: list[str] = []
     for machine, tail in tails:
         try:
             check_exit(machine, tail.wait(), tail.stderr.read() if tail.stderr else "")
@@ -204,7 +211,7 @@ def logs(
 
 def _print_labelled(tails: Sequence[tuple[str, subprocess.Popen[str]]]) -> None:
     """Print lines of all machines as they arrive."""
-    width = max(len(name) for name, _ in tails)
+    width = max((len(name) for name, _ in tails), default=0)
     lock = threading.Lock()
 
     def copy(name: str, tail: subprocess.Popen[str]) -> None:

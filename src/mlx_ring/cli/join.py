@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,8 @@ from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, names_of, select_settings
 from mlx_ring.settings.settings_sources import load_settings
+
+log = logging.getLogger(__name__)
 
 _HEAD_FILE = "head"
 _TRY_S = 2.0
@@ -69,7 +72,6 @@ def join(
         raise ConfigError(
             "This machine is not a member yet: give --token, which `mlx-ring token create` prints on the head."
         )
-    write_private(folder / _HEAD_FILE, f"{address}\n".encode())
     _serve(settings, state, address, listen)
 
 
@@ -106,11 +108,21 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     from mlx_ring.agent.member import run_member
     from mlx_ring.rpc.tls.identity import open_identity
 
+    folder = node_folder(state)
     run_member(
         head,
-        open_identity(node_folder(state)).node,
+        open_identity(folder).node,
         state,
         select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
         listen=listen,
         to_stderr=settings.log_stderr == "on",
+        on_connected=lambda: _keep_address(folder, head),
     )
+
+
+def _keep_address(folder: Path, head: HeadAddress) -> None:
+    """Keep the address of a head that has answered, for later joins without an address."""
+    try:
+        write_private(folder / _HEAD_FILE, f"{head}\n".encode())
+    except (OSError, ConfigError) as error:
+        log.warning("The head's address cannot be kept, so the next `mlx-ring join` must name it: %s", error)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from mlx_ring.cluster.membership import SILENCE_S, Reported
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import GroupStuck, RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, ProtocolError, RingError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.energy import PARTS, PartEnergy
+from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.yielding import Yielding
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import limit_silence, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import LOAD_STAGES, MEASURE_LINK, RELINK_WORKERS, START, STOP, WATCH
@@ -30,6 +35,7 @@ _RELINK_WAIT_S = 40.0
 """Time for the agent to ask its workers, of which one may compute a long step, and to end those that do not answer."""
 
 _LONGEST_REASON = 200
+_LONGEST_PROBLEM = 400
 
 Report = Callable[[agent_pb2.StageProgress], None]
 Assignments = Sequence[worker_pb2.StageAssignment]
@@ -266,6 +272,78 @@ def energy_of(said: cluster_pb2.AttendRequest) -> tuple[PartEnergy, ...]:
     return tuple(
         used for used in known if 0.0 <= used.joules < math.inf and 0.0 <= (used.watts or 0.0) < math.inf
     )
+
+
+def report_of(node: str, session: int, said: cluster_pb2.AttendRequest) -> Reported:
+    """Return the state in a node's message; raise `ProtocolError` if one of its interfaces is invalid."""
+    return Reported(
+        node,
+        session,
+        said.memory_free_bytes,
+        said.agent_bytes,
+        _trusted(said),
+        said.trusted_problem[:_LONGEST_PROBLEM],
+        energy_of(said),
+        yielding_of(said),
+    )
+
+
+def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
+    """Return the trusted interfaces; raise `ProtocolError` if one has no IPv4 address."""
+    trusted = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
+    try:
+        for one in trusted:
+            ipaddress.IPv4Address(one.address)
+            ipaddress.IPv4Network(one.network)
+    except ValueError as error:
+        raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
+    return trusted
+
+
+async def first_message(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    """Return a node's first message; raise `ProtocolError` if none comes in time."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await _next(requests)
+    except (StopAsyncIteration, TimeoutError):
+        raise ProtocolError("A node connected and did not send its first message in time.") from None
+
+
+async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
+    try:
+        return await anext(requests)
+    except DecodeError as error:
+        raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
+
+
+async def messages_until_end(
+    requests: AsyncIterator[cluster_pb2.AttendRequest], revocations: asyncio.Event
+) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
+    """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
+
+    Raises:
+        TimeoutError: a node that was silent for too long.
+    """
+    requests = limit_silence(requests, SILENCE_S)
+    saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
+    try:
+        while True:
+            await asyncio.wait((saying, revoking), return_when=asyncio.FIRST_COMPLETED)
+            if revoking.done():
+                revocations.clear()
+                revoking = asyncio.ensure_future(revocations.wait())
+                yield None
+            if saying.done():
+                said = saying.result()
+                saying = asyncio.ensure_future(_next(requests))
+                yield said
+    except StopAsyncIteration:
+        return
+    finally:
+        saying.cancel()
+        revoking.cancel()
+        # Retrieve the exceptions, because asyncio logs those that are never retrieved.
+        await asyncio.gather(saying, revoking, return_exceptions=True)
 
 
 AGENT_MODULE = "mlx_ring.agent"

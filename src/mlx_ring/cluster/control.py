@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Coroutine, Generator
@@ -14,9 +13,8 @@ from itertools import count
 from pathlib import Path
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from mlx_ring.cluster.agent_link import energy_of, yielding_of
+from mlx_ring.cluster.agent_link import first_message, messages_until_end, report_of
 from mlx_ring.cluster.membership import (
     SILENCE_S,
     Drained,
@@ -24,7 +22,6 @@ from mlx_ring.cluster.membership import (
     Joined,
     Member,
     Membership,
-    Reported,
     SessionEnded,
 )
 from mlx_ring.cluster.security.authority import Authority
@@ -33,16 +30,16 @@ from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.host.machine_profile import MachineProfile
-from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_aio_server
+from mlx_ring.host.private_files import sole_holder
+from mlx_ring.rpc.channels import Silence, add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, hello_versions, make_hello
 from mlx_ring.rpc.link_probe import LinkResponder
 from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
-from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.credentials import Credentials, serve_renewed
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
 
@@ -52,10 +49,12 @@ _SETTLED_WITHIN_S = 1.5
 """Silence after which a plan waits until the node speaks or is disconnected."""
 _RETURNS_WITHIN_S = 1.5
 """Silence within which a node whose connection broke may be back, for example because it missed the head's messages."""
+_PROOF_S = 1.0
+"""Time after which a report proves that a node runs; earlier ones may have waited to be read."""
 _REFUSED_S = 30.0
 _LOOK_S = 0.25
 """Interval of the check for removed nodes, which only looks whether a file has changed."""
-_LONGEST_PROBLEM = 400
+_HEAD_LOCK = "head.lock"
 _MESSAGE_BYTES = 2 << 20
 """Limit of a message, which may hold a part of weights of 1 MiB."""
 
@@ -225,7 +224,8 @@ class Control:
         try:
             # Read the peer only once: gRPC may crash if it is read after the call has ended.
             peer = peer_of_call(context)
-            member = self._member(await _first(requests), peer, host)
+            member = self._member(await first_message(requests), peer, host)
+            await self._refuse_copy(member)
         except RingError as error:
             log.warning("Refused %s: %s", host, error)
             yield cluster_pb2.AttendReply(failure=error_to_failure(error))
@@ -239,7 +239,7 @@ class Control:
         self._revocations.add(revocations)
         try:
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self.members.revoked_serials())
-            async with contextlib.aclosing(_said(requests, revocations)) as saying:
+            async with contextlib.aclosing(messages_until_end(requests, revocations)) as saying:
                 async for said in saying:
                     if said is not None:
                         silence.end()
@@ -268,6 +268,33 @@ class Control:
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
 
+    async def _refuse_copy(self, member: Member) -> None:
+        """Refuse another process with a connected node's identity, once the connected one has proved that it still runs.
+
+        The same process that reconnects, or one that replaces an ended one, gets the session.
+        """
+        known, since_s = self.membership.members.get(member.node), time.monotonic()
+        if known is None or known.process == member.process or known.session not in self._silences:
+            return
+        silence = self._silences[known.session][1]
+        while time.monotonic() - since_s < _PROOF_S:
+            before = self.membership.members.get(member.node)
+
+            def is_decided(before: Member | None = before) -> bool:
+                # A report replaces the member.
+                spoke_or_left = self.membership.members.get(member.node) is not before
+                return spoke_or_left or silence.seconds >= _SETTLED_WITHIN_S
+
+            async with self._changed:
+                await self._changed.wait_for(is_decided)
+            is_silent = self.membership.members.get(member.node) is before
+            if is_silent or not self.membership.has_session(member.node, known.session):
+                return
+        raise PeerRefused(
+            f"Another machine is connected as {member.node}, at {known.host}: this one, at {member.host}, is a copy with the same "
+            "identity. Remove the folder `node` in one's state folder, and join that one again with a token."
+        )
+
     async def _received(self, member: Member, said: cluster_pb2.AttendRequest) -> None:
         if not said.wants_to_leave:
             if self._letting_go.pop(member.node, None) is not None:
@@ -279,7 +306,7 @@ class Control:
                 moving.add_done_callback(lambda done: self._ask_again_later(member.node, done))
                 leaving = self._letting_go[member.node] = _LettingGo(0, moving)
             leaving.request = said.leave_request
-        await self._happens(_report(member.node, member.session, said))
+        await self._happens(report_of(member.node, member.session, said))
 
     def _ask_again_later(self, node: str, done: asyncio.Task[None]) -> None:
         """Forget a refusal after a while, because a machine with room may join. Its error is retrieved in any case."""
@@ -324,82 +351,13 @@ class Control:
             links_port=first.links_port,
             since_s=time.time(),
             versions=hello_versions(first.hello),
+            process=first.process[:80],
         )
-        return member.after(_report(member.node, member.session, first))
+        return member.after(report_of(member.node, member.session, first))
 
 
 async def _let_go_at_once(_node: str) -> None:
     """Do nothing: nothing is loaded yet."""
-
-
-def _report(node: str, session: int, said: cluster_pb2.AttendRequest) -> Reported:
-    return Reported(
-        node,
-        session,
-        said.memory_free_bytes,
-        said.agent_bytes,
-        _trusted(said),
-        said.trusted_problem[:_LONGEST_PROBLEM],
-        energy_of(said),
-        yielding_of(said),
-    )
-
-
-def _trusted(said: cluster_pb2.AttendRequest) -> tuple[TrustedInterface, ...]:
-    """Return the trusted interfaces; raise `ProtocolError` if one has no IPv4 address."""
-    trusted = tuple(TrustedInterface(one.name[:80], one.address, one.network) for one in said.trusted)
-    try:
-        for one in trusted:
-            ipaddress.IPv4Address(one.address)
-            ipaddress.IPv4Network(one.network)
-    except ValueError as error:
-        raise ProtocolError(f"A node reports an invalid trusted interface: {error}.") from error
-    return trusted
-
-
-async def _first(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            return await _next(requests)
-    except (StopAsyncIteration, TimeoutError):
-        raise ProtocolError("A node connected and did not send its first message in time.") from None
-
-
-async def _next(requests: AsyncIterator[cluster_pb2.AttendRequest]) -> cluster_pb2.AttendRequest:
-    try:
-        return await anext(requests)
-    except DecodeError as error:
-        raise ProtocolError(f"A node's message cannot be parsed: {error}.") from error
-
-
-async def _said(
-    requests: AsyncIterator[cluster_pb2.AttendRequest], revocations: asyncio.Event
-) -> AsyncGenerator[cluster_pb2.AttendRequest | None]:
-    """Yield a node's messages until it ends its call, and None whenever certificates were revoked.
-
-    Raises:
-        TimeoutError: a node that was silent for too long.
-    """
-    requests = limit_silence(requests, SILENCE_S)
-    saying, revoking = asyncio.ensure_future(_next(requests)), asyncio.ensure_future(revocations.wait())
-    try:
-        while True:
-            await asyncio.wait((saying, revoking), return_when=asyncio.FIRST_COMPLETED)
-            if revoking.done():
-                revocations.clear()
-                revoking = asyncio.ensure_future(revocations.wait())
-                yield None
-            if saying.done():
-                said = saying.result()
-                saying = asyncio.ensure_future(_next(requests))
-                yield said
-    except StopAsyncIteration:
-        return
-    finally:
-        saying.cancel()
-        revoking.cancel()
-        # Retrieve the exceptions, because asyncio logs those that are never retrieved.
-        await asyncio.gather(saying, revoking, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -415,7 +373,21 @@ async def open_control(
 
     Raises:
         AddressInUse: a port that another process uses.
+        ConfigError: another head has the same state, or an agent here is a member of another cluster.
     """
+    refusal = (
+        f"Another head with the state in {state} already runs on this machine: stop it first with `mlx-ring stop`, or "
+        "give --state-dir."
+    )
+    with sole_holder(authority_folder(state) / _HEAD_LOCK, refusal):
+        async with _listening(state, address, *handlers) as control:
+            yield control
+
+
+@asynccontextmanager
+async def _listening(
+    state: Path, address: HeadAddress, *handlers: grpc.GenericRpcHandler
+) -> AsyncGenerator[Control]:
     authority = Authority.open(authority_folder(state))
     tokens, members = TokenStore(authority_folder(state)), Members(authority_folder(state))
     admit_own_machine(authority, members, node_folder(state))
@@ -425,7 +397,7 @@ async def open_control(
     server = make_aio_server(interceptors=[guard], max_message_bytes=_MESSAGE_BYTES)
     probes = LinkResponder(make_hello(node=control.node)).aio_handler()
     server.add_generic_rpc_handlers((service.renewal_handler(), control.handler(), probes, *handlers))
-    add_secure_port(server, address.cluster, authority.head_credentials().for_server())
+    add_secure_port(server, address.cluster, serve_renewed(authority.head_credentials))
     enrolment, _ = await start_enrolment_server(service, authority, address.enrolment)
     await server.start()
     sweeping = asyncio.create_task(_end_removed(guard, control, members), name="removed nodes")

@@ -54,6 +54,8 @@ class Member:
     """Energy of its parts that count it, since its agent started."""
     yielding: Yielding | None = None
     """State if it yields to its user."""
+    process: str = ""
+    """Random id of its agent's process."""
 
     def after(self, report: Reported) -> Member:
         """Return the member with the state of a report."""

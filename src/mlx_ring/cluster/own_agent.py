@@ -19,6 +19,7 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import TRUST_FLAG, Trust, TrustedInterface
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.running import end_stray_agent
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, as_arguments, select_settings
 
@@ -91,7 +92,11 @@ class OwnAgent:
                         break
 
     async def ensure(self) -> None:
-        """Start the agent unless one runs."""
+        """Start the agent unless one runs that serves this head.
+
+        Raises:
+            ConfigError: one that serves another address does not end.
+        """
         async with self._starting:
             await self._ensure()
 
@@ -101,16 +106,19 @@ class OwnAgent:
             await self._kill()
         if self._process is not None and self._process.poll() is None:
             return  # one that has just started may not hold the lock yet
-        host = "127.0.0.1" if self._address.is_every else self._address.host
-        started = ensure_head_member(
-            self._settings,
-            state_folder(self._settings.state_dir),
-            self._control.node,
-            HeadAddress(host, self._address.port),
-        )
+        state = state_folder(self._settings.state_dir)
+        started = self._start(state)
+        if started is None and await asyncio.to_thread(end_stray_agent, state, self._address.port):
+            started = self._start(state)
         if started is not None:
             self._process = started
             self._left_before = self._control.membership.former.get(self._control.node)
+
+    def _start(self, state: Path) -> subprocess.Popen[bytes] | None:
+        host = "127.0.0.1" if self._address.is_every else self._address.host
+        return ensure_head_member(
+            self._settings, state, self._control.node, HeadAddress(host, self._address.port)
+        )
 
     async def attends(self, timeout_s: float) -> bool:
         """Wait until it is connected; return False if it is not in time."""

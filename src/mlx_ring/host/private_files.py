@@ -84,8 +84,11 @@ def locked(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def try_lock(file: Path) -> int | None:
-    """Return a descriptor that holds the file's lock until it is closed or its process ends; None if another holds it."""
+def try_lock(file: Path, note: bytes = b"") -> int | None:
+    """Return a descriptor that holds the file's lock until it is closed or its process ends; None if another holds it.
+
+    Others can read the holder's note in the file.
+    """
     make_private_folder(file.parent)
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
     try:
@@ -93,7 +96,23 @@ def try_lock(file: Path) -> int | None:
     except OSError:
         os.close(descriptor)
         return None
+    if note:
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, note)
     return descriptor
+
+
+@contextlib.contextmanager
+def sole_holder(file: Path, refusal: str) -> Generator[None]:
+    """Hold the file's lock. Raises `ConfigError` with this text if another process holds it."""
+    descriptor = try_lock(file)
+    if descriptor is None:
+        raise ConfigError(refusal)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 _held: dict[Path, int] = {}
@@ -145,7 +164,7 @@ class StateFile(Generic[ContentT]):
         Raises:
             ConfigError: a file that cannot be parsed.
         """
-        mark = _mark(self._path)
+        mark = file_mark(self._path)
         if self._seen is None or self._seen[0] != mark:
             self._seen = (mark, self._parse())
         return self._seen[1]
@@ -172,7 +191,7 @@ class StateFile(Generic[ContentT]):
             ) from error
 
 
-def _mark(path: Path) -> tuple[int, int, int] | None:
+def file_mark(path: Path) -> tuple[int, int, int] | None:
     """Return a mark that differs after every change, because each change creates a new file."""
     try:
         status = os.stat(path)  # noqa: PTH116 - Path.stat costs twice as much, and every RPC calls this

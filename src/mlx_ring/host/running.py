@@ -17,9 +17,10 @@ from typing import Literal
 
 import psutil
 
+from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.folders import running_folder
-from mlx_ring.host.private_files import read_private, try_lock, write_private
+from mlx_ring.core.folders import AGENT_LOCK, node_folder, running_folder
+from mlx_ring.host.private_files import is_held, read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,35 @@ def end_running(state: Path) -> list[str]:
     for kind in ("head", "agent"):
         ended += _end([found for found in running_here(state) if found.kind == kind])
     return ended
+
+
+def agent_note(head_port: int) -> bytes:
+    """Return what an agent notes in its lock: its head's port, and its version."""
+    return f"{head_port} {package_version('mlx-ring')}".encode()
+
+
+def end_stray_agent(state: Path, head_port: int) -> bool:
+    """End an agent of this state that serves a head at another port, or is of another version; return True if one was.
+
+    The caller is the only head with this state, so that no other head needs that agent. Blocks until it has ended.
+
+    Raises:
+        ConfigError: it does not end.
+    """
+    lock = node_folder(state) / AGENT_LOCK
+    note = read_private(lock)
+    if not note or note == agent_note(head_port) or not is_held(lock):
+        return False
+    described = note.decode(errors="replace").partition(" ")
+    where = f"the head's port {described[0]} with version {described[2]}"
+    log.warning("An agent of this machine was started for %s: ending it", where)
+    for sentence in _end([found for found in running_here(state) if found.kind == "agent"]):
+        log.info("%s", sentence)
+    if is_held(lock):
+        raise ConfigError(
+            f"An agent of this machine was started for {where}, and does not end: end it with `mlx-ring stop`."
+        )
+    return True
 
 
 def arguments_digest(arguments: Sequence[str]) -> str:

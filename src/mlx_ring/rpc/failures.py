@@ -46,6 +46,16 @@ def failure_to_error(failure: step_pb2.Failure) -> RingError:
     return error.between(*failure.ends) if isinstance(error, LinkLost) else error
 
 
+_CONNECTS = "failed to connect"
+_CLOSED_EARLY = "it closed the connection during the handshake: it has just stopped, or may not accept this machine's certificate"
+_HANDSHAKE_CAUSES = (
+    ("socket closed", _CLOSED_EARLY),
+    ("connection reset", _CLOSED_EARLY),
+    ("broken pipe", _CLOSED_EARLY),
+    ("recvmsg", _CLOSED_EARLY),
+    ("handshake read failed", "it closed the connection during the handshake, or does not speak TLS"),
+)
+"""As `_CAUSES`, while the connection is made. TLS itself does not tell a peer that ends from one that refuses."""
 _CAUSES = (
     ("connection refused", "no process listens there, so it has stopped or was killed"),
     ("socket closed", "it closed the connection, so it has stopped or was killed"),
@@ -82,5 +92,7 @@ def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
         if denied is not None and is_denied_by_macos(int(denied["number"]), denied["address"]):
             cause = LOCAL_NETWORK_DENIED
         else:
-            cause = next((meaning for part, meaning in _CAUSES if part in cause.lower()), cause)
+            text = cause.lower()
+            causes = (*(_HANDSHAKE_CAUSES if _CONNECTS in text else ()), *_CAUSES)
+            cause = next((meaning for part, meaning in causes if part in text), cause)
     return WorkerLost(f"The connection to {peer} broke: {cause}.")

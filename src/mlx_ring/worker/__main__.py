@@ -23,7 +23,7 @@ from mlx_ring.host.process import dump_stacks_on_signal
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
 from mlx_ring.rpc.tls.caller_checks import PeerGuard
-from mlx_ring.rpc.tls.credentials import load_credentials, serve_from_folder
+from mlx_ring.rpc.tls.credentials import KeptCredentials, serve_from_folder
 from mlx_ring.settings.process_settings import WorkerSettings, add_argument
 from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
 from mlx_ring.worker.platform.device import (
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from mlx_ring.worker.server import WorkerServer  # MLX must load after the BLAS
     from mlx_ring.worker.stage import DiskSettings
 
-    access = PeerAccess(None if options.credentials is None else load_credentials(options.credentials))
+    access = PeerAccess(None if options.credentials is None else KeptCredentials(options.credentials))
     if options.in_group:
         access.group, access.capabilities = (
             GroupPort(options.group_host),

@@ -35,7 +35,7 @@ from mlx_ring.rpc.links import (
     link_lost,
 )
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.peers import Revoked, address_of_call, is_local, peer_of_call
 from mlx_ring.worker.group import GroupPort
 from mlx_ring.worker.replies import StageLinks
@@ -60,7 +60,7 @@ Sends = Callable[[], worker_pb2.LinkUse | None]
 class PeerAccess:
     """Connections of this worker with other machines."""
 
-    trust: Credentials | None = None
+    trust: ChannelTrust | None = None
     """Credentials for other machines. None: the worker only talks with its own machine."""
     revoked: Revoked = field(default_factory=Revoked)
     port: int = 0
@@ -298,7 +298,7 @@ class LinkOpener:
 
     model: StageModel
     inbox: Inbox
-    trust: Credentials | None
+    trust: ChannelTrust | None
     loss_recorder: Callable[[], LinkLoss] | None
 
     def open_links(

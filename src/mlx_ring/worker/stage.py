@@ -27,7 +27,7 @@ from mlx_ring.rpc.backends import joined_ranks
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import Inbox, LinkLoss, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.rpc.tls.credentials import Credentials
+from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.worker.collective import over_collectives
 from mlx_ring.worker.grammars import GrammarCompiler
 from mlx_ring.worker.group import GroupPort, join_group, join_stages
@@ -132,7 +132,7 @@ def build_stage(
     hello: hello_pb2.Hello,
     report: Report,
     *,
-    trust: Credentials | None = None,
+    trust: ChannelTrust | None = None,
     group_port: GroupPort | None = None,
     loss_recorder: Callable[[], LinkLoss] | None = None,
     disk_settings: DiskSettings | None = None,
@@ -220,7 +220,7 @@ class DiskSettings:
     folder: Path
     limit_bytes: int
     node: str = ""
-    trust: Credentials | None = None
+    trust: ChannelTrust | None = None
 
 
 def open_disk(
@@ -309,7 +309,7 @@ class Surroundings:
     """Connections of a worker, which stay when its stage changes."""
 
     inbox: Inbox
-    trust: Credentials | None = None
+    trust: ChannelTrust | None = None
     loss_recorder: Callable[[], LinkLoss] | None = None
     disk_settings: DiskSettings | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,39 @@ def test_a_piece_that_must_come_from_one_peer_is_a_run_of_its_own() -> None:
     alone = PiecePart(1, -1, "a", 5, 10, alone=True)
     board = Board(EMPTY, [parts(5)[0], alone, PiecePart(2, 0, "a", 10, 15)], {"mini": frozenset({0, 1, 2})})
     assert [[part.piece for part in board.take("mini")] for _ in range(3)] == [[0], [1], [2]]
+
+
+class Counted(frozenset[int]):
+    """Pieces of a peer that count how often they are looked up."""
+
+    lookups = 0
+
+    def __contains__(self, piece: object) -> bool:
+        type(self).lookups += 1
+        return super().__contains__(piece)
+
+
+@pytest.mark.parametrize("pieces", [range(4000), range(3000, 4000), range(0)])
+def test_the_work_of_a_fetch_grows_with_its_parts_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch, pieces: range
+) -> None:
+    monkeypatch.setattr(Counted, "lookups", 0)
+    board = Board(
+        EMPTY, parts(*[RUN_BYTES // 4] * 4000), {"mini": Counted(pieces), "max": Counted(range(4000))}
+    )
+    for number in range(2 * 4000):
+        peer = ("mini", "max")[number % 2]
+        can_take = board.can_take(peer)
+        run = board.take(peer)
+        assert can_take == bool(run)
+        unfinished = run[-1:] if number % 100 == 1 else []
+        for _ in run[len(unfinished) :]:
+            board.finish()
+        board.return_unfinished(unfinished)
+        if not board.waiting:
+            break
+    assert not board.waiting
+    assert Counted.lookups < 20 * 4000
 
 
 def test_adjacent_parts_are_one_range() -> None:

@@ -19,6 +19,7 @@ from tests.processes import clean_environment
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused
 from mlx_ring.rpc.channels import open_channel
+from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.methods import STOP
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.credentials import Anchor
@@ -136,6 +137,18 @@ def test_a_connection_closed_after_its_handshake_is_no_handshake_error() -> None
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
     assert handshake_error(error, "The peer") is None
+
+
+@pytest.mark.parametrize(
+    "said", ["Socket closed", "recvmsg:Connection reset by peer", "Handshake read failed"]
+)
+def test_a_connection_closed_in_its_handshake_is_lost_and_not_refused(said: str) -> None:
+    # The errors of a head that is frozen and then killed, and of one that does not accept a certificate, are the same.
+    nothing = grpc.aio.Metadata()
+    text = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:50051: {said}"
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
+    assert handshake_error(error, "The peer") is None
+    assert "closed the connection during the handshake" in str(channel_error(error, "The peer"))
 
 
 def test_an_ssl_error_is_explained() -> None:

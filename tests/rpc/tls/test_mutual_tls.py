@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from datetime import timedelta
+import ssl
+import tempfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 from cryptography import x509
-from tests.machines import ANSWER, NOW, listening, node_credentials
+from tests.machines import ANSWER, NOW, free_pair_of_ports, listening, node_credentials
 
+from mlx_ring.cluster.control import open_control
+from mlx_ring.cluster.security import authority as authorities
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
-from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.core.errors import ConfigError, PeerRefused, WorkerLost
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.private_files import write_private
 from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel, open_channel
+from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.methods import AGENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.rpc.tls.credentials import (
@@ -23,6 +30,7 @@ from mlx_ring.rpc.tls.credentials import (
     Anchor,
     ChannelTrust,
     Credentials,
+    KeptCredentials,
     load_credentials,
     serve_from_folder,
 )
@@ -54,8 +62,26 @@ async def ask(address: str, trust: ChannelTrust | None, name: str) -> int:
         try:
             reply = await STOP.aio_unary_unary(channel)(agent_pb2.StopRequest(), timeout=10)
         except grpc.aio.AioRpcError as error:
-            raise (handshake_error(error, "The peer") or error) from error
+            raise (handshake_error(error, "The peer") or channel_error(error, "The peer")) from error
     return reply.stopped
+
+
+def shown_leaf(port: int, client: Credentials, folder: Path, name: str) -> x509.Certificate:
+    """Return the certificate that a server on loopback shows; `folder` keeps the client's files."""
+    client.save(folder)
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=client.authority.decode())
+    context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname=name) as connection,
+    ):
+        shown = connection.getpeercert(binary_form=True)
+        assert shown is not None
+        return x509.load_der_x509_certificate(shown)
+
+
+def shown_peer(port: int, client: Credentials, folder: Path, name: str) -> Peer:
+    return peer_of_certificate(shown_leaf(port, client, folder, name))
 
 
 def refusal(served_by: Credentials, trust: ChannelTrust | None, name: str, trusted: Credentials) -> str:
@@ -63,7 +89,7 @@ def refusal(served_by: Credentials, trust: ChannelTrust | None, name: str, trust
 
     async def run() -> str:
         async with listening(served_by) as address:
-            with pytest.raises(PeerRefused) as caught:
+            with pytest.raises((PeerRefused, WorkerLost)) as caught:
                 await ask(address, trust, name)
             # The same server answers another caller, who expects the server's real name.
             assert await ask(address, trusted, MINI) == ANSWER
@@ -122,7 +148,7 @@ def test_a_client_without_a_certificate_is_refused(mini: Credentials) -> None:
 
 
 def test_a_plaintext_client_is_refused(mini: Credentials) -> None:
-    assert "There is no trusted connection to The peer" in refusal(mini, None, "", mini)
+    assert "The connection to The peer broke: it closed the connection" in refusal(mini, None, "", mini)
 
 
 def test_a_client_of_another_cluster_is_refused(mini: Credentials, foreign: Authority) -> None:
@@ -239,13 +265,7 @@ def test_a_renewed_certificate_is_served_and_client_certificates_stay_required(
     server.start()
 
     def shown() -> Peer:
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
-            mini.socket_client().wrap_socket(plain, server_hostname=MINI) as connection,
-        ):
-            certificate = connection.getpeercert(binary_form=True)
-            assert certificate is not None
-            return peer_of_certificate(x509.load_der_x509_certificate(certificate))
+        return shown_peer(port, mini, tmp_path.with_name("client"), MINI)
 
     try:
         first = shown()
@@ -257,10 +277,63 @@ def test_a_renewed_certificate_is_served_and_client_certificates_stay_required(
         (tmp_path / CERTIFICATE_FILE).write_text("rubbish")
         assert shown() == renewed
         assert asyncio.run(ask(f"127.0.0.1:{port}", mini, MINI)) == ANSWER
-        with pytest.raises(PeerRefused):
+        with pytest.raises(WorkerLost, match="may not accept this machine's certificate"):
             asyncio.run(ask(f"127.0.0.1:{port}", Anchor(authority.pem), MINI))
     finally:
         server.stop(None)
+
+
+def test_a_head_renews_the_certificate_that_it_shows_on_both_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The certificate is made as one that is renewed at the next look.
+    monkeypatch.setattr(authorities, "CERTIFICATE_LIFE", timedelta(minutes=20))
+
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            client = control.credentials
+            monkeypatch.setattr(authorities, "CERTIFICATE_LIFE", CERTIFICATE_LIFE)
+
+            def expiry(port: int) -> datetime:
+                leaf = shown_leaf(port, client, tmp_path / "client", HEAD_NAME)
+                return leaf.not_valid_after_utc
+
+            for port in (head.port, head.enrolment_port):
+                assert await asyncio.to_thread(expiry, port) > datetime.now(UTC) + timedelta(days=300)
+
+    asyncio.run(run())
+
+
+def test_credentials_are_checked_and_cached_without_writing_files(
+    mini: Credentials, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini.save(tmp_path)
+    # No file can be made there, as on a full disk.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    first = load_credentials(tmp_path)
+    assert first == mini
+    assert load_credentials(tmp_path) is first
+    other = node_credentials(authority, "mini-2")
+    for name, content in ((KEY_FILE, other.key), (CERTIFICATE_FILE, other.certificate)):
+        write_private(tmp_path / name, content)
+    assert load_credentials(tmp_path) == other
+
+
+def test_a_client_s_renewed_certificate_is_used_from_the_next_channel_on(
+    mini: Credentials, authority: Authority, tmp_path: Path
+) -> None:
+    node_credentials(authority, "mini-2", LONG_AGO).save(tmp_path)
+    trust = KeptCredentials(tmp_path)
+
+    async def run() -> int:
+        async with listening(mini) as address:
+            with pytest.raises(WorkerLost):
+                await ask(address, trust, MINI)
+            node_credentials(authority, "mini-2").save(tmp_path)
+            return await ask(address, trust, MINI)
+
+    assert asyncio.run(run()) == ANSWER
 
 
 def test_the_private_key_is_not_in_the_repr_of_credentials(mini: Credentials) -> None:

@@ -133,6 +133,7 @@ class Transfer:
 
     async def _plan(self) -> None:
         """Put every part on the board that is not on disk."""
+        wanted: list[PiecePart] = []
         for index in sorted(self._left):
             piece, there = self._model.manifest.pieces[index], self._model.parts(index)
             parts = [
@@ -142,8 +143,8 @@ class Transfer:
             ]
             self._parts_left[index] = len(parts)
             self._done += piece.nbytes - sum(part.nbytes for part in parts)
-            self._board.waiting.extend(parts)
-        self._board.add(())
+            wanted += parts
+        self._board.add(wanted)
         await self._end_pieces([index for index, parts in self._parts_left.items() if not parts])
 
     async def _ask(self, peer: PeerChannel) -> None:

@@ -169,7 +169,10 @@ def _connect_ms(host: str, port: int) -> float:
 def check_firewall(ports: Sequence[int]) -> Finding:
     """Check whether a firewall is active. Only a try from another machine would show what its rules block."""
     active = [name for name, output in _firewalls() if firewall_is_on(name, output)]
-    needed = f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353"
+    needed = (
+        f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353; and, from the machines of the cluster, every TCP port, "
+        "because agents, workers and links listen on free ones"
+    )
     if not active:
         return Finding("ok", "firewall", "none was found on this machine")
     return Finding("note", "firewall", f"{', '.join(active)} is on", firewall_remedy(active, needed))

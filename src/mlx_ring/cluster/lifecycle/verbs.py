@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     find_machines,
     head_arguments,
     head_host,
+    served_by_others,
 )
 from mlx_ring.cluster.lifecycle.host_side import whole_path
 from mlx_ring.cluster.lifecycle.programs import ReadyMachine, any_program, find_program, make_ready
@@ -100,7 +101,12 @@ def start(
             report(f"Not everything was stopped: {error}")
         raise
     # It serves by now, so a failed status request must not end it.
-    return StartedCluster(url, was_running=False, status=run.status())
+    status = run.status()
+    names = {found.installation.node: found.machine.name for found in readies}
+    if problem := served_by_others(names, status.get("nodes", ())):
+        _end(readies, report)
+        raise HostFailed(problem)
+    return StartedCluster(url, was_running=False, status=status)
 
 
 def stop(file: DevicesFile, *, report: Report) -> None:
@@ -134,7 +140,7 @@ def restart_machine(file: DevicesFile, name: str, *, report: Report, timeout_s: 
         raise ConfigError(f"{name} has the head, so that all would end: restart the cluster without a name.")
     # Programs are not sent here: that would end whatever runs with another version.
     both = [each for each in file.devices if each.is_coordinator or each is device]
-    found = dict(installed_programs(replace(file, devices=tuple(both))))
+    found = dict(on_all(find_machines(both), lambda machine: (machine.name, _program(machine))))
     head, other = found[file.coordinator.name], found[name]
     if not any(running.kind == "head" for running in head.installation.running):
         raise HostFailed(f"{head.machine.name}: no head runs there; `mlx-ring cluster start` starts it.")
@@ -242,28 +248,29 @@ def ask(file: DevicesFile, method: str, path: str, body: object = None) -> Any:
         HostFailed: a head out of reach, or an error as its answer.
     """
     machine = _coordinators(find_machines(file.devices))[0]
+    return _ask(_program(machine), file, method, path, body)
+
+
+def found_programs(file: DevicesFile) -> list[tuple[Machine, ReadyMachine | HostFailed]]:
+    """Return each machine with the program there, or the error of one out of reach or without mlx-ring."""
+
+    def find(machine: Machine) -> tuple[Machine, ReadyMachine | HostFailed]:
+        try:
+            return machine, _program(machine)
+        except HostFailed as error:
+            return machine, error
+
+    return on_all(find_machines(file.devices), find)
+
+
+def _program(machine: Machine) -> ReadyMachine:
+    """Return the program there; raise `HostFailed` for a machine out of reach or without mlx-ring."""
     found = any_program(machine, find_program(machine))
     if found is None:
         raise HostFailed(
             f"{machine.name}: mlx-ring is not installed there; `mlx-ring cluster start` sends it."
         )
-    return _ask(found, file, method, path, body)
-
-
-def installed_programs(file: DevicesFile) -> list[tuple[str, ReadyMachine]]:
-    """Return each machine's name and the program there.
-
-    Raises:
-        HostFailed: a machine out of reach, or without mlx-ring.
-    """
-
-    def find(machine: Machine) -> tuple[str, ReadyMachine]:
-        found = any_program(machine, find_program(machine))
-        if found is None:
-            raise HostFailed(f"{machine.name}: mlx-ring is not installed there.")
-        return machine.name, found
-
-    return on_all(find_machines(file.devices), find)
+    return found
 
 
 class _Joining:
@@ -436,9 +443,7 @@ def _stop_with(found: ReadyMachine, report: Report) -> None:
 
 def _standing(machine: Machine) -> Standing:
     try:
-        found = any_program(machine, find_program(machine))
+        found = _program(machine)
     except HostFailed as error:
         return Standing(machine, "", (), str(error))
-    if found is None:
-        return Standing(machine, "", (), f"{machine.name}: mlx-ring is not installed there.")
     return Standing(machine, found.installation.node, found.installation.running)

@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.records import Members, TokenStore
-from mlx_ring.core.errors import RingError, TokenRefused
+from mlx_ring.core.errors import ConfigError, RingError, TokenRefused
+from mlx_ring.core.folders import AGENT_LOCK
+from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
 from mlx_ring.rpc.protos import enrol_pb2
 from mlx_ring.rpc.tls.certificates import key_to_pem, make_signing_request, needs_renewal
-from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
+from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_renewed
 from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import (
     address_of_call,
@@ -51,7 +54,7 @@ class _Bucket:
 
 
 class TryLimit:
-    """A limit on wrong tries: call `take` before each try and `give_back` after a right one."""
+    """A limit on wrong tries: call `has_try` before each try and `charge` after a wrong one, one try at a time."""
 
     def __init__(self, *, burst: int = 5, per_second: float = 0.5, addresses: int = 4096) -> None:
         """Set the limits.
@@ -64,27 +67,28 @@ class TryLimit:
         self._burst, self._per_second, self._addresses = burst, per_second, addresses
         self._buckets: dict[str, _Bucket] = {}
 
-    def take(self, host: str, now_s: float) -> bool:
-        """Use up one try of this host; return False if it has none left."""
-        key = _key(host)
+    def has_try(self, host: str, now_s: float) -> bool:
+        """Return True if this host has a try left."""
+        return self._bucket(host, now_s).tries >= 1
+
+    def charge(self, host: str, now_s: float) -> None:
+        """Use up one try of this host."""
+        self._bucket(host, now_s).tries -= 1
+
+    def _bucket(self, host: str, now_s: float) -> _Bucket:
+        """Return the host's tries, refilled until now."""
+        key = address_group(host)
         bucket = self._buckets.pop(key, None) or _Bucket(self._burst, now_s)
         self._buckets[key] = bucket
         if len(self._buckets) > self._addresses:
             del self._buckets[next(iter(self._buckets))]
         bucket.tries = min(self._burst, bucket.tries + (now_s - bucket.at_s) * self._per_second)
         bucket.at_s = now_s
-        if bucket.tries < 1:
-            return False
-        bucket.tries -= 1
-        return True
-
-    def give_back(self, host: str) -> None:
-        """Refund a try that was right."""
-        if (bucket := self._buckets.get(_key(host))) is not None:
-            bucket.tries = min(self._burst, bucket.tries + 1)
+        return bucket
 
 
-def _key(host: str) -> str:
+def address_group(host: str) -> str:
+    """Return what a single machine cannot choose of its address: all of IPv4, the subnet of IPv6."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -99,6 +103,8 @@ def _key(host: str) -> str:
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 10
+_MOST_WAITING = 64
+"""Join requests of one address that may wait at once: a hall of machines behind one router, and no flood."""
 
 Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[object, object]
@@ -119,6 +125,8 @@ class EnrolmentService:
         self._authority, self._tokens, self._members = authority, tokens, members
         self._tries = tries or TryLimit()
         self._clock = clock
+        self._waiting = Counter[str]()
+        """Join requests that wait or are handled, by address."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
 
     def enrolment_handler(self) -> grpc.GenericRpcHandler:
@@ -131,22 +139,40 @@ class EnrolmentService:
 
     async def enrol(self, request: enrol_pb2.EnrolRequest, context: Context) -> enrol_pb2.EnrolReply:
         """Sign a request with a valid token; log a refusal with the peer's address."""
-        host = host_of_call(context)
-        if not self._tries.take(host, self._clock()):
+        group = address_group(host_of_call(context))
+        if self._waiting[group] >= _MOST_WAITING:
             return _refuse(
-                context, TokenRefused("Too many wrong join requests from this address: wait a minute.")
+                context,
+                TokenRefused("Too many join requests from this address at once: try again in a minute."),
             )
+        self._waiting[group] += 1
         try:
-            certificate = await self._apart(self._enrol, request, address_of_call(context))
+            certificate = await self._apart(self._enrol_limited, request, address_of_call(context))
         except RingError as error:
             return _refuse(context, error)
-        self._tries.give_back(host)
+        finally:
+            self._waiting[group] -= 1
+            if not self._waiting[group]:
+                del self._waiting[group]
         return self._reply(certificate)
+
+    def _enrol_limited(self, request: enrol_pb2.EnrolRequest, address: str) -> x509.Certificate:
+        """Enrol, unless this address was wrong too often. As one request is handled at a time, guesses cannot race."""
+        host = address.rpartition(":")[0].strip("[]")
+        if not self._tries.has_try(host, self._clock()):
+            raise TokenRefused("Too many wrong join requests from this address: wait a minute.")
+        try:
+            return self._enrol(request, address)
+        except RingError:
+            self._tries.charge(host, self._clock())
+            raise
 
     def _enrol(self, request: enrol_pb2.EnrolRequest, address: str) -> x509.Certificate:
         check_hello(request.hello, make_hello(), f"The machine at {address}")
         node = check_node_id(request.node)
         certificate = self._authority.sign(request.signing_request, node)
+        # A refused key must not use up the token.
+        self._members.check_key(certificate)
         token = self._tokens.redeem(request.token_id, request.secret, request.nonce)
         self._members.admit(certificate)
         log.info("%s joined from %s with token %s", node, address, token.name or token.id)
@@ -187,8 +213,16 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
     """Return credentials for the node on the head's machine, which needs no token, and save them in `folder`.
 
     Existing credentials are reused unless they belong to another cluster, are revoked or expire soon.
+
+    Raises:
+        ConfigError: an agent of this machine runs as a member of another cluster.
     """
     kept = load_credentials(folder)
+    if kept is not None and kept.authority != authority.pem and is_held(folder / AGENT_LOCK):
+        raise ConfigError(
+            f"An agent with the state in {folder.parent} already runs on this machine, as a member of another cluster: "
+            "stop it first, or give this head another --state-dir."
+        )
     if kept is not None and kept.authority == authority.pem:
         certificate = x509.load_pem_x509_certificate(kept.certificate)
         soon = needs_renewal(certificate, datetime.now(UTC))
@@ -209,6 +243,7 @@ async def start_enrolment_server(
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
     server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
-    port = add_secure_port(server, address, authority.head_credentials().for_strangers())
+    shown = serve_renewed(authority.head_credentials, admits_strangers=True)
+    port = add_secure_port(server, address, shown)
     await server.start()
     return server, port

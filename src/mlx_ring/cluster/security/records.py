@@ -206,6 +206,17 @@ class Members:
             )
             self._record(member, peer, certificate)
 
+    def check_key(self, certificate: x509.Certificate) -> None:
+        """Check that `admit` would take this certificate.
+
+        Raises:
+            PeerRefused: a node ID that belongs to another key.
+        """
+        peer = peer_of_certificate(certificate)
+        member = self._file.read().members.get(peer.node)
+        if member is not None:
+            _check_key(member, peer, certificate)
+
     def renew(self, certificate: x509.Certificate) -> None:
         """Record another certificate of a node before it is issued.
 
@@ -220,11 +231,7 @@ class Members:
             self._record(member, peer, certificate)
 
     def _record(self, member: KnownNode, peer: Peer, certificate: x509.Certificate) -> None:
-        if member.key_sha256 != key_digest(certificate):
-            raise PeerRefused(
-                f"There is a node {peer.node} with another key: if it is the same machine after a new set-up, run "
-                f"`mlx-ring node remove {peer.node}` on the head first."
-            )
+        _check_key(member, peer, certificate)
         issued = Certificate(serial=peer.serial, expires_s=certificate.not_valid_after_utc.timestamp())
         member.certificates = [*_valid(member.certificates, self._clock()), issued]
 
@@ -261,6 +268,14 @@ class Members:
         if member is not None and any(kept.serial == peer.serial for kept in member.certificates):
             return ""
         return _no_member(peer)
+
+
+def _check_key(member: KnownNode, peer: Peer, certificate: x509.Certificate) -> None:
+    if member.key_sha256 != key_digest(certificate):
+        raise PeerRefused(
+            f"There is a node {peer.node} with another key: if it is the same machine after a new set-up, run "
+            f"`mlx-ring node remove {peer.node}` on the head first."
+        )
 
 
 def _no_member(peer: Peer) -> str:

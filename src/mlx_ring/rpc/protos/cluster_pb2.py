@@ -27,7 +27,7 @@ from mlx_ring.rpc.protos import hello_pb2 as mlx__ring_dot_rpc_dot_protos_dot_he
 from mlx_ring.rpc.protos import step_pb2 as mlx__ring_dot_rpc_dot_protos_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!mlx_ring/rpc/protos/cluster.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/agent.proto\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\"\xa3\x03\n\rAttendRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0f\n\x07machine\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x11\n\thead_host\x18\x04 \x01(\t\x12\x0f\n\x07profile\x18\x05 \x01(\t\x12\x1a\n\x12memory_utilization\x18\x06 \x01(\x01\x12\x19\n\x11memory_free_bytes\x18\x07 \x01(\x04\x12\x12\n\nlinks_port\x18\x08 \x01(\r\x12\x13\n\x0b\x61gent_bytes\x18\t \x01(\x04\x12+\n\x07trusted\x18\n \x03(\x0b\x32\x1a.mlx_ring.TrustedInterface\x12\x17\n\x0ftrusted_problem\x18\x0b \x01(\t\x12\x0e\n\x06leaves\x18\x0c \x01(\x08\x12$\n\x06\x65nergy\x18\r \x03(\x0b\x32\x14.mlx_ring.PartEnergy\x12$\n\x08yielding\x18\x0f \x01(\x0b\x32\x12.mlx_ring.Yielding\x12\x16\n\x0ewants_to_leave\x18\x0e \x01(\x08\x12\x15\n\rleave_request\x18\x10 \x01(\r\"H\n\nPartEnergy\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x0e\n\x06joules\x18\x02 \x01(\x01\x12\x12\n\x05watts\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_watts\"B\n\x10TrustedInterface\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07network\x18\x03 \x01(\t\"\xa1\x01\n\x0b\x41ttendReply\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0f\n\x07revoked\x18\x03 \x03(\t\x12\x11\n\tmay_leave\x18\x04 \x01(\x08\x12\x13\n\x0bstay_reason\x18\x05 \x01(\t\x12\x15\n\rleave_request\x18\x06 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!mlx_ring/rpc/protos/cluster.proto\x12\x08mlx_ring\x1a\x1fmlx_ring/rpc/protos/agent.proto\x1a\x1fmlx_ring/rpc/protos/hello.proto\x1a\x1emlx_ring/rpc/protos/step.proto\"\xb4\x03\n\rAttendRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\x0f\n\x07machine\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x11\n\thead_host\x18\x04 \x01(\t\x12\x0f\n\x07profile\x18\x05 \x01(\t\x12\x1a\n\x12memory_utilization\x18\x06 \x01(\x01\x12\x19\n\x11memory_free_bytes\x18\x07 \x01(\x04\x12\x12\n\nlinks_port\x18\x08 \x01(\r\x12\x13\n\x0b\x61gent_bytes\x18\t \x01(\x04\x12+\n\x07trusted\x18\n \x03(\x0b\x32\x1a.mlx_ring.TrustedInterface\x12\x17\n\x0ftrusted_problem\x18\x0b \x01(\t\x12\x0e\n\x06leaves\x18\x0c \x01(\x08\x12$\n\x06\x65nergy\x18\r \x03(\x0b\x32\x14.mlx_ring.PartEnergy\x12$\n\x08yielding\x18\x0f \x01(\x0b\x32\x12.mlx_ring.Yielding\x12\x16\n\x0ewants_to_leave\x18\x0e \x01(\x08\x12\x15\n\rleave_request\x18\x10 \x01(\r\x12\x0f\n\x07process\x18\x11 \x01(\t\"H\n\nPartEnergy\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x0e\n\x06joules\x18\x02 \x01(\x01\x12\x12\n\x05watts\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_watts\"B\n\x10TrustedInterface\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07network\x18\x03 \x01(\t\"\xa1\x01\n\x0b\x41ttendReply\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.mlx_ring.Hello\x12\"\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x11.mlx_ring.Failure\x12\x0f\n\x07revoked\x18\x03 \x03(\t\x12\x11\n\tmay_leave\x18\x04 \x01(\x08\x12\x13\n\x0bstay_reason\x18\x05 \x01(\t\x12\x15\n\rleave_request\x18\x06 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mlx_ring.rpc.protos.cluster
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTENDREQUEST']._serialized_start=146
-  _globals['_ATTENDREQUEST']._serialized_end=565
-  _globals['_PARTENERGY']._serialized_start=567
-  _globals['_PARTENERGY']._serialized_end=639
-  _globals['_TRUSTEDINTERFACE']._serialized_start=641
-  _globals['_TRUSTEDINTERFACE']._serialized_end=707
-  _globals['_ATTENDREPLY']._serialized_start=710
-  _globals['_ATTENDREPLY']._serialized_end=871
+  _globals['_ATTENDREQUEST']._serialized_end=582
+  _globals['_PARTENERGY']._serialized_start=584
+  _globals['_PARTENERGY']._serialized_end=656
+  _globals['_TRUSTEDINTERFACE']._serialized_start=658
+  _globals['_TRUSTEDINTERFACE']._serialized_end=724
+  _globals['_ATTENDREPLY']._serialized_start=727
+  _globals['_ATTENDREPLY']._serialized_end=888
 # @@protoc_insertion_point(module_scope)

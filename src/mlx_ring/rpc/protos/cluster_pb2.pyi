@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "yielding", "wants_to_leave", "leave_request")
+    __slots__ = ("hello", "machine", "port", "head_host", "profile", "memory_utilization", "memory_free_bytes", "links_port", "agent_bytes", "trusted", "trusted_problem", "leaves", "energy", "yielding", "wants_to_leave", "leave_request", "process")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class AttendRequest(_message.Message):
     YIELDING_FIELD_NUMBER: _ClassVar[int]
     WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     machine: str
     port: int
@@ -43,7 +44,8 @@ class AttendRequest(_message.Message):
     yielding: _agent_pb2.Yielding
     wants_to_leave: bool
     leave_request: int
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., yielding: _Optional[_Union[_agent_pb2.Yielding, _Mapping]] = ..., wants_to_leave: _Optional[bool] = ..., leave_request: _Optional[int] = ...) -> None: ...
+    process: str
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., machine: _Optional[str] = ..., port: _Optional[int] = ..., head_host: _Optional[str] = ..., profile: _Optional[str] = ..., memory_utilization: _Optional[float] = ..., memory_free_bytes: _Optional[int] = ..., links_port: _Optional[int] = ..., agent_bytes: _Optional[int] = ..., trusted: _Optional[_Iterable[_Union[TrustedInterface, _Mapping]]] = ..., trusted_problem: _Optional[str] = ..., leaves: _Optional[bool] = ..., energy: _Optional[_Iterable[_Union[PartEnergy, _Mapping]]] = ..., yielding: _Optional[_Union[_agent_pb2.Yielding, _Mapping]] = ..., wants_to_leave: _Optional[bool] = ..., leave_request: _Optional[int] = ..., process: _Optional[str] = ...) -> None: ...
 
 class PartEnergy(_message.Message):
     __slots__ = ("part", "joules", "watts")

@@ -35,18 +35,17 @@ _REASONS = (
     ("unable to get local issuer", "its certificate belongs to another cluster"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate does not belong to this cluster"),
     ("alert", "it refused this machine's certificate"),
-    ("Socket closed", "it closed the connection; it may not accept this machine's certificate"),
-    ("Connection reset", "it closed the connection; it may not accept this machine's certificate"),
-    ("Handshake read failed", "it does not speak TLS"),
 )
+"""Parts of what TLS says of a refusal, and what they mean. A peer that only closes its connection may have ended."""
 _SERVER_LINE = re.compile(r"\] Handshake failed with error (.*)")
 _GRPC_LINE = re.compile(r"(?:[IWEF]\d{4} \d\d:\d\d:|WARNING: All log messages before absl)")
 
 
 def handshake_error(error: Exception, peer: str) -> TrustError | None:
-    """Return the error for a connection to `peer` that either side refused.
+    """Return the error for a connection to `peer` that either side refused for certain.
 
-    None if the error is about something else: `failures.channel_error` then explains it.
+    None if the error is about something else, such as a connection that was closed: `failures.channel_error` then
+    explains it.
     """
     if isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
@@ -55,7 +54,7 @@ def handshake_error(error: Exception, peer: str) -> TrustError | None:
         # A peer that ends after the handshake is lost; it has not refused the connection.
         if error.code() is not grpc.StatusCode.UNAVAILABLE or "failed to connect" not in text:
             return None
-    elif isinstance(error, ssl.SSLError | ConnectionResetError):
+    elif isinstance(error, ssl.SSLError):
         text = f"{type(error).__name__} {error}"
     else:
         return None
