@@ -69,10 +69,10 @@ class LookBack:
 
 
 def number(folder: ModelFolder, *names: str) -> int | None:
-    """Return the first whole number among entries of the configuration."""
-    for name in names:
-        if type(value := folder.entry(name)) is int:
-            return value
+    """Return the first whole number among entries of the configuration, else among mlx-lm's defaults for them."""
+    for found in (folder.entry(*names), *map(folder.entry, names)):
+        if type(found) is int:
+            return found
     return None
 
 
