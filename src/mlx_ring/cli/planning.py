@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
@@ -77,6 +77,7 @@ HeadUrl = Annotated[
     ),
 ]
 HeadCertificate = Annotated[Path | None, CACERT]
+HeadKey = Annotated[str | None, API_KEY]
 
 
 def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
@@ -112,7 +113,12 @@ def one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
 
 
 def ask_running_head(
-    url: str, path: str, body: Mapping[str, object] | None, answer_type: Any, cacert: Path | None
+    url: str,
+    path: str,
+    body: Mapping[str, object] | None,
+    answer_type: Any,
+    cacert: Path | None,
+    api_key: str | None = None,
 ) -> Any:
     """Return a running head's answer to GET, or with a body to POST.
 
@@ -122,6 +128,7 @@ def ask_running_head(
         body: fields to send as JSON.
         answer_type: type of the answer.
         cacert: file of a certificate to trust.
+        api_key: API key to send; the environment's by default.
 
     Raises:
         ConfigError: it does not answer, or not as this version does, or it refuses the question.
@@ -130,7 +137,7 @@ def ask_running_head(
 
     hint = "give --url, or machines with --cluster or --machine"
     try:
-        answer = ask_head(url, path, body, cacert=cacert, hint=hint)
+        answer = ask_head(url, path, body, api_key=api_key, cacert=cacert, hint=hint)
         return TypeAdapter(answer_type).validate_python(answer)
     except RequestError as error:
         # The flags of this command are wrong.
