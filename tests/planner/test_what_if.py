@@ -23,6 +23,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, Objective, PlanRequest, request_within
+from mlx_ring.planner.tensor_plans import TensorSearch, place_tensor
 from mlx_ring.planner.what_if import Outcome, Question, what_if
 
 
@@ -112,6 +113,29 @@ def test_times_of_several_users_are_those_of_all_their_requests_also_for_through
     assert together.at_once == 8
     assert together.request_s > 2 * apart.request_s
     assert together.request_s == pytest.approx(found("latency", 8).request_s, rel=0.01)
+
+
+def test_a_hybrid_is_searched_few_times_because_memory_decides_about_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = known_cluster("m4-max-128", "m4-pro-64", "m4-max-64")
+    trusted = tuple(replace(node, trusted=True) for node in machines.nodes)
+    machines = replace(machines, nodes=trusted, usual_link=named_links()["tb5-rdma"])
+    searches: list[int] = []
+
+    def counted(
+        model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, search: TensorSearch
+    ) -> Plan:
+        searches.append(request.demand.sequences)
+        return place_tensor(model, cluster, request, search)
+
+    for user in ("place", "memory_fit"):
+        monkeypatch.setattr(f"mlx_ring.planner.{user}.place_tensor", counted)
+    question = Question(request=PlanRequest(Demand(8192, 1), "hybrid"))
+    (found,) = what_if([("8b", known_sizes("8b-4bit", machines))], machines, question).outcomes
+    assert found.fits
+    assert found.users > 1
+    assert len(searches) <= 4
 
 
 # ---- a running cluster

@@ -144,7 +144,7 @@ def plan(
     what_if = _WhatIf(add, link, users_at, url, cacert, api_key, plot_file, what_fits=what_fits, plot=plot)
     is_given = cluster is not None or bool(machine)
     asks = what_if.is_asked or len(given.kinds) > 1
-    check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given)
+    check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given, api_key=api_key)
     if not is_given and not asks:
         check_alone(given.plan_flags)
         list_machines()

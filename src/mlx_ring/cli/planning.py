@@ -80,7 +80,15 @@ HeadCertificate = Annotated[Path | None, CACERT]
 HeadKey = Annotated[str | None, API_KEY]
 
 
-def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
+def check_uses(
+    link: str | None,
+    url: str | None,
+    cacert: Path | None,
+    *,
+    adds: bool,
+    is_given: bool,
+    api_key: str | None = None,
+) -> None:
     """Check that a link has an added machine, and that a head is asked if its flags are given.
 
     Args:
@@ -89,6 +97,7 @@ def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: 
         cacert: certificate of a head.
         adds: True if machines are added or named.
         is_given: True if machines are given, so that no head is asked.
+        api_key: API key for a head.
 
     Raises:
         ConfigError: a flag has no use.
@@ -97,6 +106,8 @@ def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: 
         raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
     if is_given and cacert is not None:
         raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
+    if is_given and api_key is not None:
+        raise ConfigError("--api-key is given, but no head is asked; leave it out.")
     if is_given and url is not None:
         raise ConfigError(f"--url is {url}, but machines are given too; leave one of them out.")
 

@@ -163,7 +163,7 @@ def _classes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ModuleSource:
-    """What the source of one of mlx-lm's modules says of its arguments."""
+    """Arguments of one of mlx-lm's modules, as its source has them."""
 
     classes: Mapping[str, Mapping[str, int]]
     """Defaults of the fields of each class, without those that are no constants."""

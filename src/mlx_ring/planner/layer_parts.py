@@ -159,7 +159,7 @@ _SLIDES_BY_KIND: Mapping[str, int] = {
 }
 """mlx-lm's modules whose layers slide where `layer_types` says so, and the pattern that they have without that.
 
-Of so many layers, the last has full attention; 1: all have; 0: the pattern is an entry of the configuration.
+The pattern is a number of layers, of which the last has full attention. It is 0 if the configuration has it as an entry.
 """
 _SLIDES_BY_PATTERN = ("cohere2", "exaone4", "gemma3_text", "plamo3")
 """Modules whose layers slide by `sliding_window_pattern`, whatever `layer_types` says."""

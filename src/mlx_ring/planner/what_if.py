@@ -252,6 +252,7 @@ def what_if(
     work = rows * sum(_work(machines) for _, machines in clusters)
     is_quick = question.request.strategy == "auto" and work > _MOST_WORK
     is_brief = is_quick and len(named) * len(question.kv_bits) * len(clusters) > _FEW_CASES
+    is_brief |= question.request.strategy == "hybrid"
     planners = [
         (label, _Planner(machines, question.count, is_quick=is_quick, is_brief=is_brief))
         for label, machines in clusters
