@@ -72,6 +72,10 @@ def test_a_saved_plan_assigns_each_folder_to_a_machine(tmp_path: Path) -> None:
             '{"stages": [{"node": "a", "layers": {"start": 0, "end": 7}}]}',
             "do not cover the model's 8 layers",
         ),
+        (
+            '{"stages": [{"node": "a", "layers": {"start": 0, "end": 8}, "ranks": [{}, {}]}]}',
+            "in which 2 machines share layers 0 to 7",
+        ),
     ],
 )
 def test_an_invalid_plan_is_refused_in_one_sentence(text: str | None, said: str, tmp_path: Path) -> None:

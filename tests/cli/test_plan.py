@@ -151,6 +151,11 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
         (["8B", "--what-fits", *MINIS], "--what-fits lists popular models; leave 8B out."),
         (["8B", "--url", "http://127.0.0.1:9", *MINIS], "machines are given too; leave one of them out."),
         (["8B", "--add", "m4-16", "--url", "http://127.0.0.1:9"], "No head answers at http://127.0.0.1:9"),
+        (
+            ["8B", "--add", "m4-16", "--url", "http://127.0.0.1:9", "--api-key", "k"],
+            "No head answers at http://127.0.0.1:9",
+        ),
+        (["8B", *MINIS, "--api-key", "k"], "--api-key is given, but no head is asked; leave it out."),
         (["8B", *MINIS, "--kv-bits", "nan"], "--kv-bits is nan; it must be whole numbers"),
         (["8B", *MINIS, "--kv-bits", "inf"], "--kv-bits is inf; it must be whole numbers"),
         (
@@ -235,6 +240,8 @@ def test_the_format_that_is_asked_for_is_in_the_models_name(tmp_path: Path) -> N
     asked = run_in_process(*options, "--users-at", "4k", folder=tmp_path)
     assert "4-bit" not in asked.stdout
     assert "Llama-3.1-8B 8-bit" in asked.stdout
+    wide = run_in_process("plan", "demo", *options[2:-1], "32", folder=tmp_path)
+    assert "The weights of demo are taken in float32." in wide.stdout
     other = run_in_process("plan", "demo", *options[2:], folder=tmp_path)
     assert "The weights of demo are taken in 8-bit." in other.stdout
 

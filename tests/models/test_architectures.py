@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.kv.passes import ModelRun
@@ -12,8 +15,10 @@ from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.models.architectures import (
+    default_entries,
     find_architecture,
     known_architectures,
+    language_module,
     quantizes_kv,
     require_cuttable,
     require_quantizable,
@@ -107,3 +112,50 @@ def test_the_family_of_the_text_model_decides_on_its_kv_cache(folder: Path) -> N
         config = {**QWEN3, "model_type": "mistral3", "text_config": {**QWEN3, "model_type": text}}
         (folder / "config.json").write_text(json.dumps(config))
         assert quantizes_kv(read_model_folder(folder)) == quantizes
+
+
+_UNREADABLE = {"olmo"}
+"""Modules that need a package which is not here."""
+
+
+def test_defaults_are_those_of_each_module_of_mlx_lm() -> None:
+    """Read the defaults from the classes themselves, which the head cannot import without MLX."""
+    for family in sorted(known_architectures().keys() - _UNREADABLE):
+        module = import_module(f"mlx_lm.models.{family}")
+        own: dict[str, Any] = {
+            field.name: field.default for field in fields(module.ModelArgs) if isinstance(field.default, int)
+        }
+        read = default_entries({"model_type": family})
+        assert own.items() <= read.items() or (family, own) == ("lfm2-vl", {"tie_word_embeddings": True}), (
+            family
+        )
+
+
+@pytest.mark.parametrize(
+    ("nested", "sizes"),
+    [
+        ({"model_type": "gemma3_text"}, (262208, 8, 4, 256)),
+        ({"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}, (262208, 32, 16, 128)),
+    ],
+)
+def test_a_published_gemma_3_has_the_sizes_that_its_configuration_leaves_out(
+    tmp_path: Path, nested: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    config = {
+        "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, **nested},
+    }
+    model = ModelFolder(tmp_path, config, {}, ())
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    assert (model.vocab_size, *map(model.entry, names)) == sizes
+    assert (model.context_length, model.entry("sliding_window_pattern")) == (32768, 6)
+
+
+def test_the_language_model_of_a_multimodal_configuration_decides_about_defaults() -> None:
+    for nested, module in (("ministral3", "ministral3"), ("mistral", "llama"), (None, "llama")):
+        config = {"model_type": "mistral3", "text_config": {"model_type": nested}}
+        assert language_module(config) == module
+        assert default_entries(config)["tie_word_embeddings"] == 0
+    assert language_module({"model_type": "qwen2_vl"}) == "qwen2"
+    assert default_entries({"model_type": "smollm3"})["tie_word_embeddings"] == 1
+    assert default_entries({"model_type": "brand_new"}) == {}

@@ -44,3 +44,9 @@ def test_names_of_machines_are_known_once_each_in_the_order_of_chips() -> None:
     families = {name.rpartition("-")[0] for name in names}
     assert all(chip in families or chip.rpartition("-")[0] in families for chip, _ in sold)
     assert {chip for chip, _ in sold} <= chips().keys()
+
+
+def test_a_known_machine_without_gpu_computes_in_float32_as_its_workers_would() -> None:
+    for name, is_cpu in (("linux-desktop-32", True), ("m4-max-128", False)):
+        node = known_profile(name)
+        assert (node.widens, node.keeps_scales) == (is_cpu, is_cpu)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
-from mlx_ring.planner.layer_parts import DecodeBytes, decode_bytes
+from mlx_ring.planner.model_sizes import DecodeBytes, decode_bytes
 
 
 def folder(sizes: Mapping[str, int], *, dtype: str = "F32", layers: int = 2, **config: Any) -> ModelFolder:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
+from tests.conformance.families import configuration
 
 from mlx_ring.core.errors import ModelCorrupt
-from mlx_ring.models.model_folder import read_model_config
+from mlx_ring.models.architectures import known_architectures
+from mlx_ring.models.model_folder import ModelFolder, TensorEntry, read_model_config
 from mlx_ring.models.model_source import builtin_names, describe_model
+from mlx_ring.planner.layer_parts import look_back
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.weight_format import WeightFormat
 
@@ -99,6 +104,7 @@ def test_a_token_uses_no_more_experts_than_there_are(tmp_path: Path) -> None:
 
 def test_sliding_layers_cache_one_window(tmp_path: Path) -> None:
     config = {**QWEN3_14B, "sliding_window": 1024, "sliding_window_pattern": 6, "num_hidden_layers": 12}
+    config["model_type"] = "gemma3_text"
     layers = profile_of(config, tmp_path).layers
     assert [layer.kv_bytes_per_token > 0 for layer in layers] == [False] * 5 + [True] + [False] * 5 + [True]
     assert layers[0].kv_bytes_per_sequence == 1024 * layers[5].kv_bytes_per_token
@@ -192,3 +198,72 @@ def test_latent_attention_has_its_own_weights_and_look_back(tmp_path: Path) -> N
 def test_a_wrong_size_is_refused(entry: str, tmp_path: Path) -> None:
     with pytest.raises(ModelCorrupt, match=entry):
         profile_of({**QWEN3_14B, entry: -1}, tmp_path)
+
+
+_OTHER_CACHES = {
+    "iquestloopcoder": "two caches for each layer",
+    "deepseek_v41": "caches of its own",
+    "afm7": "its last layers read the KV of others",
+    "hunyuan": "every second layer reads the KV of another",
+    "llama4": "counted as full: the cache of a chunk",
+    "llama4_text": "counted as full: the cache of a chunk",
+    "nemotron-nas": "its configuration has a list for each layer",
+    "olmo": "its module needs a package that is not here",
+    "prism_hadamard_qwen35": "no small configuration",
+}
+
+
+def _kept(cache: Any) -> list[int | None]:
+    """Return the window of a layer's cache of keys, None for all tokens; nothing for a state."""
+    if isinstance(cache, CacheList):
+        parts: list[list[int | None]] = [_kept(part) for part in cast("Any", cache).caches]
+        return next((part for part in parts if part), list[int | None]())
+    kind = type(cache).__name__
+    if kind == "RotatingKVCache":
+        return [cache.max_size]
+    return [None] if kind == "KVCache" else []
+
+
+@pytest.mark.slow
+def test_layers_keep_the_tokens_that_mlx_lm_keeps_of_every_family() -> None:
+    for family in sorted(known_architectures().keys() - _OTHER_CACHES.keys()):
+        config = configuration(family)
+        model_class, arguments = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
+        caches: list[Any] = make_prompt_cache(
+            model_class(arguments.from_dict(json.loads(json.dumps(config))))
+        )
+        folder = ModelFolder(Path(), config, {}, ())
+        counted = [look_back(folder, index) for index in range(folder.num_layers)]
+        windows = [back.window for back in counted if back.kept_per_token]
+        assert windows == [window for cache in caches for window in _kept(cache)], family
+        assert all(back.kept_per_token or back.state_bytes or family in _WITHOUT_STATE for back in counted)
+
+
+_WITHOUT_STATE = {"gemma3n", "gemma4", "gemma4_text", "nemotron_h"}
+"""Families with layers that keep nothing: they read the KV of others, or have no attention."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_tied"),
+    [
+        ("gemma", True),
+        ("gemma2", True),
+        ("gemma3_text", True),
+        ("mistral", True),
+        ("qwen3_moe", False),
+        ("phi3", False),
+    ],
+)
+def test_a_head_is_tied_by_default_as_in_mlx_lm(model_type: str, is_tied: bool, tmp_path: Path) -> None:  # noqa: FBT001 - pytest passes parameters by name
+    config = {**QWEN3_14B, "model_type": model_type}
+    del config["tie_word_embeddings"]
+    assert profile_of(config, tmp_path).is_tied == is_tied
+
+
+def test_files_without_a_head_have_a_tied_one() -> None:
+    config = {**QWEN3_14B, "tie_word_embeddings": False, "num_hidden_layers": 1}
+    layer = TensorEntry("model.layers.0.mlp.up_proj.weight", "BF16", (4, 4), "model", 0, 32)
+    embedding = TensorEntry("model.embed_tokens.weight", "BF16", (151936, 8), "model", 32, 1000)
+    head = TensorEntry("lm_head.weight", "BF16", (151936, 8), "model", 1032, 1000)
+    for tensors, nbytes in (((layer, embedding), 1032), ((layer, embedding, head), 2032)):
+        assert profile_folder(ModelFolder(Path(), config, {}, tensors), "model").weight_bytes == nbytes

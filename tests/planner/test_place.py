@@ -400,6 +400,17 @@ def test_a_lone_machine_is_compared_with_a_split_and_the_flag_for_one_is_named()
     assert "`--strategy balanced`" in remark
 
 
+def test_a_lone_machine_is_compared_by_what_the_objective_maximizes() -> None:
+    cluster = cluster_of(node_of("a"), node_of("b"), link=LinkProfile(20e-3, 1e7))
+    demand = Demand(1024, 2)
+    plan = place(model_of(28), cluster, plan_request(objective="throughput", demand=demand))
+    split = place(model_of(28), cluster, plan_request(strategy="balanced", demand=demand))
+    assert len(plan.stages) == 1
+    one, both = plan.prediction.tokens_per_s, split.prediction.tokens_per_s
+    assert one > both
+    assert f"highest throughput: {one:.1f} tokens/s instead of {both:.1f} with 2 machines" in plan.remarks[0]
+
+
 def test_a_split_is_compared_with_the_fastest_machine_alone_if_one_has_the_memory() -> None:
     near = LinkProfile(20e-6, 5e9)
     (gain,) = place(

@@ -97,6 +97,13 @@ def test_more_replicas_than_machines_or_memory_are_refused_with_the_reason() -> 
         )
 
 
+def test_too_many_replicas_are_refused_with_the_number_that_fits() -> None:
+    whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
+    cluster = cluster_of(node_of("a", 2 * whole), node_of("b", 2 * whole), node_of("c", 0.1 * whole))
+    with pytest.raises(PlanError, match="cannot hold 3 replicas of made-up, but they can hold 2"):
+        place_replicas(model_of(28), cluster, THROUGHPUT, 3)
+
+
 def test_one_replica_equals_the_plan_of_place() -> None:
     cluster = cluster_of(*map(node_of, "ab"))
     assert place_replicas(model_of(28), cluster, THROUGHPUT, 1) == (place(model_of(28), cluster, THROUGHPUT),)

@@ -23,7 +23,8 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import Demand, Objective, PlanRequest, request_within
-from mlx_ring.planner.what_if import Question, what_if
+from mlx_ring.planner.tensor_plans import TensorSearch, place_tensor
+from mlx_ring.planner.what_if import Outcome, Question, what_if
 
 
 def test_an_answer_survives_users_for_whom_no_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +78,64 @@ def test_given_lengths_must_have_room_and_usual_ones_are_shortened() -> None:
     assert request_within(given, 8192, 4256).prompt_tokens == 4000
     usual = request_within(PlanRequest(Demand(8192, 1)), 8192, 500)
     assert (usual.prompt_tokens, usual.answer_tokens) == (400, 100)
+
+
+def test_one_machine_may_hold_several_replicas_as_serve_loads_them() -> None:
+    machines = known_cluster("m4-max-128")
+    model = known_sizes("8b-4bit", machines)
+    one, two = (what_if([("8b", model)], machines, Question(count=count)).outcomes[0] for count in (1, 2))
+    assert (two.fits, two.stages) == (True, one.stages * 2)
+    assert one.users > two.users > 1
+
+
+def test_a_quick_search_leaves_replicas_over_several_machines_each_to_the_planner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = replace(
+        cluster_of(tuple(known_profile("m4-pro-48", f"m{place}") for place in range(4))),
+        usual_link=named_links()["10gbe"],
+    )
+    model = known_sizes("llama-70b", machines)
+    monkeypatch.setattr("mlx_ring.planner.what_if._MOST_WORK", 0)
+    (found,) = what_if([("70b", model)], machines, Question(count=2, context_tokens=2048)).outcomes
+    assert found.fits, found.why
+
+
+def test_times_of_several_users_are_those_of_all_their_requests_also_for_throughput() -> None:
+    machines = known_cluster("m4-max-128")
+    model = known_sizes("8b-4bit", machines)
+
+    def found(objective: Objective, users: int) -> Outcome:
+        request = PlanRequest(Demand(4096, 1), objective=objective, users=users)
+        return what_if([("8b", model)], machines, Question(request=request, context_tokens=4096)).outcomes[0]
+
+    together, apart = found("throughput", 8), found("throughput", 1)
+    assert together.at_once == 8
+    assert together.request_s > 2 * apart.request_s
+    assert together.request_s == pytest.approx(found("latency", 8).request_s, rel=0.01)
+
+
+def test_a_hybrid_is_searched_few_times_because_memory_decides_about_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = known_cluster("m4-max-128", "m4-pro-64", "m4-max-64")
+    trusted = tuple(replace(node, trusted=True) for node in machines.nodes)
+    machines = replace(machines, nodes=trusted, usual_link=named_links()["tb5-rdma"])
+    searches: list[int] = []
+
+    def counted(
+        model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, search: TensorSearch
+    ) -> Plan:
+        searches.append(request.demand.sequences)
+        return place_tensor(model, cluster, request, search)
+
+    for user in ("place", "memory_fit"):
+        monkeypatch.setattr(f"mlx_ring.planner.{user}.place_tensor", counted)
+    question = Question(request=PlanRequest(Demand(8192, 1), "hybrid"))
+    (found,) = what_if([("8b", known_sizes("8b-4bit", machines))], machines, question).outcomes
+    assert found.fits
+    assert found.users > 1
+    assert len(searches) <= 4
 
 
 # ---- a running cluster
@@ -173,8 +232,7 @@ def test_a_heads_number_of_replicas_holds_for_machines_that_are_added() -> None:
     model = known_sizes("8b-4bit", machines)
     question = Question(("m4-pro-48",), count=2)
     now, added = what_if([("8b", model)], machines, question).outcomes
-    assert not now.fits
-    assert "2 replicas" in now.why
+    assert (now.fits, now.stages) == (True, ("a 0-31",) * 2)
     assert added.stages == ("a 0-31", "m4-pro-48 0-31")
 
 

@@ -189,6 +189,7 @@ def recommend(
     url: Annotated[
         str | None, typer.Option(help="Head whose cluster counts; by default one on this machine.")
     ] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -197,7 +198,7 @@ def recommend(
     "Here" is the cluster of a head that runs on this machine, or else this machine alone, which is measured if it was
     not yet. The memory of other loaded models is free for a recommended one.
     """
-    outcomes, where = _outcomes(cluster, machine, link, url, cacert)
+    outcomes, where = _outcomes(cluster, machine, link, url, cacert, api_key)
     good = sorted(
         (each for each in outcomes if each.fits and each.tokens_per_s >= _PLEASANT_TOKENS_PER_S),
         key=lambda each: (-each.memory_bytes, each.model),
@@ -211,7 +212,12 @@ def recommend(
 
 
 def _outcomes(
-    cluster: Path | None, machine: list[str] | None, link: str | None, url: str | None, cacert: Path | None
+    cluster: Path | None,
+    machine: list[str] | None,
+    link: str | None,
+    url: str | None,
+    cacert: Path | None,
+    api_key: str | None,
 ) -> tuple[Sequence[Outcome], str]:
     """Return the predictions for popular models, and the machines that they are for."""
     from mlx_ring.cli.planning import given_machines
@@ -225,7 +231,7 @@ def _outcomes(
         return ask_planner(machines, asked).outcomes, " and ".join(each.name for each in machines.nodes)
     for place in [url] if url is not None else [head.url for head in heads_here()]:
         try:
-            return ask_running(place, asked, {}, cacert).outcomes, f"the cluster of {place}"
+            return ask_running(place, asked, {}, cacert, api_key).outcomes, f"the cluster of {place}"
         except ConfigError:
             # A head that is loading its model has measured no machine yet.
             if url is not None:

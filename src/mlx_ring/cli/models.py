@@ -161,6 +161,7 @@ class _Stage(BaseModel):
     model_config = ConfigDict(extra="ignore")
     node: str
     layers: _Layers
+    ranks: list[object] = Field(default_factory=list[object])
 
 
 class _Plan(BaseModel):
@@ -179,7 +180,8 @@ def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]
         num_layers: number of the model's layers, which the stages must cover.
 
     Raises:
-        ConfigError: the file cannot be read, is no plan, or one for another number of layers.
+        ConfigError: the file cannot be read, is no plan, one whose machines share layers, or one for another number of
+            layers.
     """
     try:
         plan = _PLAN.validate_json(file.read_bytes())
@@ -189,6 +191,11 @@ def read_plan(file: Path, num_layers: int) -> tuple[tuple[str, LayerRange], ...]
         raise ConfigError(
             f"--plan is {file}, which is not a plan of one replica from `mlx-ring plan MODEL --json`."
         ) from error
+    if shared := next((stage for stage in plan.stages if len(stage.ranks) > 1), None):
+        raise ConfigError(
+            f"--plan is {file}, in which {len(shared.ranks)} machines share layers {shared.layers.start} to "
+            f"{shared.layers.end - 1}; shares of layers cannot be written. Copy the whole model to these machines."
+        )
     ends = [0, *(stage.layers.end for stage in plan.stages)]
     starts = [stage.layers.start for stage in plan.stages]
     if starts != ends[:-1] or ends[-1] != num_layers or any(a >= b for a, b in itertools.pairwise(ends)):

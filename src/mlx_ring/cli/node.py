@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
@@ -155,6 +155,7 @@ def drain_node(
         typer.Option("--force", help="Take its layers even if no other machine has room; answers then wait."),
     ] = False,
     url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Move all layers away from a machine while the model serves. It gets none until it leaves the cluster.
@@ -164,12 +165,17 @@ def drain_node(
     if undo and force:
         raise ConfigError("--undo and --force are given; leave one of them out.")
     if undo:
-        ask_head(url, "/cluster/readmit", {"node": node}, cacert=cacert)
+        ask_head(url, "/cluster/readmit", {"node": node}, api_key=api_key, cacert=cacert)
         print(f"{node} may get layers again: the next plan may use it.")
         return
     typer.echo(f"Moving the layers of {node} to other machines ...", err=True)
     answer = ask_head(
-        url, "/cluster/drain", {"node": node, "force": force}, cacert=cacert, timeout_s=_LONGEST_MOVE_S
+        url,
+        "/cluster/drain",
+        {"node": node, "force": force},
+        api_key=api_key,
+        cacert=cacert,
+        timeout_s=_LONGEST_MOVE_S,
     )
     for moved in answer["moved"]:
         print(_moved(moved))
@@ -200,6 +206,7 @@ def replan(
         typer.Option("--pause", help="Move also if answers have to pause for long, while layers are loaded."),
     ] = False,
     url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of `/cluster/replan`.")] = False,
 ) -> None:
@@ -213,7 +220,7 @@ def replan(
     body = {"dry_run": dry_run, "pause": pause} | ({} if model is None else {"model": model})
     if not dry_run and not as_json:
         typer.echo("Looking for the best split, and moving to it ...", err=True)
-    answer = ask_head(url, "/cluster/replan", body, cacert=cacert, timeout_s=_LONGEST_MOVE_S)
+    answer = ask_head(url, "/cluster/replan", body, api_key=api_key, cacert=cacert, timeout_s=_LONGEST_MOVE_S)
     if as_json:
         print(json.dumps(answer, indent=1))
         return

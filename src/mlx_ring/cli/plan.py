@@ -18,6 +18,7 @@ from mlx_ring.cli.planning import (
     KV_BITS,
     ClusterFile,
     HeadCertificate,
+    HeadKey,
     HeadUrl,
     LinkName,
     MachineNames,
@@ -120,6 +121,7 @@ def plan(
         typer.Option(metavar="FILE.svg", help="Write the plot as a picture.", rich_help_panel=COMPARISONS),
     ] = None,
     url: HeadUrl = None,
+    api_key: HeadKey = None,
     cacert: HeadCertificate = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -139,10 +141,10 @@ def plan(
         kv_bits=kv_bits,
         quantization=quantization,
     )
-    what_if = _WhatIf(add, link, users_at, url, cacert, plot_file, what_fits=what_fits, plot=plot)
+    what_if = _WhatIf(add, link, users_at, url, cacert, api_key, plot_file, what_fits=what_fits, plot=plot)
     is_given = cluster is not None or bool(machine)
     asks = what_if.is_asked or len(given.kinds) > 1
-    check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given)
+    check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given, api_key=api_key)
     if not is_given and not asks:
         check_alone(given.plan_flags)
         list_machines()
@@ -185,7 +187,8 @@ class _Given:
         """Format of the weights; None: as they are stored."""
         if self.quantization is None:
             return None
-        return WeightFormat(one_of("--quantization", self.quantization, BITS))
+        bits = one_of("--quantization", self.quantization, BITS)
+        return WeightFormat(bits, plain="float32") if bits == max(BITS) else WeightFormat(bits)
 
     @property
     def plan_flags(self) -> Mapping[str, object]:
@@ -242,6 +245,7 @@ class _WhatIf:
     users_at: str | None
     url: str | None
     cacert: Path | None
+    api_key: str | None
     plot_file: Path | None
     what_fits: bool
     plot: bool
@@ -284,7 +288,7 @@ def _ask(
     asked = Asked(given.model, question, given.weights, what_fits=what_if.what_fits)
     if machines is None:
         for_head = fields_for_head(given.flags, request, given.kinds if given.kv_bits else None)
-        found = ask_running(what_if.url or DEFAULT_URL, asked, for_head, what_if.cacert)
+        found = ask_running(what_if.url or DEFAULT_URL, asked, for_head, what_if.cacert, what_if.api_key)
     else:
         found = ask_planner(machines, asked)
     show_answer(found, as_json=as_json, plot=what_if.plot, plot_file=what_if.plot_file)

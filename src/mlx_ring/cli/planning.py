@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
@@ -77,9 +77,18 @@ HeadUrl = Annotated[
     ),
 ]
 HeadCertificate = Annotated[Path | None, CACERT]
+HeadKey = Annotated[str | None, API_KEY]
 
 
-def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: bool, is_given: bool) -> None:
+def check_uses(
+    link: str | None,
+    url: str | None,
+    cacert: Path | None,
+    *,
+    adds: bool,
+    is_given: bool,
+    api_key: str | None = None,
+) -> None:
     """Check that a link has an added machine, and that a head is asked if its flags are given.
 
     Args:
@@ -88,6 +97,7 @@ def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: 
         cacert: certificate of a head.
         adds: True if machines are added or named.
         is_given: True if machines are given, so that no head is asked.
+        api_key: API key for a head.
 
     Raises:
         ConfigError: a flag has no use.
@@ -96,6 +106,8 @@ def check_uses(link: str | None, url: str | None, cacert: Path | None, *, adds: 
         raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
     if is_given and cacert is not None:
         raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
+    if is_given and api_key is not None:
+        raise ConfigError("--api-key is given, but no head is asked; leave it out.")
     if is_given and url is not None:
         raise ConfigError(f"--url is {url}, but machines are given too; leave one of them out.")
 
@@ -112,7 +124,12 @@ def one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
 
 
 def ask_running_head(
-    url: str, path: str, body: Mapping[str, object] | None, answer_type: Any, cacert: Path | None
+    url: str,
+    path: str,
+    body: Mapping[str, object] | None,
+    answer_type: Any,
+    cacert: Path | None,
+    api_key: str | None = None,
 ) -> Any:
     """Return a running head's answer to GET, or with a body to POST.
 
@@ -122,6 +139,7 @@ def ask_running_head(
         body: fields to send as JSON.
         answer_type: type of the answer.
         cacert: file of a certificate to trust.
+        api_key: API key to send; the environment's by default.
 
     Raises:
         ConfigError: it does not answer, or not as this version does, or it refuses the question.
@@ -130,7 +148,7 @@ def ask_running_head(
 
     hint = "give --url, or machines with --cluster or --machine"
     try:
-        answer = ask_head(url, path, body, cacert=cacert, hint=hint)
+        answer = ask_head(url, path, body, api_key=api_key, cacert=cacert, hint=hint)
         return TypeAdapter(answer_type).validate_python(answer)
     except RequestError as error:
         # The flags of this command are wrong.

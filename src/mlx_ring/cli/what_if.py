@@ -85,7 +85,9 @@ def ask_planner(machines: ClusterProfile, asked: Asked) -> Answer:
     return what_if(named, machines, asked.question, remarks=described.remarks)
 
 
-def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Path | None) -> Answer:
+def ask_running(
+    url: str, asked: Asked, given: Mapping[str, object], cacert: Path | None, api_key: str | None = None
+) -> Answer:
     """Return the answer of a running head for its machines.
 
     Args:
@@ -93,6 +95,7 @@ def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Pat
         asked: the question.
         given: fields of the request that override how the head plans; None for its own.
         cacert: file of a certificate to trust.
+        api_key: API key to send; the environment's by default.
 
     Raises:
         ConfigError: it does not answer, or not as this version does, or it refuses the question.
@@ -108,7 +111,7 @@ def ask_running(url: str, asked: Asked, given: Mapping[str, object], cacert: Pat
         **given,
     }
     sent = {name: value for name, value in body.items() if value is not None}
-    return ask_running_head(url, "/cluster/what-if", sent, Answer, cacert)
+    return ask_running_head(url, "/cluster/what-if", sent, Answer, cacert, api_key)
 
 
 def fields_for_head(

@@ -43,8 +43,7 @@ from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.layer_parts import decode_bytes
-from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.model_sizes import decode_bytes, profile_folder
 from mlx_ring.planner.place import place, plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node

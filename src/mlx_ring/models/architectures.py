@@ -1,19 +1,26 @@
-"""Architectures that can be cut into stages, as proved by the conformance run.
+"""Architectures that can be cut into stages, and the defaults of mlx-lm's modules for their configurations.
 
-That run (`make conformance`) compares every family of mlx-lm, whole and cut, and writes `architectures.json`.
+The conformance run (`make conformance`) compares every family of mlx-lm, whole and cut, and writes
+`architectures.json`. Published configurations leave out entries that equal the defaults.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, cast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_ring.core.errors import ModelUnsupported
-from mlx_ring.models.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    from mlx_ring.models.model_folder import ModelFolder
 
 TABLE = "architectures.json"
 
@@ -168,3 +175,122 @@ def require_quantizable(folder: ModelFolder) -> None:
             f"{folder.path} is a {folder.model_type!r} model, whose attention cannot use a quantized KV cache: "
             "leave out --kv-bits."
         )
+
+
+# ---- defaults that mlx-lm's modules have for entries of a configuration
+
+_TEXT_ARGUMENTS = ("TextConfig", "TextArgs", "TextModelArgs")
+"""Classes of the language model's part of a configuration, in modules that define it themselves."""
+
+
+def language_module(config: Mapping[str, Any]) -> str:
+    """Return the name of mlx-lm's module that defines the language model of a configuration.
+
+    For a multimodal model it is the module that reads the language model's part, if that is another one.
+    """
+    outer = module_of(str(config.get("model_type")), _classes(config))
+    source = _module_source(outer)
+    if source is None or any(name in source.classes for name in _TEXT_ARGUMENTS) or not source.inner:
+        return outer
+    nested = config.get("text_config")
+    kind = cast("Mapping[str, object]", nested).get("model_type") if isinstance(nested, Mapping) else None
+    named = module_of(str(kind))
+    return named if named in source.inner else source.inner[-1]
+
+
+def default_entries(config: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return the whole numbers and truth values that mlx-lm takes for entries that a configuration leaves out."""
+    outer = _module_source(module_of(str(config.get("model_type")), _classes(config)))
+    inner = _module_source(language_module(config))
+    if outer is None or inner is None:
+        return {}
+    text = next((inner.classes[name] for name in _TEXT_ARGUMENTS if name in inner.classes), None)
+    own = inner.classes.get("ModelArgs", {}) if text is None else text
+    return {**own, **outer.classes.get("ModelArgs", {}), **outer.given_to_text}
+
+
+def _classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named = config.get("architectures")
+    return tuple(map(str, cast("list[object]", named))) if isinstance(named, list) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleSource:
+    """Arguments of one of mlx-lm's modules, as its source has them."""
+
+    classes: Mapping[str, Mapping[str, int]]
+    """Defaults of the fields of each class, without those that are no constants."""
+    given_to_text: Mapping[str, int]
+    """Defaults that the outer part of a multimodal configuration gives to the language model's part."""
+    inner: tuple[str, ...]
+    """Modules whose arguments it reads from that part."""
+
+
+@cache
+def _module_source(module: str) -> _ModuleSource | None:
+    """Read a module's source, because its import would need MLX; return None if mlx-lm has no such module."""
+    spec = find_spec("mlx_lm")
+    if spec is None or not spec.submodule_search_locations or not module.replace("-", "_").isidentifier():
+        return None
+    file = Path(spec.submodule_search_locations[0], "models", f"{module}.py")
+    if not file.is_file():
+        return None
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    classes: dict[str, dict[str, int]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = {**_inherited(node, classes), **dict(_fields(node))}
+    arguments = next((node for node in tree.body if getattr(node, "name", "") == "ModelArgs"), None)
+    given = {} if arguments is None else dict(_given_to_text(arguments, classes["ModelArgs"]))
+    return _ModuleSource(classes, given, tuple(dict.fromkeys(_inner_modules(tree))))
+
+
+def _inherited(node: ast.ClassDef, classes: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the defaults of a base class of the same module or, as `llama.ModelArgs`, of another one."""
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            return classes[base.id]
+        if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name) and base.attr == "ModelArgs":
+            source = _module_source(base.value.id)
+            return {} if source is None else source.classes.get("ModelArgs", {})
+    return {}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, int]]:
+    for field_ in node.body:
+        if isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name):
+            yield from _constant(field_.target.id, field_.value)
+
+
+def _given_to_text(node: ast.AST, own: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield what a class puts into its `text_config`: a constant, one of its fields, or what `get` falls back to."""
+    for each in ast.walk(node):
+        if not isinstance(each, ast.Assign) or not isinstance(target := each.targets[0], ast.Subscript):
+            continue
+        if ast.unparse(target.value) != "self.text_config" or not isinstance(target.slice, ast.Constant):
+            continue
+        name, value = str(target.slice.value), each.value
+        if isinstance(value, ast.Call) and len(value.args) == 2:  # noqa: PLR2004 - a name and its default
+            yield from _constant(name, value.args[1])
+        elif isinstance(value, ast.Attribute) and value.attr in own:
+            yield name, own[value.attr]
+        else:
+            yield from _constant(name, value)
+
+
+def _constant(name: str, value: ast.expr | None) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(ValueError):
+        found: object = None if value is None else ast.literal_eval(value)
+        if isinstance(found, int):
+            yield name, found
+
+
+def _inner_modules(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of modules of calls such as `gemma3_text.ModelArgs.from_dict(args.text_config)`."""
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Call) and any(
+            isinstance(argument, ast.Attribute) and argument.attr == "text_config" for argument in each.args
+        ):
+            module, _, rest = ast.unparse(each.func).partition(".")
+            if rest == "ModelArgs.from_dict":
+                yield module

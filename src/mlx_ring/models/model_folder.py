@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
 from mlx_ring.host.process import usable_memory
+from mlx_ring.models.architectures import default_entries
 from mlx_ring.models.config_limits import (
     CONTEXT_NAMES,
     HIDDEN_NAMES,
@@ -178,16 +179,24 @@ class ModelFolder:
         nested = self.config.get("text_config") or self.config.get("llm_config")
         return cast("Mapping[str, Any]", nested) if isinstance(nested, Mapping) else {}
 
-    def entry(self, name: str) -> object:
-        """Return an entry of the configuration, or of the language model's part of it; None if there is none."""
-        return self._find(name)
+    @cached_property
+    def _defaults(self) -> Mapping[str, int]:
+        """mlx-lm's values of entries that are missing."""
+        return default_entries(self.config)
+
+    def entry(self, *names: str) -> object:
+        """Return an entry of the configuration, or of the language model's part of it, by the first of its names there.
+
+        If there is none, it is mlx-lm's default, or None.
+        """
+        return self._find(*names)
 
     def _find(self, *names: str) -> object:
         for source in (self.config, self._text_config):
             for name in names:
                 if source.get(name) is not None:
                     return source[name]
-        return None
+        return next((self._defaults[name] for name in names if name in self._defaults), None)
 
     def _integer(self, *names: str) -> int:
         found = self._find(*names)

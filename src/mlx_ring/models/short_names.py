@@ -59,11 +59,13 @@ class PublishedModel:
 
 @cache
 def known_models() -> Mapping[str, Any]:
-    """Return the content of `known_models.yaml`."""
+    """Return the content of `known_models.yaml`, with the entry of untied heads, which its configurations leave out."""
     import yaml  # takes a while, and most names are ids or folders
 
     loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(files("mlx_ring.models").joinpath("known_models.yaml").read_text("utf-8"), loader)  # noqa: S506 - it is a safe loader
+    content = yaml.load(files("mlx_ring.models").joinpath("known_models.yaml").read_text("utf-8"), loader)  # noqa: S506 - it is a safe loader
+    untied = {"tie_word_embeddings": False}
+    return {**content, "configs": {name: untied | config for name, config in content["configs"].items()}}
 
 
 @cache

@@ -289,6 +289,9 @@ def chip_profile(
         prompt_s=float(factors.get("prompt_ms", 0.0)) / 1e3,
         chunk_tokens=int(factors.get("chunk", _CHUNK)),
         layers_ahead=LAYERS_AHEAD_WITH_CUDA if chip.backend == "cuda" else 0.0,
+        # As workers load weights on a CPU, with native kernels. Other engines compute with them as they are stored.
+        widens=chip.backend == "cpu" and engine == OWN_ENGINE,
+        keeps_scales=chip.backend == "cpu" and engine == OWN_ENGINE,
     )
 
 

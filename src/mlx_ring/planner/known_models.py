@@ -198,7 +198,7 @@ def with_format(config: Mapping[str, Any], form: str) -> dict[str, Any]:
     elif found := _QUANTIZED.search(said):
         given = {"group_size": int(found[2] or 64), "bits": int(found[1])}
     else:
-        return {**config, "torch_dtype": "float32" if "f32" in said else "bfloat16"}
+        return {**config, "torch_dtype": "float32" if "f32" in said or "float32" in said else "bfloat16"}
     return {**config, "quantization": given}
 
 

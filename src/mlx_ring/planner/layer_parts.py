@@ -1,4 +1,4 @@
-"""Matrices of a model's layers and what attention reads back, from a configuration alone, and bytes from names of tensors. Pure.
+"""Matrices of a model's layers and what attention reads back, from a configuration alone. Pure.
 
 Decoders of the usual builds: attention with grouped keys, with latent keys (MLA, with or without an indexer), or a gated
 delta rule; MLPs, experts, or both. Matrices have the names that mlx-lm gives them.
@@ -6,16 +6,13 @@ delta rule; MLPs, experts, or both. Matrices have the names that mlx-lm gives th
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+from mlx_ring.models.architectures import language_module, module_of
 from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
-from mlx_ring.models.layer_tensors import dequantized_bytes, group_by_layers, names_head, path_of_layers
-from mlx_ring.models.model_folder import ModelFolder, TensorEntry
+from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.planner.weight_format import WeightFormats
 
 Role = Literal["attention", "mlp", "experts", "router"]
@@ -27,10 +24,7 @@ ACTIVE_COUNTS = (
 _WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_bigcode", "gptj", "phi", "starcoder2", "nemotron", "falcon", "opt")
 """Models whose MLPs have two matrices."""
 _FLOAT_BYTES = 4
-_EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
-"""Names of expert weights, of which a token uses some; every token uses `shared_experts`."""
-_LOOKED_UP = "per_layer"
-"""Names of Gemma's further embeddings, which are no output head."""
+_WINDOW_NAMES = ("sliding_window", "window_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +63,10 @@ class LookBack:
 
 
 def number(folder: ModelFolder, *names: str) -> int | None:
-    """Return the first whole number among entries of the configuration."""
-    for name in names:
-        if type(value := folder.entry(name)) is int:
-            return value
+    """Return the first whole number among entries of the configuration, else among mlx-lm's defaults for them."""
+    for found in (folder.entry(*names), *map(folder.entry, names)):
+        if type(found) is int:
+            return found
     return None
 
 
@@ -118,10 +112,13 @@ def small_numbers(folder: ModelFolder, index: int) -> int:
 
 def look_back(folder: ModelFolder, index: int) -> LookBack:
     """Return what a layer keeps and reads of the tokens before."""
-    if _is_recurrent(folder, index):
-        key_heads, value_heads, key, value = _delta_sizes(folder)
-        convolved = (2 * key_heads * key + value_heads * value) * 3 * 2
-        return LookBack(state_bytes=value_heads * key * value * _FLOAT_BYTES + convolved)
+    if (state_bytes := state_bytes_of(folder, index)) is not None:
+        return LookBack(state_bytes=state_bytes)
+    back = _attended(folder, index)
+    return replace(back, kept_per_token=0) if _shares_kv(folder, index) else back
+
+
+def _attended(folder: ModelFolder, index: int) -> LookBack:
     heads, kv_heads, width = _head_sizes(folder, index)
     chosen, indexed = number(folder, "index_topk"), number(folder, "index_n_heads") or 0
     indexed *= number(folder, "index_head_dim") or 0
@@ -146,26 +143,159 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
     return LookBack(2 * kv_heads * width, heads * width, 2 * heads * width, window)
 
 
+def _shares_kv(folder: ModelFolder, index: int) -> bool:
+    """Report whether a layer reads the KV of an earlier one and keeps none itself."""
+    if language_module(folder.config) not in ("gemma3n", "gemma4_text"):
+        return False
+    return index >= folder.num_layers - (number(folder, "num_kv_shared_layers") or 0)
+
+
+_SLIDES_BY_KIND: Mapping[str, int] = {
+    **dict.fromkeys(("afmoe", "exaone_moe", "gear", "gemma3n", "laguna", "llama", "mellum"), 1),
+    **dict.fromkeys(("ministral3", "muse_spark"), 1),
+    **dict.fromkeys(("gpt_oss", "step3p5"), 2),
+    **dict.fromkeys(("muse_glimmer", "olmo3", "spark2_5"), 4),
+    "gemma4_text": 0,
+}
+"""mlx-lm's modules whose layers slide where `layer_types` says so, and the pattern that they have without that.
+
+The pattern is a number of layers, of which the last has full attention. It is 0 if the configuration has it as an entry.
+"""
+_SLIDES_BY_PATTERN = ("cohere2", "exaone4", "gemma3_text", "plamo3")
+"""Modules whose layers slide by `sliding_window_pattern`, whatever `layer_types` says."""
+_ALWAYS_FULL = ("mistral3", "pixtral")
+"""Multimodal modules that make full caches, whatever their language model's module does."""
+
+
 def window_of(folder: ModelFolder, index: int) -> int | None:
-    """Return the attention window of a layer; None if it is unlimited."""
-    window = number(folder, "sliding_window")
-    kind = _kind_of(folder, index)
-    if window is None or folder.entry("use_sliding_window") is False:
+    """Return the most tokens that a layer keeps, as mlx-lm's module makes its cache; None if it keeps all.
+
+    Most modules make full caches whatever `sliding_window` is.
+    """
+    module = language_module(folder.config)
+    if module_of(folder.model_type, folder.classes) in _ALWAYS_FULL:
         return None
-    if kind is not None:
-        return window if kind == "sliding_attention" else None
-    pattern = number(folder, "sliding_window_pattern", "_sliding_window_pattern")
-    if pattern is not None:
-        return None if (index + 1) % pattern == 0 else window
-    if folder.model_type == "gpt_oss":
-        return window if index % 2 == 0 else None
-    return window
+    if module == "mimo_v2_flash":
+        return (
+            number(folder, "sliding_window_size")
+            if _listed(folder, "hybrid_layer_pattern", index) == 1
+            else None
+        )
+    if module == "recurrent_gemma":
+        return number(folder, "attention_window_size")
+    if module == "baichuan_m1":
+        layers = folder.entry("sliding_window_layers")
+        slides = isinstance(layers, list) and index in layers
+    elif module in _SLIDES_BY_PATTERN:
+        slides = _slides_by_pattern(folder, index)
+    elif module in _SLIDES_BY_KIND:
+        kind = _kind_of(folder, index)
+        pattern = _SLIDES_BY_KIND[module] or number(folder, "sliding_window_pattern") or 1
+        slides = (index + 1) % pattern != 0 if kind is None else kind == "sliding_attention"
+    else:
+        slides = False
+    return number(folder, *_WINDOW_NAMES) if slides else None
+
+
+def _slides_by_pattern(folder: ModelFolder, index: int) -> bool:
+    pattern = folder.entry("sliding_window_pattern", "_sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:
+        return pattern[index % len(pattern)] == "L"
+    return isinstance(pattern, int) and pattern > 0 and (index + 1) % pattern != 0
+
+
+def _listed(folder: ModelFolder, name: str, index: int) -> object:
+    """Return a layer's value in a list of the configuration; None without that."""
+    values = folder.entry(name)
+    if not isinstance(values, (list, str)) or index >= len(listed := cast("Sequence[object]", values)):
+        return None
+    return listed[index]
 
 
 def _kind_of(folder: ModelFolder, index: int) -> object:
     """Return the kind of a layer's attention in `layer_types`; None without that."""
-    kinds = folder.entry("layer_types")
-    return cast("list[object]", kinds)[index] if isinstance(kinds, list) else None
+    return _listed(folder, "layer_types", index)
+
+
+# ---- layers without KV
+
+_GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35", "olmo_hybrid")
+_WITHOUT_KV = ("mamba", "mamba2", "rwkv7")
+"""Modules whose layers all have a recurrent state."""
+_GROUPED = ("bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3")
+"""Modules with full attention in the last layer of each group, and in layers that fill no group."""
+_ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "*")
+_CONVOLUTIONS, _CONVOLVED_BYTES = ("gear", "lfm2", "lfm2_moe"), 3 * 2
+"""Modules whose other layers are short convolutions; bytes that one keeps per channel: three numbers of two bytes."""
+
+
+def state_bytes_of(folder: ModelFolder, index: int) -> int | None:
+    """Return the bytes of the recurrent state that a layer has instead of KV; None for a layer with attention."""
+    if _is_recurrent(folder, index):
+        key_heads, value_heads, key, value = _delta_sizes(folder)
+        convolved = (2 * key_heads * key + value_heads * value) * 3 * 2
+        return value_heads * key * value * _FLOAT_BYTES + convolved
+    return _other_state_bytes(folder, index) if _lacks_kv(folder, index) else None
+
+
+def _lacks_kv(folder: ModelFolder, index: int) -> bool:
+    """Report whether a layer has no KV, by the entries that each of mlx-lm's modules reads."""
+    module = language_module(folder.config)
+    if module in _GROUPED and (size := number(folder, "layer_group_size")):
+        return (index + 1) % size != 0 and index < folder.num_layers // size * size
+    if module in ("kimi_linear", "kimi_k3"):
+        given = folder.entry("linear_attn_config")
+        linear = cast("Mapping[str, object]", given).get("kda_layers") if isinstance(given, Mapping) else None
+        return isinstance(linear, list) and index + 1 in linear
+    if module == "plamo2":
+        step = number(folder, "mamba_step") or 2
+        return folder.entry("mamba_enabled") is not False and index % step != step // 2
+    if module in _CONVOLUTIONS and isinstance(full := folder.entry("full_attn_idxs"), list):
+        return index not in full
+    kind = _mixer_of(folder, module, index)
+    if kind is None and module == "jamba":
+        return index % (number(folder, "attn_layer_period") or 1) != (
+            number(folder, "attn_layer_offset") or 0
+        )
+    return module in _WITHOUT_KV or (kind is not None and kind not in _ATTENTION_KINDS)
+
+
+def _mixer_of(folder: ModelFolder, module: str, index: int) -> object:
+    """Return the kind of a layer in the list of kinds that a module with layers without KV reads; None without that."""
+    if module == "recurrent_gemma":
+        kinds = folder.entry("block_types", "_block_types")
+        return (
+            cast("list[object]", kinds)[index % len(cast("list[object]", kinds))]
+            if isinstance(kinds, list)
+            else None
+        )
+    if module == "nemotron_h":
+        names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    else:
+        names = {"jamba": ("layers_block_type",), "granitemoehybrid": ("layer_types",)}.get(
+            module, ("layer_types",) if module in _CONVOLUTIONS else ()
+        )
+    return next((kind for name in names if (kind := _listed(folder, name, index)) is not None), None)
+
+
+def _other_state_bytes(folder: ModelFolder, index: int) -> int:
+    """Return the bytes of the state of a convolution, of linear attention, or of a state-space model; of others 0."""
+    module, hidden = language_module(folder.config), folder.hidden_size
+    if module in _CONVOLUTIONS:
+        return hidden * _CONVOLVED_BYTES
+    if module == "nemotron_h" and _mixer_of(folder, module, index) not in ("M", "mamba"):
+        return 0
+    heads = number(folder, "mamba_n_heads", "mamba_num_heads")
+    width = number(folder, "mamba_d_head", "mamba_head_dim", "head_dim", "hidden_size_per_head")
+    states = number(folder, "mamba_d_state", "ssm_state_size", "state_size")
+    if states is None:
+        heads = number(folder, *HEAD_NAMES) or 1
+        return hidden * (width or hidden // heads) * _FLOAT_BYTES + hidden * _CONVOLVED_BYTES
+    if heads is None or width is None:
+        inner = hidden * (number(folder, "mamba_expand", "expand") or 2)
+    else:
+        inner = heads * width
+    return inner * (states * _FLOAT_BYTES + _CONVOLVED_BYTES)
 
 
 def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
@@ -177,11 +307,12 @@ def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dic
 
 
 def _is_recurrent(folder: ModelFolder, index: int) -> bool:
-    if number(folder, "linear_num_value_heads") is None:
-        return False
-    kind = _kind_of(folder, index)
-    if kind is not None:
+    """Report whether a layer has a gated delta rule instead of attention."""
+    module = language_module(folder.config)
+    if module == "olmo_hybrid" and (kind := _kind_of(folder, index)) is not None:
         return kind == "linear_attention"
+    if module not in _GATED_DELTA or number(folder, "linear_num_value_heads") is None:
+        return False
     return (index + 1) % (number(folder, "full_attention_interval") or 4) != 0
 
 
@@ -288,90 +419,3 @@ def _mlp(folder: ModelFolder, at: str, role: Role, size: int, count: int = 1) ->
         yield Matrix(f"{at}.gate_proj", role, size, hidden, count)
     yield Matrix(f"{at}.up_proj", role, size, hidden, count)
     yield Matrix(f"{at}.down_proj", role, hidden, size, count)
-
-
-# ---- bytes that a decode step reads, from the names and sizes of tensors
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBytes:
-    """Bytes of weights that a step with one token reads."""
-
-    layers: tuple[int, ...]
-    head: int
-    """Bytes of the output head, or of the embedding if it is tied. The lookup of a token's embedding is negligible."""
-
-
-def decode_bytes(
-    folder: ModelFolder, *, widened: bool, keeps_scales: bool = False, dequantized: bool = False
-) -> DecodeBytes | None:
-    """Return the bytes that a step reads; None if the tensors' names do not contain their layers.
-
-    Args:
-        folder: what its safetensors headers say.
-        widened: whether half precision becomes float32 when it is loaded.
-        keeps_scales: whether scales of quantized weights do not.
-        dequantized: whether quantized weights do.
-    """
-    inside, outside = group_by_layers(folder.tensors)
-    path = path_of_layers(inside, folder.num_layers)
-    if path is None:
-        return None
-    share = _active_share(folder)
-    size = _sizer(folder, widened=widened, keeps_scales=keeps_scales, dequantized=dequantized)
-    layers = [Fraction(0)] * folder.num_layers
-    for place, rest, entry in inside[path]:
-        if place < folder.num_layers:
-            layers[place] += size(entry) * (share if _EXPERT.search(rest) else 1)
-    return DecodeBytes(tuple(map(int, layers)), _head_bytes(outside, folder.vocab_size, size))
-
-
-def layer_bytes(
-    folder: ModelFolder, *, widened: bool, keeps_scales: bool = False, dequantized: bool = False
-) -> tuple[int, ...] | None:
-    """Return the bytes of each layer with all experts; None if the tensors' names do not contain their layers."""
-    size = _sizer(folder, widened=widened, keeps_scales=keeps_scales, dequantized=dequantized)
-    inside, _ = group_by_layers(folder.tensors)
-    path = path_of_layers(inside, folder.num_layers)
-    if path is None:
-        return None
-    sizes = [0] * folder.num_layers
-    for place, _, entry in inside[path]:
-        if place < folder.num_layers:
-            sizes[place] += size(entry)
-    return tuple(sizes)
-
-
-_Size = Callable[[TensorEntry], int]
-"""Function that returns the bytes of a loaded tensor."""
-
-
-def _sizer(folder: ModelFolder, *, widened: bool, keeps_scales: bool, dequantized: bool) -> _Size:
-    sizes = dequantized_bytes(folder) if dequantized else dict[str, int]()
-
-    def size(entry: TensorEntry) -> int:
-        return sizes.get(entry.name, entry.loaded_bytes(widened=widened, keeps_scales=keeps_scales))
-
-    return size
-
-
-def _active_share(folder: ModelFolder) -> Fraction:
-    """Return the share of experts that one token uses; 1 if the configuration does not state it."""
-    experts, active = number(folder, *EXPERT_COUNTS), number(folder, *ACTIVE_COUNTS)
-    if experts is None or active is None or not 0 < active < experts:
-        return Fraction(1)
-    return Fraction(active, experts)
-
-
-def _head_bytes(outside: Iterable[TensorEntry], vocab_size: int, size_of: _Size) -> int:
-    """Return the bytes of the output head or of a tied embedding: the largest tensor with a row for each token."""
-    heads: Counter[str] = Counter()
-    tied: Counter[str] = Counter()
-    for entry in outside:
-        module = entry.name.rpartition(".")[0]
-        size = size_of(entry)
-        if names_head(entry.name):
-            heads[module] += size
-        elif entry.shape[:1] == (vocab_size,) and _LOOKED_UP not in entry.name:
-            tied[module] += size
-    return max((heads or tied).values(), default=0)

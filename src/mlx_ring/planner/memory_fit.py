@@ -22,6 +22,7 @@ MOST_USERS = 4096
 """Users beyond which room is not counted further."""
 _SHORTEST_CONTEXT = 256
 _KV_BITS = (8, 4)
+_PAIR = 2
 
 
 def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
@@ -87,6 +88,10 @@ def fits(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> 
     method = METHODS[request.strategy]
     try:
         if isinstance(method, TensorMethod):
+            if request.strategy == "hybrid" and request.allows_tensor and len(cluster.nodes) > _PAIR:
+                search = SharedLayers(model, cluster, request)
+                if search.is_searchable and search.is_possible:
+                    return search.fits(of_all=True)
             return bool(place_tensor(model, cluster, request, method.search))
         if method.fits(Timetable(model, cluster, request.demand), request):
             return True

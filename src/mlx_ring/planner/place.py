@@ -124,7 +124,8 @@ def _remarks(
     if request.objective == "memory":
         return (f"The fullest machine is {_fullest(times, partition):.0%} full.",)
     if len(partition.pieces) == 1:
-        return (_why_alone(times, request, prediction),) if len(nodes) > 1 else ()
+        why = _why_alone(times, request, prediction) if len(nodes) > 1 else ""
+        return (why,) if why else ()
     alone_s = [float(table[0, -1]) for table in times.steady_tables(1)]
     best = min(range(len(alone_s)), key=lambda place: alone_s[place])
     if not np.isfinite(alone_s[best]):
@@ -138,16 +139,22 @@ def _remarks(
 
 
 def _why_alone(times: Timetable, request: PlanRequest, prediction: Prediction) -> str:
-    """Return what a split over all machines would cost, and how to get it all the same."""
+    """Return what a split over all machines would cost by the request's objective; empty if it is found to cost nothing."""
     are_few = len(times.cluster.nodes) <= min(_MOST_COMPARED, len(times.model.layers))
     split = OVER_ALL.split(times, request) if are_few else None
     if split is None or len(split.pieces) == 1:
         return "One machine alone is fastest."
-    slower = times.pipeline(split.pieces).prediction(request)
-    return (
-        f"One machine alone is fastest: {prediction.request_s:.2f} s for a request instead of {slower.request_s:.2f} "
-        f"with {len(split.pieces)} machines. `--strategy balanced` splits the layers all the same."
-    )
+    other = times.pipeline(split.pieces).prediction(request)
+    if prediction.minimized_s(request.objective) >= other.minimized_s(request.objective):
+        return ""
+    if request.objective == "throughput":
+        best = f"has the highest throughput: {prediction.tokens_per_s:.1f} tokens/s instead of {other.tokens_per_s:.1f}"
+    elif request.objective == "first-token":
+        best = f"is fastest: {prediction.first_token_s:.2f} s to the first token instead of {other.first_token_s:.2f}"
+    else:
+        best = f"is fastest: {prediction.request_s:.2f} s for a request instead of {other.request_s:.2f}"
+    machines = f"with {len(split.pieces)} machines"
+    return f"One machine alone {best} {machines}. `--strategy balanced` splits the layers all the same."
 
 
 def place(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan:
@@ -299,6 +306,13 @@ class PlanningBasis:
         return ClusterProfile(self.nodes, links, self.usual_link)
 
 
+def stages_of(plan: Plan) -> LoadedStages:
+    """Return the layers of each stage of a plan, with its machines and their shares."""
+    return tuple(
+        (stage.layers, tuple((rank.node, rank.share) for rank in stage.ranks)) for stage in plan.stages
+    )
+
+
 def plan_loaded(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: Sequence[LoadedStages]
 ) -> list[Plan]:
@@ -330,6 +344,18 @@ def plan_loaded(
         )
         for stages in replicas
     ]
+
+
+def plan_instances(
+    model: ModelProfile, machine: ClusterProfile, request: PlanRequest, count: int
+) -> list[Plan]:
+    """Return the plans of several whole instances on the only machine, as `serve` loads them there.
+
+    Raises:
+        PlanError: their parts of the memory do not suffice, or the model has no context as long.
+    """
+    stages: LoadedStages = ((LayerRange(0, len(model.layers)), ((machine.nodes[0].name, 1.0),)),)
+    return plan_loaded(model, machine, request, [stages] * count)
 
 
 def plan_given(

@@ -178,7 +178,9 @@ def _whole(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, c
     whole = place(model, cluster, request)
     if count is None:
         return whole
-    raise PlanError(too_many_replicas(model, cluster, count, 1))
+    fewer = range(min(count, len(cluster.nodes)) - 1, 1, -1) if len(cluster.nodes) <= MOST_NODES else ()
+    fitting = next((number for number in fewer if _best_division(model, cluster, request, number)[1]), 1)
+    raise PlanError(too_many_replicas(model, cluster, count, fitting))
 
 
 def _check(cluster: ClusterProfile, request: PlanRequest, count: int | None) -> None:

@@ -142,15 +142,15 @@ class SharedLayers:
             [*found, *([self._predicted(made)] if made else [])], key=lambda one: one.cost, default=None
         )
 
-    def fits(self) -> bool:
-        """Return True if the memory suffices for some plan."""
+    def fits(self, *, of_all: bool = False) -> bool:
+        """Return True if the memory suffices for some plan; with `of_all` for one over the whole cluster."""
         if not is_enough_for_all(self._shared, self._cluster.nodes):
             return False
-        if any(self._whole(members) for members in sorted(self._unlike_sets(), key=len, reverse=True)):
+        sets = [] if of_all else sorted(self._unlike_sets(), key=len, reverse=True)
+        if any(map(self._whole, sets)):
             return True
-        changes = Changes(
-            self._even_divisions(), self._cost_of, self._kind_of, of_all=False, patience=_LESS_PATIENCE
-        )
+        starts = self._even_divisions()
+        changes = Changes(starts, self._cost_of, self._kind_of, of_all=of_all, patience=_LESS_PATIENCE)
         usable = sum(node.usable_bytes for node in self._cluster.nodes)
         if changes.least < _MISSING + _NEARLY * usable:
             changes.search(enough=_MISSING)

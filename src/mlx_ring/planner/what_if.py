@@ -15,12 +15,13 @@ from itertools import combinations, takewhile
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
-from mlx_ring.planner.place import LoadedStages, plan_loaded
+from mlx_ring.planner.place import LoadedStages, plan_instances, plan_loaded, stages_of
 from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, ranges_of
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.quick_plans import QuickSearch
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
+from mlx_ring.planner.search import MOST_NODES
 from mlx_ring.planner.stage_costs import held_kv_bytes
 
 _SHORTEST = 1024
@@ -149,9 +150,16 @@ class _Planner:
         Raises:
             PlanError: there is none.
         """
-        if self._search is None:
-            return place_replicas(model, self.cluster, request, self.count)
-        return self._search.replicas(model, request, self.count, near)
+        if len(self.cluster.nodes) == 1 and (self.count or 1) > 1:
+            return plan_instances(model, self.cluster, request, self.count or 1)
+        try:
+            if self._search is not None:
+                return self._search.replicas(model, request, self.count, near)
+        except PlanError:
+            # The quick search gives each replica but one a machine that holds it whole.
+            if len(self.cluster.nodes) > MOST_NODES or self.count in (None, 1):
+                raise
+        return place_replicas(model, self.cluster, request, self.count)
 
     def among(self, nodes: tuple[NodeProfile, ...]) -> _Planner:
         """Return the planner for some of the machines."""
@@ -244,6 +252,7 @@ def what_if(
     work = rows * sum(_work(machines) for _, machines in clusters)
     is_quick = question.request.strategy == "auto" and work > _MOST_WORK
     is_brief = is_quick and len(named) * len(question.kv_bits) * len(clusters) > _FEW_CASES
+    is_brief |= question.request.strategy == "hybrid"
     planners = [
         (label, _Planner(machines, question.count, is_quick=is_quick, is_brief=is_brief))
         for label, machines in clusters
@@ -320,7 +329,7 @@ def _outcome(
     best = _fastest(case, request, plans, users)
     if request.objective == "throughput" and best.plans:
         # One plan for all of them is what the objective asks for.
-        plans = best.plans
+        plans = best.plans if request.users == 1 else _with_users(case, request, best)
     predicted = max((plan.prediction for plan in plans), key=lambda each: each.request_s)
     is_measured = all(node.is_measured for node in case.cluster.nodes if node.name in _nodes(plans))
     ranges = ranges_of(predicted, is_measured=is_measured)
@@ -392,6 +401,14 @@ def _fastest(case: _Case, request: PlanRequest, plans: Sequence[Plan], users: in
             seen.append(_nodes(some))
             tried.append(_together(part, request, part.room(_for_users(request, 1)), some))
     return max(tried, key=lambda each: each.tokens_per_s)
+
+
+def _with_users(case: _Case, request: PlanRequest, together: _Together) -> Sequence[Plan]:
+    """Return the plans of several users, predicted for as many requests at once as the question has."""
+    demand = replace(request.demand, sequences=max(together.users, request.users))
+    return plan_loaded(
+        case.model, case.cluster, replace(request, demand=demand), list(map(stages_of, together.plans))
+    )
 
 
 def _for_users(request: PlanRequest, users: int) -> PlanRequest:

@@ -50,6 +50,17 @@ def test_the_request_and_the_objective_are_the_heads_own_unless_they_are_given()
     assert given["request_s_range"][0] < given["request_s"] < given["request_s_range"][1]
 
 
+def test_the_heads_own_lengths_are_not_shortened_to_the_usual_context() -> None:
+    api = Api()
+    api.catalog.request = replace(api.catalog.request, prompt_tokens=16000, answer_tokens=500)
+    (own,) = api.post("/cluster/what-if", {"model": "llama-70b", "add": ["m3-ultra-512"]}).json()["outcomes"][
+        -1:
+    ]
+    assert (own["prompt_tokens"], own["answer_tokens"], own["context_tokens"]) == (16000, 500, 16500)
+    asked = {"model": "llama-70b", "context_tokens": 4096}
+    assert api.post("/cluster/what-if", asked).json()["outcomes"][0]["context_tokens"] == 4096
+
+
 def test_popular_models_are_compared_by_a_prompt_that_fills_the_usual_context() -> None:
     outcomes = Api().post("/cluster/what-if", {"what_fits": True}).json()["outcomes"]
     assert {(one["prompt_tokens"], one["context_tokens"]) for one in outcomes} == {(7936, 8192)}

@@ -223,6 +223,8 @@ def _request(own: PlanRequest, fields: WhatIfRequest) -> PlanRequest:
     usual = max(1, USUAL_CONTEXT - answer) if fields.what_fits else own.prompt_tokens
     prompt = fields.prompt_tokens or usual
     is_given = fields.prompt_tokens is not None or fields.answer_tokens is not None
+    # The head's own lengths are not shortened to the usual context.
+    is_given |= fields.context_tokens is None and not fields.what_fits and prompt + answer > USUAL_CONTEXT
     return replace(
         own,
         objective=fields.optimize_for or own.objective,
