@@ -77,6 +77,13 @@ def test_a_running_head_gives_its_machines_model_and_scheduler(tmp_path: Path) -
     assert json.loads(named.stdout)["capacities"][0]["max_num_seqs"] == 3
 
 
+def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
+    options = ("capacity", "demo", *MACHINE, *SMALL, "--rate", "100000", "--json")
+    printed = run_in_process(*options, folder=tmp_path).stdout
+    assert "Infinity" not in printed
+    assert json.loads(printed)["capacities"][0]["first_token_s"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -116,8 +123,12 @@ def test_a_running_head_gives_its_machines_model_and_scheduler(tmp_path: Path) -
         ((*MACHINE, "--years", "0"), "--years is 0"),
         ((*MACHINE, "--requests", "missing.csv"), "--requests is missing.csv, which cannot be read"),
         ((*MACHINE, "--max-num-seqs", "0"), "--max-num-seqs is 0"),
-        ((*MACHINE, "--prompt", "90000000"), "The longest prompt and answer have 90,000,256 tokens together"),
+        (
+            (*MACHINE, "--prompt", "90000000"),
+            "The longest request has 90,000,256 tokens of prompt and answer",
+        ),
         ((*MACHINE, "--first-token-within", "1ms"), "even one request at a time takes"),
+        ((*MACHINE, "--max-num-seqs", "5000"), "--max-num-seqs is 5000"),
         ((*MACHINE, "--add", "m4-mac-nano"), "The machine m4-mac-nano is unknown"),
         (("--machine", "m4-mac-nano"), "The machine m4-mac-nano is unknown"),
     ],

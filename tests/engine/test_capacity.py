@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -201,6 +202,25 @@ def test_a_given_rate_is_served_exactly_and_the_soonest_first_token_wins() -> No
         assert both.first_token_s <= fast.first_token_s + 1e-3, "with the link to the other machine"
 
 
+def test_at_a_rate_beyond_the_capacity_only_served_tokens_count() -> None:
+    found = measured(rate=1000.0)
+    assert not found.holds
+    assert found.first_token_s == inf
+    assert 0 <= found.tokens_per_s < 0.5 * 16 * 1000
+    assert found.users == 0
+
+
+def test_bursts_that_are_too_large_are_told_from_requests_that_are_too_slow() -> None:
+    found = measured(
+        load=Load(Lengths(64, 64), Lengths(16, 16), "burst", burst=50), level=ServiceLevel(0.4, None)
+    )
+    assert not found.holds
+    assert 0 < found.first_token_s < 0.4
+    assert found.why == (
+        "One request at a time is fast enough, but of requests that arrive together the first token comes too late."
+    )
+
+
 # ---- load
 
 
@@ -231,7 +251,13 @@ def test_recorded_requests_repeat_with_their_distances() -> None:
     assert [request.prompt_tokens for request in requests] == [10, 20, 30, 10, 20, 30]
     gaps = [later.at_s - sooner.at_s for sooner, later in pairwise(requests)]
     assert gaps == pytest.approx([0.5, 1.5, 1.0, 0.5, 1.5])
-    assert load.longest == (30, 3)
+    assert load.longest == 33
+
+
+def test_the_longest_request_is_one_of_the_recorded_ones() -> None:
+    """Record a long prompt and a long answer of different requests."""
+    recorded = (Recorded(1000, 10), Recorded(10, 600))
+    assert Load(Lengths(1, 1), Lengths(1, 1), recorded=recorded).longest == 1010
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,10 @@ def capacity(
         () if requests is None else _recorded(requests),
         seed,
     )
-    longest = sum(load.longest)
+    longest = load.longest
     if longest > sizes.context_tokens:
         raise ConfigError(
-            f"The longest prompt and answer have {longest:,} tokens together; {sizes.name} supports {sizes.context_tokens:,} at most."
+            f"The longest request has {longest:,} tokens of prompt and answer; {sizes.name} supports {sizes.context_tokens:,} at most."
         )
     bits = basis.request.demand.kv_bits if kv_bits is None else kv_bits
     question = Question(
@@ -231,7 +231,7 @@ def capacity(
     clusters = {f"with {name}": with_machines(machines, (name,), link) for name in names}
     rows = list(_rows(basis, clusters, question))
     if as_json:
-        print(json.dumps({"model": sizes.name, "capacities": [asdict(row) for row in rows]}, indent=1))
+        print(json.dumps({"model": sizes.name, "capacities": list(map(_as_json, rows))}, indent=1))
         return
     for remark in basis.remarks:
         print(remark)
@@ -304,8 +304,10 @@ def _is_worse(found: Capacity, now: Capacity, question: Question) -> bool:
 def _impossible(found: Capacity, level: ServiceLevel) -> str:
     if level.first_token_s is not None and found.first_token_s > level.first_token_s:
         flag, limit, best = "--first-token-within", level.first_token_s, found.first_token_s
+    elif level.between_tokens_s is not None and found.between_tokens_s > level.between_tokens_s:
+        flag, limit, best = "--between-tokens-within", level.between_tokens_s, found.between_tokens_s
     else:
-        flag, limit, best = "--between-tokens-within", level.between_tokens_s or 0.0, found.between_tokens_s
+        return f"{found.why} Allow more time, or use faster machines, a smaller model or shorter prompts."
     return (
         f"{flag} is {_time(limit)}, but even one request at a time takes {_time(best)} (percentile {level.percent:g}): "
         f"allow more, or use faster machines, a smaller model or shorter prompts."
@@ -356,6 +358,11 @@ def _upkeep(
     for name, given in values.items():
         found[name] = Upkeep(**{**asdict(found.get(name, Upkeep())), **given})
     return found
+
+
+def _as_json(row: Capacity) -> dict[str, object]:
+    """Return a row's fields; null for a time without end."""
+    return {name: None if value == inf else value for name, value in asdict(row).items()}
 
 
 # ---- the table

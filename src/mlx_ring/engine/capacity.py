@@ -88,11 +88,11 @@ class Capacity:
     """Reason why it does not hold, or what limits the rate."""
     requests_per_s: float = 0.0
     users: float = 0.0
-    """Users who wait for an answer or think."""
+    """Users who wait for an answer or think; 0 if requests queue up without end."""
     tokens_per_s: float = 0.0
-    """Tokens of answers."""
+    """Tokens of answers; those that are served, if requests come faster."""
     first_token_s: float = 0.0
-    """Percentile of the level."""
+    """Percentile of the level; infinite if requests queue up without end."""
     between_tokens_s: float = 0.0
     request_s: float = 0.0
     """Mean time of a request."""
@@ -216,10 +216,10 @@ def _rank(found: Capacity) -> tuple[bool, float, float]:
 
 def _request(question: Question) -> PlanRequest:
     """Return the request for plans of a load."""
-    load, (prompt, answer) = question.load, question.load.longest
+    load = question.load
     typical = int(load.mean_prompt + load.mean_answer / 2)
     demand = replace(
-        question.request.demand, context_tokens=prompt + answer, sequences=1, typical_tokens=typical
+        question.request.demand, context_tokens=load.longest, sequences=1, typical_tokens=typical
     )
     return replace(
         question.request,
@@ -238,7 +238,8 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         rate * _mean(outcome.request_s) for rate, outcome in zip(rates, outcomes, strict=True)
     ) / (total or 1.0)
     head_busy = total * _head_s(load)
-    tokens_per_s, given = total * load.mean_answer, question.rate is not None
+    is_overrun, given = any(outcome.is_overrun for outcome in outcomes), question.rate is not None
+    tokens_per_s = sum(map(_served_per_s, searches, outcomes, rates)) / max(1.0, head_busy)
     watts, price = _upkeep(searches, outcomes, question)
     paid = None if price is None else _paid_per_s(price, watts, question)
     worst = max(
@@ -250,7 +251,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         holds=all(map(level.holds, outcomes)) and head_busy <= 1 if given else total > 0,
         why=_HEAD if head_busy > _FULL else _why(*worst, is_given=given),
         requests_per_s=total,
-        users=total * (question.thinking_s + request_s),
+        users=0.0 if is_overrun or head_busy > 1 / _FULL else total * (question.thinking_s + request_s),
         tokens_per_s=tokens_per_s,
         first_token_s=max(outcome.first_token_within(level.percent) for outcome in outcomes),
         between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
@@ -264,6 +265,14 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         price=price,
         tokens_per_joule=tokens_per_s / watts if watts else None,
         tokens_per_price=tokens_per_s / paid if paid else None,
+    )
+
+
+def _served_per_s(search: Search, outcome: Outcome, rate: float) -> float:
+    """Return the tokens of answers that replicas serve at a rate, per second."""
+    asked = rate * search.load.mean_answer
+    return (
+        min(asked, search.replicas.count * outcome.tokens / outcome.span_s) if outcome.is_overrun else asked
     )
 
 
@@ -330,7 +339,15 @@ def _why(found: Found, search: Search, *, is_given: bool) -> str:
     if is_given:
         return f"At this rate {busiest}."
     if not found.rate:
-        return "Even one request at a time is too slow."
+        if search.level.broken(found.outcome) or found.beyond is None:
+            return "Even one request at a time is too slow."
+        late = search.level.broken(found.beyond)
+        fault = {
+            "first token": "the first token comes too late",
+            "between tokens": "tokens come too late after each other",
+            "": "they queue up",
+        }[late]
+        return f"One request at a time is fast enough, but of requests that arrive together {fault}."
     begin = {
         "first token": "Beyond it the first token comes too late",
         "between tokens": "Beyond it tokens come too late after each other",

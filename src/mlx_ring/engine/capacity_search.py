@@ -150,11 +150,11 @@ class Load:
         return sum(recorded) / len(recorded) if recorded else lengths.mean
 
     @property
-    def longest(self) -> tuple[int, int]:
-        """Longest prompt and longest answer."""
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
         if not self.recorded:
-            return self.prompt.high, self.answer.high
-        return max(each.prompt for each in self.recorded), max(each.answer for each in self.recorded)
+            return self.prompt.high + self.answer.high
+        return max(each.prompt + each.answer for each in self.recorded)
 
     def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
         """Return requests in order of arrival.
