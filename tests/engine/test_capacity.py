@@ -210,7 +210,7 @@ def test_at_a_rate_beyond_the_capacity_only_served_tokens_count() -> None:
     assert found.users == 0
 
 
-def test_bursts_that_are_too_large_are_told_from_requests_that_are_too_slow() -> None:
+def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     found = measured(
         load=Load(Lengths(64, 64), Lengths(16, 16), "burst", burst=50), level=ServiceLevel(0.4, None)
     )

@@ -223,7 +223,7 @@ class RequestStream(AsyncIterator[Delta]):
             self._stop()
 
     async def aclose(self) -> None:
-        """Abort: the sequence stops. Deltas that were not taken are lost. What was computed stays in the prefix cache."""
+        """Abort: the sequence stops. Deltas that were not taken are lost. The prefix cache keeps the KV."""
         self._deltas.clear()
         if not self._ended:
             self._ended = True

@@ -143,8 +143,8 @@ class Scheduler:
         """Remove a sequence that is complete, or whose client left, also while steps with its rows are in flight.
 
         Its KV is kept for prompts with the same prefix, so that a prompt that is sent again continues where the first one
-        was left. If the text was only pooled, only the part that it took over is kept: no prompt continues a pooled text,
-        and it would evict what chats reuse.
+        was left. Of a text that was only pooled, just the part that it took over is kept. No prompt continues a
+        pooled text, and it would evict what chats reuse.
         """
         if self._take_out(sequence):
             self._kv.keep(sequence, None if sequence.request.pooling is None else sequence.taken)

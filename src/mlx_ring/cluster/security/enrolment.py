@@ -220,8 +220,8 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
     kept = load_credentials(folder)
     if kept is not None and kept.authority != authority.pem and is_held(folder / AGENT_LOCK):
         raise ConfigError(
-            f"An agent with the state in {folder.parent} already runs on this machine, as a member of another cluster: "
-            "stop it first, or give this head another --state-dir."
+            f"An agent with the state in {folder.parent} already runs here, as a member of another cluster: stop it first, "
+            "or give this head another --state-dir."
         )
     if kept is not None and kept.authority == authority.pem:
         certificate = x509.load_pem_x509_certificate(kept.certificate)

@@ -19,8 +19,8 @@ const MAX_LINES = 300;
 /**
  * What is known now.
  * @typedef {object} Snapshot
- * @property {"connecting" | "open" | "lost" | "locked" | "paused" | "unfollowed"} connection "locked": a key is
- *   required; "paused": the page is hidden; "unfollowed": the server answers, but has no place for another follower
+ * @property {"connecting" | "open" | "lost" | "locked" | "paused" | "unfollowed"} connection "locked" if a
+ *   key is required, "paused" if the page is hidden, "unfollowed" if too many others follow the server
  * @property {ClusterState | null} state last state of the server; it stays while the connection is lost
  * @property {LogLine[]} lines of the head's log
  * @property {Point[]} points one for each second

@@ -167,7 +167,7 @@ function describeNodes({ cluster, time }) {
     const cause = node.reason ? `: ${node.reason}` : ".";
     const name = names.get(node.id) ?? node.id;
     if (node.state === "gone")
-      notices.push({ key: `gone ${node.id}`, tone: "bad", text: `${name} is disconnected${cause}` });
+      notices.push({ key: `ended ${node.id}`, tone: "bad", text: `${name} is disconnected${cause}` });
     if (node.state === "quarantined") {
       const minutes = Math.max(1, Math.round(((node.quarantined_until ?? time) - time) / 60));
       const text = `${name} is quarantined for ${counted(minutes, "minute")}${cause}`;
