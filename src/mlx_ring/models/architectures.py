@@ -15,14 +15,33 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from mlx_ring.core.errors import ModelUnsupported
 
-if TYPE_CHECKING:
-    from mlx_ring.models.model_folder import ModelFolder
-
 TABLE = "architectures.json"
+
+
+class ConfiguredModel(Protocol):
+    """Model with its configuration, such as a model's folder."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names in `architectures`."""
+        ...
+
+    def entry(self, *names: str) -> object:
+        """Return an entry of the configuration, or of its language model's part; None without one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +116,7 @@ def module_of(model_type: str, classes: Sequence[str] = ()) -> str:
     return _aliases()[named[0]] if named else _aliases().get(model_type, model_type)
 
 
-def require_cuttable(folder: ModelFolder, stages: int) -> Architecture:
+def require_cuttable(folder: ConfiguredModel, stages: int) -> Architecture:
     """Return the result for the folder's architecture.
 
     Raises:
@@ -155,7 +174,7 @@ _UNQUANTIZED_KV = frozenset(
 """Families whose attention mlx-lm cannot compute over quantized keys and values."""
 
 
-def quantizes_kv(folder: ModelFolder) -> bool:
+def quantizes_kv(folder: ConfiguredModel) -> bool:
     """Return False if the folder's family, or that of its text model, cannot have a quantized KV cache."""
     families = {module_of(folder.model_type, folder.classes)}
     text = cast("object", folder.config.get("text_config"))
@@ -164,7 +183,7 @@ def quantizes_kv(folder: ModelFolder) -> bool:
     return families.isdisjoint(_UNQUANTIZED_KV)
 
 
-def require_quantizable(folder: ModelFolder) -> None:
+def require_quantizable(folder: ConfiguredModel) -> None:
     """Check that the folder's model can have a quantized KV cache.
 
     Raises:
