@@ -12,6 +12,8 @@ import struct
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mlx_ring.rpc.tls.credentials import Credentials
 
@@ -101,7 +103,13 @@ def without_certificate(authority: bytes) -> ssl.SSLContext:
 
 
 def with_certificate(credentials: Credentials) -> ssl.SSLContext:
-    return _for_http2(credentials.socket_client())
+    context = ssl.create_default_context(cadata=credentials.authority.decode())
+    with TemporaryDirectory() as folder:
+        certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
+        certificate.write_bytes(credentials.certificate)
+        key.write_bytes(credentials.key)
+        context.load_cert_chain(certificate, key)
+    return _for_http2(context)
 
 
 def _for_http2(context: ssl.SSLContext) -> ssl.SSLContext:

@@ -12,9 +12,10 @@ import pytest
 from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes, place_at
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import PlanError, WorkerLost
 from mlx_ring.core.types import RankId
 from mlx_ring.host.interfaces import TrustedInterface
+from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
@@ -181,3 +182,25 @@ def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
 def test_machines_without_a_common_trusted_network_are_refused(other: Node, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         group_routes([other, Node("a", (cable(1, 1),))][::-1], "A stage")
+
+
+def test_a_call_after_another_recovery_has_closed_the_connection_fails_as_the_agent() -> None:
+    async def calls_after_close() -> None:
+        link = AgentLink(open_aio_channel("unix:no-agent.sock"), "the agent of mini-1")
+        await link.close()
+        hello = make_hello()
+        calls = (
+            link.start(hello, []),
+            link.load(hello, Source("model"), [], lambda _: None),
+            link.relink(hello, [], commit=False),
+            link.measure_link(hello, "mini-2", "mini-2:1", 1.0, 1.0),
+            anext(link.watch(hello)),
+        )
+        for call in calls:
+            with pytest.raises(WorkerLost, match="The connection to the agent of mini-1 was closed"):
+                await call
+        assert await link.look(hello, 1.0) is None
+        await link.stop("demo-1", 1.0)
+        await link.end(1.0)
+
+    asyncio.run(calls_after_close())

@@ -226,7 +226,7 @@ MARKDOWN = {
     "1. one\n   - inner\n2. two": "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>",
     "- loose\n\n- list": "<ul><li>loose</li><li>list</li></ul>",
     "## Title\ntext": "<h4>Title</h4><p>text</p>",
-    "> quoted\nlazily": "<blockquote><p>quoted\nlazily</p></blockquote>",
+    "> quoted\nlazily": "<blockquote><p>quoted<br>lazily</p></blockquote>",
     "| a | b |\n|---|--:|\n| 1 | 2 |": (
         '<div class="scroll" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
         '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>'

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from mlx_ring.cluster.membership import SILENCE_S, Reported
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import GroupStuck, ProtocolError, RingError, WorkerLost
+from mlx_ring.core.errors import GroupStuck, ProtocolError, WorkerLost
 from mlx_ring.host.child import ChildProcess
 from mlx_ring.host.energy import PARTS, PartEnergy
 from mlx_ring.host.interfaces import TrustedInterface
@@ -85,10 +85,8 @@ class AgentLink:
             RingError: the agent's failure, after which none of these workers is left.
         """
         request = agent_pb2.StartRequest(hello=hello, assignments=assignments)
-        try:
+        with self._errors():
             reply = await START.aio_unary_unary(self._channel)(request, wait_for_ready=True)
-        except grpc.RpcError as error:
-            raise self._error(error) from error
         if reply.HasField("failure"):
             raise failure_to_error(reply.failure)
         return reply.workers
@@ -121,7 +119,7 @@ class AgentLink:
             gain=gain,
             pids=pids,
         )
-        try:
+        with self._errors():
             async for progress in LOAD_STAGES.aio_unary_stream(self._channel)(request):
                 if progress.progress.HasField("failure"):
                     error = failure_to_error(progress.progress.failure)
@@ -129,8 +127,6 @@ class AgentLink:
                         error.reported_by(progress.stage, progress.rank)
                     raise error
                 report(progress)
-        except grpc.RpcError as error:
-            raise self._error(error) from error
 
     async def relink(
         self,
@@ -169,10 +165,8 @@ class AgentLink:
             halt=halt,
             until_steps=until_steps,
         )
-        try:
+        with self._errors():
             reply = await RELINK_WORKERS.aio_unary_unary(self._channel)(request, timeout=_RELINK_WAIT_S)
-        except grpc.RpcError as error:
-            raise self._error(error) from error
         if reply.HasField("failure"):
             raise failure_to_error(reply.failure)
         return reply.workers
@@ -188,12 +182,10 @@ class AgentLink:
             WorkerLost: the end of the agent.
         """
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
-        try:
+        with self._errors():
             async for event in WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=waits):
                 self.yielding = yielding_of(event)
                 yield event
-        except grpc.RpcError as error:
-            raise self._error(error) from error
         raise WorkerLost(f"{self._name.capitalize()} ended its reports.")
 
     async def stop(self, instance: str, timeout_s: float, hello: hello_pb2.Hello | None = None) -> None:
@@ -209,13 +201,16 @@ class AgentLink:
 
     async def end(self, timeout_s: float) -> None:
         """Stop all workers and the agent itself."""
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
             await STOP.aio_unary_unary(self._channel)(agent_pb2.StopRequest(end=True), timeout=timeout_s)
 
     async def look(self, hello: hello_pb2.Hello, timeout_s: float) -> agent_pb2.AgentEvent | None:
         """Return the agent's current state, or None if it does not answer."""
         request = agent_pb2.WatchRequest(hello=hello, heartbeat_s=HEARTBEAT_S)
-        call = WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True, timeout=timeout_s)
+        try:
+            call = WATCH.aio_unary_stream(self._channel)(request, wait_for_ready=True, timeout=timeout_s)
+        except grpc.aio.UsageError:  # the channel was closed
+            return None
         try:
             async for event in call:
                 return event
@@ -234,10 +229,8 @@ class AgentLink:
             RingError: a node out of reach, or an agent that does not answer.
         """
         request = agent_pb2.MeasureLinkRequest(hello=hello, node=node, address=address, max_age_s=max_age_s)
-        try:
+        with self._errors():
             reply = await MEASURE_LINK.aio_unary_unary(self._channel)(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise self._error(error) from error
         if reply.HasField("failure"):
             raise failure_to_error(reply.failure)
         return reply
@@ -246,8 +239,15 @@ class AgentLink:
         """Close the channel."""
         await self._channel.close()
 
-    def _error(self, error: grpc.RpcError) -> RingError:
-        return handshake_error(error, self._name) or channel_error(error, self._name)
+    @contextlib.contextmanager
+    def _errors(self) -> Generator[None]:
+        """Raise gRPC's errors as those of the agent. A recovery may have closed the channel while another one uses it."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise handshake_error(error, self._name) or channel_error(error, self._name) from error
+        except grpc.aio.UsageError as error:
+            raise WorkerLost(f"The connection to {self._name} was closed.") from error
 
 
 def yielding_of(said: agent_pb2.AgentEvent | cluster_pb2.AttendRequest) -> Yielding | None:

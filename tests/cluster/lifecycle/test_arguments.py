@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ from mlx_ring.cluster.lifecycle.arguments import (
     machine_of,
     own_addresses,
     resolve,
-    served_by_others,
     target_of,
 )
 from mlx_ring.core.errors import ConfigError
@@ -206,16 +204,3 @@ def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
 def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
     here = Machine(Device("a", "localhost"), "localhost", is_here=True)
     assert head_host(here, Machine(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"
-
-
-def test_a_machine_that_the_file_no_longer_lists_may_not_serve_in_place_of_another() -> None:
-    names = {"h-1": "h", "c-1": "c"}
-
-    def node(name: str, state: str = "attending", *stages: str) -> dict[str, Any]:
-        return {"id": name, "state": state, "stages": list(stages)}
-
-    old, head = node("b-1", "attending", "demo/1"), node("h-1", "head", "demo/0")
-    assert "In place of c, the model was loaded on b-1" in served_by_others(names, [head, old])
-    assert "In place of c" in served_by_others(names, [head, old, node("c-1", "gone")])
-    assert served_by_others(names, [head, node("c-1", "attending", "demo/1"), node("b-1")]) == ""
-    assert served_by_others(names, [head]) == ""

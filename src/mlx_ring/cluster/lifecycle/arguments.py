@@ -9,9 +9,9 @@ import contextlib
 import ipaddress
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import psutil
 
@@ -276,22 +276,3 @@ def _source_address_for(other: Machine) -> str:
             return str(probe.getsockname()[0])
     # Perhaps `other` is behind a jump host: this machine's name may lead back.
     return socket.gethostname()
-
-
-def served_by_others(names: Mapping[str, str], nodes: Iterable[Mapping[str, Any]]) -> str:
-    """Return what is wrong if a machine that the file does not list serves in place of a listed one; otherwise empty.
-
-    Args:
-        names: names of the file's machines by node ID.
-        nodes: nodes in the head's status.
-    """
-    here = [node for node in nodes if node["state"] != "gone"]
-    missing = names.keys() - {node["id"] for node in here}
-    others = [node["id"] for node in here if node["id"] not in names and node["stages"]]
-    if not missing or not others:
-        return ""
-    listed, instead = ", ".join(sorted(names[node] for node in missing)), ", ".join(sorted(others))
-    return (
-        f"In place of {listed}, the model was loaded on {instead}, which the file does not list: run `mlx-ring stop` there, "
-        f"or `mlx-ring node remove` on the head's machine, and start again."
-    )
