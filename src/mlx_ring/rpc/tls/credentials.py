@@ -107,7 +107,10 @@ def load_credentials(folder: Path) -> Credentials | None:
     Raises:
         ConfigError: a file is missing, cannot be read, or does not belong to the others.
     """
-    marks = tuple(file_mark(folder / name) for name in (CERTIFICATE_FILE, AUTHORITY_FILE, KEY_FILE))
+    try:
+        marks = tuple(file_mark(folder / name) for name in (CERTIFICATE_FILE, AUTHORITY_FILE, KEY_FILE))
+    except OSError:  # reading tells what is wrong
+        return _read(folder)
     known = _loaded.get(folder)
     if known is not None and known[0] == marks:
         return known[1]
