@@ -275,12 +275,12 @@ class GrammarChecks:
             loop.call_soon_threadsafe(begun.set)
             return self._trials.problem(grammar)
 
-        trial = loop.run_in_executor(self._thread, problem)
+        trial = self._thread.submit(problem)
         try:
             async with asyncio.timeout(self.turn_within_s):
                 await begun.wait()
             async with asyncio.timeout(_TRIED_WITHIN_S):
-                return await trial
+                return await asyncio.wrap_future(trial)
         except TimeoutError:
             raise Overloaded(
                 "The server is too busy with other schemas to check this one; "
