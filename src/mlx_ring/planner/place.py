@@ -5,6 +5,7 @@ Pure, and total: a plan, or an error that says what is missing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -145,8 +146,11 @@ def _why_alone(times: Timetable, request: PlanRequest, prediction: Prediction) -
     if split is None or len(split.pieces) == 1:
         return "One machine alone is fastest."
     other = times.pipeline(split.pieces).prediction(request)
-    if prediction.minimized_s(request.objective) >= other.minimized_s(request.objective):
+    other_s = other.minimized_s(request.objective)
+    if prediction.minimized_s(request.objective) >= other_s:
         return ""
+    if not math.isfinite(other_s):
+        return "One machine alone is fastest."
     if request.objective == "throughput":
         best = f"has the highest throughput: {prediction.tokens_per_s:.1f} tokens/s instead of {other.tokens_per_s:.1f}"
     elif request.objective == "first-token":

@@ -6,6 +6,7 @@ layers move.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -89,9 +90,9 @@ class Prediction:
     """Number of such requests at once."""
 
     def minimized_s(self, objective: Objective) -> float:
-        """Return the seconds that an objective minimizes; less is better."""
+        """Return the seconds that an objective minimizes, without end over a broken link; less is better."""
         if objective == "throughput":
-            return 1 / self.tokens_per_s
+            return 1 / self.tokens_per_s if self.tokens_per_s else math.inf
         return self.first_token_s if objective == "first-token" else self.request_s
 
 

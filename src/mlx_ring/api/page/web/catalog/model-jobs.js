@@ -98,9 +98,9 @@ export class ModelJobs {
   }
 
   /**
-   * Follow downloads in progress that another page or program began, except those that this page left. The server's list
-   * tells their progress, because a connection for each would leave none for the rest of the page. Nothing stays of one
-   * that ended.
+   * Follow downloads in progress that another page or program began, except those that this page left. The server's
+   * list tells their progress, because a connection for each would leave none for the rest of the page. Nothing stays
+   * of one that ended.
    * @param {PullStatus[]} pulls
    */
   follow(pulls) {
