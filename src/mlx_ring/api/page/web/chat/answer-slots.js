@@ -7,7 +7,10 @@ export const MAX_STREAMS = 3;
 
 const NAMES = Array.from({ length: MAX_STREAMS }, (_, place) => `mlx-ring.answer-${place}`);
 
-/** Answers of this tab that wait, where the browser has no locks: pages of other machines without TLS. @type {(() => void)[]} */
+/**
+ * Answers of this tab that wait, where the browser has no locks: pages of other machines without TLS.
+ * @type {(() => void)[]}
+ */
 const waiting = [];
 let free = MAX_STREAMS;
 

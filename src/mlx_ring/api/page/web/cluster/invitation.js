@@ -71,8 +71,8 @@ function connected({ nodes }) {
 }
 
 /**
- * Return what became of a command: machines that joined since, those of them that left, and ids of new ones that are not
- * connected yet. Members that came back are apart from them, because they need no command.
+ * Return what became of a command: machines that joined since, those of them that left, and ids of new ones that
+ * are not connected yet. Members that came back are apart from them, because they need no command.
  * @param {Invited} invited
  * @param {ClusterStatus} cluster
  */
