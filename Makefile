@@ -16,7 +16,7 @@ FAST := --hypothesis-profile fast -n 3 $(BY_FILE)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-oldest check check-page english conformance architectures clients faults bench protos docs format clean
+.PHONY: help setup demo test test-machines test-fast test-oldest check check-page english conformance architectures clients faults bench protos docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +38,12 @@ demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARG
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
 test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
-	$(BIN)/pytest -m "not conformance and not faults" $(SIDE_BY_SIDE) $(ARGS)
-	@echo "Not included: conformance tests of every architecture and client (make conformance), and most faults (make faults)."
+	$(BIN)/pytest -m "not conformance and not faults and not machines" $(SIDE_BY_SIDE) $(ARGS)
+	@echo "Not included: most tests of several machines (make test-machines), most faults (make faults), and conformance"
+	@echo "tests of every architecture and client (make conformance)."
+
+test-machines: .venv/.ready-dev ## test clusters of several machines, made of network namespaces, ssh and MPI (Linux, as root)
+	$(BIN)/pytest -m "machines and not faults" $(SIDE_BY_SIDE) $(ARGS) tests/end_to_end
 
 test-fast: .venv/.ready-dev ## run the quick tests: no processes, no long computation
 	$(BIN)/pytest -m "$(WITHOUT_PROCESSES) and not slow" $(FAST) $(ARGS)

@@ -19,7 +19,7 @@ from tests.namespaces import skip_without_namespaces
 from tests.processes import Server, give_profile
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
 
 PROMPT = [5, 77, 130, 9]
 TOKENS = 24

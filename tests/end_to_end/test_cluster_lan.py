@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from tests.end_to_end.loopback_cluster import REQUEST
 from tests.eventually import eventually
 from tests.namespaces import Host, lan, skip_without_namespaces
@@ -21,6 +22,8 @@ from tests.processes import Server, client_of, give_profile, joining, serving
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage
 from mlx_ring.models.model_folder import read_model_folder
+
+pytestmark = pytest.mark.machines
 
 
 @dataclass(frozen=True, slots=True)

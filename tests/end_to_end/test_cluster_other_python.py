@@ -21,6 +21,8 @@ from mlx_ring.cluster.lifecycle.programs import wanted_here
 from mlx_ring.cluster.lifecycle.wheels import WheelStore, packages_for
 from mlx_ring.core.folders import packages_folder
 
+pytestmark = pytest.mark.machines
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Generator[list[SshHost]]:

@@ -23,6 +23,8 @@ from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_ring.host.running import running_here
 
+pytestmark = pytest.mark.machines
+
 DEVICES: Mapping[str, Any] = {
     "devices": [
         {

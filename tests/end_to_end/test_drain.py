@@ -22,6 +22,8 @@ from tests.faults.injection import Stopped, stopping_at_steps
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, client_of
 
+pytestmark = pytest.mark.machines
+
 TOKENS = 160
 STREAMS = 6
 FLAGS = ("--strategy", "uniform", "--max-model-len", "2048", "--kv-cache-memory", "64MiB")

@@ -170,6 +170,7 @@ def test_answer_that_a_stopped_head_suspends_continues_with_other_stages(tmp_pat
     assert text_of(read + rest) == text_of(whole)
 
 
+@pytest.mark.machines
 def test_conversations_and_answers_go_on_after_all_machines_were_killed(tmp_path: Path) -> None:
     folders = (tmp_path / "head-kv", tmp_path / "node-kv")
     kv = ("--kv-disk", "1GiB", "--kv-disk-dir")

@@ -132,6 +132,7 @@ def listed_files(folder: Path) -> list[Path]:
     return [*folder.glob("*/*/block")]
 
 
+@pytest.mark.machines
 def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that_of_others(
     tmp_path: Path,
 ) -> None:

@@ -33,7 +33,7 @@ from tests.processes import MLX_RING, Server, clean_environment
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(600)]
 
 GIB = 1 << 30
 LIMITS = ((4 * GIB, 1.0), (3 * GIB, 0.8), (2 * GIB, 0.5))

@@ -18,7 +18,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage
 from mlx_ring.models.model_folder import read_model_folder
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(600)]
 
 PROMPT = [5, 77, 130, 9]
 TOKENS = 24

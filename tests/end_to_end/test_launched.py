@@ -15,8 +15,11 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from tests.eventually import eventually
 from tests.processes import MLX_RING, clean_environment, client_of, run_cli, serving
+
+pytestmark = pytest.mark.machines
 
 REQUEST = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 

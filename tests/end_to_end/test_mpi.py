@@ -19,6 +19,8 @@ from tests.processes import run_cli, serving
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_source import find_model
 
+pytestmark = pytest.mark.machines
+
 PROMPTS, TOKENS = 4, 16
 
 

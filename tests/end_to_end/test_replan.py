@@ -30,6 +30,8 @@ from tests.processes import Server, client_of, give_profile, joining
 
 from mlx_ring.agent.profiling import PROFILE_FILE
 
+pytestmark = pytest.mark.machines
+
 AUTO = ("--strategy", "auto", *FLAGS[2:], "--learn-speeds", "off")
 
 

@@ -21,7 +21,7 @@ from tests.namespaces import skip_without_namespaces
 from tests.processes import Server, give_profile
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(600)]
 
 TRUSTED = ("--trusted-interface", "fast0")
 FLAGS = ("--max-model-len", "4096", "--step-deadline-s", "3", *TRUSTED)

@@ -19,6 +19,8 @@ from tests.processes import Server, serving
 
 from mlx_ring.head.instance_watch import WORKER_SILENCE_S
 
+pytestmark = pytest.mark.machines
+
 BODY = {"model": "demo", "prompt": "abcdefgh" * 50, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 _AFTER = 20
 """Number of events of a stream before it is disturbed."""

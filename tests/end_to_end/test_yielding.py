@@ -25,6 +25,8 @@ from mlx_ring.agent.profiling import PROFILE_FILE
 from mlx_ring.host.machine import Use
 from mlx_ring.host.process import may_raise_priority
 
+pytestmark = pytest.mark.machines
+
 IDLE, BUSY = Use(2.0, 0.0), Use(2.0, 1.6)
 REASON = "other programs use 1.6 of 2 cores"
 REPOSITORY = Path(__file__).parents[2]
