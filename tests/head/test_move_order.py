@@ -1,0 +1,253 @@
+"""Moves of several models at once, and loads beside them, with replicas and machines that only record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+from tests.eventually import run_tasks_until
+from tests.head.moving_heads import NO_ROOM, Head, begin_split, drain, named
+
+from mlx_ring.api.service import Moved
+from mlx_ring.core.errors import Conflict, PlanError, WorkerLost
+from mlx_ring.head.move_order import unload_for
+
+
+def test_a_model_moves_while_another_one_waits_for_long_answers() -> None:
+    first, second = named("first", "a", "b"), named("second", "b")
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        moved = await begin_split(head, second, "beside")
+        assert (moved is not None, moving.done()) == (True, False)
+        first.answers.set()
+        assert await moving is not None
+
+    asyncio.run(run())
+
+
+def test_a_drain_moves_each_model_without_waiting_for_the_answers_of_others() -> None:
+    first, second = named("first", "b"), named("second", "b")
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> list[Moved]:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await first.is_waiting.wait()
+        before = second.replicas
+        await run_tasks_until(lambda: second.replicas != before)
+        assert not draining.done()
+        first.answers.set()
+        return list(await draining)
+
+    assert {(moved.model, moved.way) for moved in asyncio.run(run())} == {
+        ("first", "beside"),
+        ("second", "beside"),
+    }
+
+
+def test_machines_are_drained_at_the_same_time() -> None:
+    first, second = named("first", "b"), named("second", "c")
+    head = Head(first, "a", "b", "c", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await first.is_waiting.wait()
+        assert [moved.model for moved in await head.moves.drain("c", force=False)] == ["second"]
+        # The machine is readmitted once its drain has ended.
+        readmitting = asyncio.create_task(head.moves.readmit("b"))
+        await asyncio.sleep(0)
+        assert (draining.done(), readmitting.done(), head.membership.drained) == (False, False, {"b", "c"})
+        first.answers.set()
+        await asyncio.gather(draining, readmitting)
+        assert head.membership.drained == {"c"}
+
+    asyncio.run(run())
+
+
+def test_a_model_without_room_waits_for_the_end_of_another_move_and_does_not_pause() -> None:
+    first, second = named("first", "a", "b"), named("second", "b", problem=NO_ROOM)
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        splitting = begin_split(head, second, "beside")
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        for _ in range(20):  # neither of both frees anything for the other one
+            await asyncio.sleep(0)
+        assert (splitting.done(), draining.done()) == (False, False)
+        second.problem = None
+        first.answers.set()
+        assert await moving is not None
+        ways = [*(await draining), await splitting]
+        assert {moved.way for moved in ways if moved is not None} == {"beside"}
+        assert not second.replicas[0].drained
+
+    asyncio.run(run())
+
+
+def test_a_model_waits_for_no_room_on_machines_that_plans_do_not_use() -> None:
+    first, second = named("first", "b"), named("second", "b", problem=NO_ROOM)
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> list[Moved]:
+        first.answers = asyncio.Event()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: second.replicas[0].drained)
+        assert not first.answers.is_set()
+        first.answers.set()
+        return list(await draining)
+
+    assert {(moved.model, moved.way) for moved in asyncio.run(run())} == {
+        ("first", "beside"),
+        ("second", "after"),
+    }
+
+
+def test_without_a_move_to_wait_for_a_model_pauses_where_it_finds_no_room() -> None:
+    hosted = named("second", "b", problem=NO_ROOM)
+    assert [moved.way for moved in drain(Head(hosted, "a", "b"))] == ["after"]
+
+
+@pytest.mark.parametrize(("nodes", "waits"), [(("c", "d"), False), (("b", "c"), True)])
+def test_a_move_that_would_pause_waits_for_moves_of_its_machines_alone(
+    nodes: Sequence[str], *, waits: bool
+) -> None:
+    first, second = named("first", "a", "b"), named("second", "c")
+    head = Head(first, "a", "b", "c", "d", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        refusal = Conflict("Answers would pause.") if waits else None
+        splitting = begin_split(head, second, "ranges", *nodes, refusal=refusal)
+        if not waits:
+            assert await splitting is not None
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (splitting.done(), second.replicas[0].has_changed) == (not waits, not waits)
+        first.answers.set()
+        await moving
+        if waits:
+            with pytest.raises(Conflict, match="would pause"):
+                await splitting
+
+    asyncio.run(run())
+
+
+def test_a_model_has_one_move_at_a_time() -> None:
+    hosted = named("first", "b")
+    head = Head(hosted, "a", "b")
+
+    async def run() -> None:
+        hosted.answers = asyncio.Event()
+        moving = begin_split(head, hosted, "beside")
+        await hosted.is_waiting.wait()
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        again = begin_split(head, hosted, "beside")
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        with pytest.raises(Conflict, match="first is answering 2 requests"):
+            await head.order.unload(cast("Any", hosted), force=False)
+        assert (draining.done(), again.done()) == (False, False)
+        hosted.answers.set()
+        assert [*map(bool, await asyncio.gather(moving, again))] == [True, True]
+        assert await draining == []
+
+    asyncio.run(run())
+
+
+def test_a_move_that_fails_while_it_waits_pauses_in_a_turn_of_its_own() -> None:
+    hosted = named("first", "b")
+    head = Head(hosted, "a", "b")
+    is_waiting, is_lost = asyncio.Event(), asyncio.Event()
+
+    async def replace(_old: object, _new: object, _ready: object, loaded: Callable[[], None]) -> int:
+        loaded()
+        is_waiting.set()
+        await is_lost.wait()
+        raise WorkerLost("A worker died.")
+
+    async def run() -> None:
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await is_waiting.wait()
+        async with head.order.turn():
+            is_lost.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not hosted.replicas[0].drained
+        assert [(moved.way, moved.why) for moved in await draining] == [("after", "A worker died.")]
+
+    hosted.replace = replace
+    asyncio.run(run())
+
+
+def test_a_drain_that_fails_for_one_model_lets_the_move_of_another_one_end() -> None:
+    first, second = named("first", "b"), named("second", "b", problem=WorkerLost("A worker died."))
+    second.replicas[0].refusal = NO_ROOM
+    head = Head(first, "a", "b", others=[second])
+
+    async def run() -> None:
+        first.answers = asyncio.Event()
+        with pytest.raises(PlanError, match="no room for 4 layers"):
+            await head.moves.drain("b", force=False)
+        assert (head.membership.drained, first.is_waiting.is_set()) == (set(), True)
+        before = first.replicas
+        first.answers.set()
+        await run_tasks_until(lambda: first.replicas != before)
+        async with head.order.turn(cast("Any", first)):
+            assert not second.replicas[0].drained
+
+    asyncio.run(run())
+
+
+def test_a_load_without_room_waits_for_the_end_of_a_move_or_fails_if_there_is_none() -> None:
+    first, loaded = named("first", "a", "b"), named("second")
+    loaded.replicas = []
+    head = Head(first, "a", "b")
+    loads: list[str] = []
+
+    async def load() -> None:
+        loads.append("first waits" if first.answers is not None and not first.answers.is_set() else "free")
+        if len(loads) < 3:
+            raise NO_ROOM
+
+    def begin() -> asyncio.Task[None]:
+        models: Any = list
+        return asyncio.create_task(head.order.load(cast("Any", loaded), load, models, may_evict=True))
+
+    async def run() -> None:
+        with pytest.raises(PlanError):
+            await begin()
+        first.answers = asyncio.Event()
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        loading = begin()
+        await run_tasks_until(lambda: len(loads) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not loading.done()
+        first.answers.set()
+        await asyncio.gather(moving, loading)
+        assert loads == ["free", "first waits", "free"]
+
+    asyncio.run(run())
+
+
+def test_no_model_that_moves_is_unloaded_for_another_one() -> None:
+    moving, idle = named("first", "a"), named("second", "a")
+    for place, each in enumerate((moving, idle)):
+        each.open_requests, each.is_idle, each.last_requested = 0, True, place
+    moving.is_moving = True
+    models: Any = [moving, idle]
+    assert asyncio.run(unload_for(cast("Any", named("third")), models))
+    assert (moving.stopped, len(idle.stopped)) == ([], 1)
