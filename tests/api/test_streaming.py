@@ -77,7 +77,9 @@ def test_disconnect_in_mid_stream_aborts_every_sequence(n: int) -> None:
             assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
         eventually(lambda: open_requests(service) == 0)
         assert service.engine.stats().finished == {"abort": n}
-        assert service.engine.stats().scheduler.sequences_held == 1, "equal answers are kept once, for a later request"
+        assert service.engine.stats().scheduler.sequences_held == 1, (
+            "equal answers are kept once, for a later request"
+        )
         assert httpx.post(f"{url}/v1/completions", json=request | {"max_tokens": 1}).status_code == 200
         assert httpx.get(f"{url}/cache/stats").json()["prefix_cache"]["hits"] > 0
 

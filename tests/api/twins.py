@@ -282,6 +282,7 @@ class TwinCatalog:
 
     def __init__(self, *models: TwinService) -> None:
         self.models = models
+        self.only = models[0] if len(models) == 1 else None
         self.links: Sequence[LinkInfo] = ()
         self.deleted: list[str] = []
         """Models that were deleted."""

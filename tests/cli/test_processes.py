@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from tests.api.twins import TwinService
 from tests.default_settings import make_api_settings
 from tests.processes import serving
 
-from mlx_ring.cli import processes
-from mlx_ring.cli.heads import names_at, pull_at
+from mlx_ring.cli import heads, models, processes
+from mlx_ring.cli.heads import name_for, names_at, pull_at
 from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
@@ -99,3 +100,40 @@ def test_run_lets_a_server_download_a_model_before_it_loads_it(capsys: pytest.Ca
     assert progress[0] == ("downloading", 0)
     assert progress[-1] == ("done", 100)
     assert "Loading" not in capsys.readouterr().out, "a refused download loads nothing"
+
+
+def test_a_model_that_a_chat_has_loaded_is_unloaded_after_each_chat_and_not_needed_by_others(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving("demo", folder=home) as server:
+        for _ in range(2):
+            assert chat(monkeypatch, "demo-moe", server.url) == 0
+            assert {name: each.is_loaded for name, each in names_at(server.url).items()} == {
+                "demo": True,
+                "demo-moe": False,
+            }
+        question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        answer = server.http.post("/v1/chat/completions", json=question).raise_for_status().json()
+        assert answer["model"] == "demo", "the one that the server was started with"
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_a_folder_here_is_the_same_one_for_a_server_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert name_for("http://127.0.0.1:8100", "./m") == str(tmp_path / "m")
+    assert name_for("http://mini.local:8100", "./m") == "./m"
+    for name in ("demo", "org/name", "m" * 5000, "~nobody-here/m"):
+        assert name_for("http://localhost:8100", name) == name
+
+
+def test_a_program_that_never_answers_is_told_from_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "QUICK_ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for ask in (names_at, models.load):
+            with pytest.raises(ConfigError, match="something accepts connections there, but does not answer"):
+                ask(*(("demo", url) if ask is models.load else (url,)))

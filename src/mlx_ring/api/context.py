@@ -74,21 +74,24 @@ class ApiContext:
         return self.catalog.models[0]
 
     def model(self, name: str | None) -> ModelService:
-        """Return the model of that name; without a name, the only one.
+        """Return the model of that name; without a name, the only one that the server was started with.
 
         Raises:
             UnknownModel: no model has that name.
-            RequestError: the request names no model, and there are several.
+            RequestError: the request names no model, and the server was started with several.
         """
-        models = self.catalog.models
-        if name is None and len(models) > 1:
+        for model in self.catalog.models:
+            if (
+                name == model.model_id
+                or name in model.aliases
+                or (name is None and model is self.catalog.only)
+            ):
+                note_model(model.model_id)
+                return model
+        if name is None:
             raise RequestError(
                 f"'model' is missing; this server has {self._names()}: name one.", param="model"
             )
-        for model in models:
-            if name is None or name == model.model_id or name in model.aliases:
-                note_model(model.model_id)
-                return model
         raise UnknownModel(
             f"The model '{name}' is not served here; this server has {self._names()}.", param="model"
         )

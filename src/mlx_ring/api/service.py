@@ -335,6 +335,11 @@ class ModelCatalog(Protocol):
         ...
 
     @property
+    def only(self) -> ModelService | None:
+        """Model of requests that name none: the one that the server was started with; None if it was with several."""
+        ...
+
+    @property
     def links(self) -> Sequence[LinkInfo]:
         """Measured links between the cluster's nodes."""
         ...

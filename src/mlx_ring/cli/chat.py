@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, distrust, trust
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, QUICK_ANSWER_S, distrust, trust
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import load_settings
@@ -82,7 +82,7 @@ class ChatServer:
     def find_model(self, wanted: str | None) -> str:
         """Return the name of the model to ask."""
         with self._clear_errors():
-            response = self._client.get(f"{self.url}/v1/models")
+            response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
             _check(response)
             served = _models(response)
         if wanted is None and served:
@@ -343,7 +343,9 @@ def _check(response: httpx.Response) -> None:
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        message = f"{response.url} answered {response.status_code} {response.reason_phrase}."
+        message = (
+            f"Another program answers at {response.url}: {response.status_code} {response.reason_phrase}."
+        )
     raise kind(message)
 
 

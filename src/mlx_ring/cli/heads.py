@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
+from mlx_ring.host.addresses import is_loopback
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -23,6 +27,8 @@ CACERT = typer.Option(
     help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
 )
 API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
+QUICK_ANSWER_S = 10.0
+"""Time within which any head answers a question about what it serves."""
 _LONGEST_S = 300.0
 _TABLE_WIDTH = 300
 NONE_FOUND = """No head was found on this LAN. Check that
@@ -161,6 +167,10 @@ def pull_at(
 
 def _reason(error: Exception) -> str:
     """Return what went wrong, in words. An answer that is no JSON comes from another program."""
+    import httpx
+
+    if isinstance(error, httpx.ReadTimeout):
+        return "something accepts connections there, but does not answer"
     if isinstance(error, (ValueError, LookupError, TypeError)):
         return "another program answers there"
     return without_number(str(error)) or type(error).__name__
@@ -177,15 +187,46 @@ def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
     return {"headers": headers, "trust_env": False, "verify": trust(cacert, settings.ssl_certfile)}
 
 
-def names_at(url: str, *, api_key: str | None = None, cacert: Path | None = None) -> dict[str, set[str]]:
-    """Return the models that a head serves: all names of each, by its id.
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """Names and state of a model that a head serves."""
+
+    names: frozenset[str]
+    is_loaded: bool
+    """False if it is unloaded: its next request loads it."""
+
+
+def names_at(
+    url: str, *, api_key: str | None = None, cacert: Path | None = None
+) -> Mapping[str, ServedNames]:
+    """Return the models that a head serves, by their ids.
 
     Raises:
-        ConfigError: no head answers there.
+        ConfigError: no head answers there soon.
         RequestError: it refuses.
     """
-    served = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert)["data"]
-    return {str(each["id"]): {each["id"], *each.get("aliases", ())} for each in served}
+    listed = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)["data"]
+    return {
+        str(each["id"]): ServedNames(
+            frozenset((each["id"], *each.get("aliases", ()))), each.get("state") != "unloaded"
+        )
+        for each in listed
+    }
+
+
+def name_for(url: str, model: str) -> str:
+    """Return the name of a model for a head: the absolute path of a folder or file, if the head runs on this machine.
+
+    It runs in another working folder.
+    """
+    from mlx_ring.models.model_source import builtin_names  # most commands do without it
+
+    if not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
+        return model
+    with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
+        path = Path(model).expanduser()
+        return str(path.absolute()) if path.exists() else model
+    return model
 
 
 def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED
-from mlx_ring.cli.heads import API_KEY, CACERT, ask_head, names_at
+from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
@@ -163,10 +163,10 @@ def rm(
     """Remove a downloaded model from this machine's disk. One that is served stays."""
     hub_id = exact_name(model)
     for head in heads_here():
-        names: dict[str, set[str]] = {}
+        names: Mapping[str, ServedNames] = {}
         with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):
             names = names_at(head.url, api_key=api_key, cacert=cacert)
-        if any(hub_id in each or model in each for each in names.values()):
+        if any({hub_id, model} & each.names for each in names.values()):
             body = {"model": hub_id}
             freed = ask_head(head.url, "/models/delete", body, api_key=api_key, cacert=cacert)["freed_bytes"]
             break

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head, name_for, names_at
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
@@ -41,7 +41,8 @@ def load(
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Load a model on a running server."""
-    loaded = _post(url, "/models/load", {"model": model}, api_key, cacert)
+    names_at(url, api_key=api_key, cacert=cacert)  # says soon if no server answers
+    loaded = _post(url, "/models/load", {"model": name_for(url, model)}, api_key, cacert)
     print(f"{loaded['id']} is loaded.")
 
 

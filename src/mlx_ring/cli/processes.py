@@ -19,7 +19,17 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head, names_at, pull_at, trust
+from mlx_ring.cli.heads import (
+    API_KEY,
+    CACERT,
+    DEFAULT_URL,
+    ServedNames,
+    ask_head,
+    name_for,
+    names_at,
+    pull_at,
+    trust,
+)
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.core.folders import state_folder
@@ -169,21 +179,26 @@ def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Gener
             yield place, next(iter(names_at(place, api_key=key, cacert=cacert)))
         return
     wanted = {model, full_name(model)}
-    ready = next((name for name, names in served.items() if wanted & names), None)
-    if ready is not None:
-        yield url, ready
+    found = next((name for name, each in served.items() if wanted & each.names), None)
+    if found is not None and served[found].is_loaded:
+        yield url, found
         return
-    _download(model, url, key, cacert)
+    there = found or name_for(url, model)
+    if found is None:
+        _download(there, url, key, cacert)
     print(f"Loading {model} on the server at {url}.", flush=True)
     loaded = ask_head(
-        url, "/models/load", {"model": model}, api_key=key, cacert=cacert, timeout_s=24 * 3600.0
+        url, "/models/load", {"model": there}, api_key=key, cacert=cacert, timeout_s=24 * 3600.0
     )
+    name = str(loaded["id"])
     try:
-        yield url, str(loaded["id"])
+        yield url, name
     finally:
+        was_loaded = name in served and served[name].is_loaded
         # Requests of others keep it loaded.
         with contextlib.suppress(ConfigError, RequestError):
-            ask_head(url, "/models/unload", {"model": loaded["id"]}, api_key=key, cacert=cacert)
+            if not was_loaded:
+                ask_head(url, "/models/unload", {"model": name}, api_key=key, cacert=cacert)
 
 
 def _download(model: str, url: str, key: str | None, cacert: Path | None) -> None:
@@ -198,7 +213,7 @@ def _download(model: str, url: str, key: str | None, cacert: Path | None) -> Non
             bar.report(PullProgress(event["status"], event["done_bytes"], event["total_bytes"]))
 
 
-def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, set[str]] | None:
+def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, ServedNames] | None:
     """Return the names at a server; None if none runs there."""
     try:
         return names_at(url, api_key=key, cacert=cacert)

@@ -99,6 +99,7 @@ class Catalog:
         self.replanning = Replanning(
             settings.replan, lambda: self._machines, lambda: self._hosted, self.moves
         )
+        self._only = self._hosted[0] if len(self._hosted) == 1 else None
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -107,6 +108,10 @@ class Catalog:
     @property
     def models(self) -> Sequence[ModelService]:
         return self._hosted
+
+    @property
+    def only(self) -> ModelService | None:
+        return self._only
 
     @property
     def links(self) -> Sequence[LinkInfo]:
