@@ -12,12 +12,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from tests.api.clients import serving as api_server
+from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
+from tests.default_settings import make_api_settings
 from tests.processes import run_in_process
+from tests.profiles import RATES, made_up_profile
 
+from mlx_ring.cli import local_models
+from mlx_ring.cli.local_models import memory_here, recommend
 from mlx_ring.cli.models import parse_layers
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.host.machine_profile import MachineProfile
+from mlx_ring.host.running import Running
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.worker.weights import load_stage
 
@@ -150,3 +158,24 @@ def test_only_models_at_a_pleasant_predicted_speed_are_recommended(tmp_path: Pat
     (tmp_path / "slow.yaml").write_text(slow)
     none = run_in_process("models", "recommend", "--cluster", "slow.yaml", folder=tmp_path)
     assert none.stdout.startswith("None: no listed model is predicted at 5 tokens/s or more on slow.")
+
+
+def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def busy() -> MachineProfile:
+        return made_up_profile(rates=(RATES[0].model_copy(update={"spread": 0.9}), *RATES[1:]))
+
+    with api_server(TwinService(), make_api_settings(api_keys=("k",))) as url:
+        monkeypatch.setattr(local_models, "heads_here", lambda: [Running("head", 4711, 0.0, "", url)])  # pyright: ignore[reportUnknownLambdaType]
+        monkeypatch.setattr(local_models, "_own_profile", busy)
+        recommend()
+        said = capsys.readouterr()
+        assert memory_here() is None, "a cluster that cannot be asked may be of any size"
+        assert memory_here("k") is not None
+    assert (
+        "asks for an API key: give it with --api-key, or set MLX_RING_API_KEY. What follows is for this"
+        in said.err
+    )
+    assert "The machine was busy when it was measured" in said.err
+    assert "this machine" in said.out

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
+from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
@@ -57,6 +59,8 @@ _FORCE = typer.Option("--force", help="Download it even if no machine here has t
 def pull(
     model: Annotated[str, typer.Argument(help="Short name, such as qwen3:8b, or Hugging Face id.")],
     force: Annotated[bool, _FORCE] = False,
+    api_key: Annotated[str | None, API_KEY] = None,
+    cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Download a model to this machine, or continue and check a download.
 
@@ -64,7 +68,7 @@ def pull(
     another program with the hub's cache has downloaded are used as they are, and not converted. Gated models need HF_TOKEN, a token from your account on the hub.
     """
     if must_be_fetched(model):
-        found = fetch_here(model, memory_bytes=None if force else memory_here())
+        found = fetch_here(model, memory_bytes=None if force else memory_here(api_key, cacert))
         print(f"{found.name} is complete: {gigabytes(found.folder.weight_bytes)} in {found.folder.path}.")
     else:
         found = find_model(model)
@@ -140,13 +144,18 @@ class DownloadBar:
         )
 
 
-def memory_here() -> int:
-    """Return the memory of this machine, or of the cluster of a head that runs on it, if that is more. In bytes."""
+def memory_here(api_key: str | None = None, cacert: Path | None = None) -> int | None:
+    """Return the memory of this machine, or of the cluster of a head that runs on it, if that is more. In bytes.
+
+    None if such a head cannot be asked: its cluster may be of any size.
+    """
     clusters = [0]
     for head in heads_here():
-        with contextlib.suppress(ConfigError, RequestError, LookupError, TypeError):
-            nodes = ask_head(head.url, "/cluster/status")["nodes"]
+        try:
+            nodes = ask_head(head.url, "/cluster/status", api_key=api_key, cacert=cacert)["nodes"]
             clusters.append(sum(node["memory"]["total_bytes"] for node in nodes if node["memory"]))
+        except (ConfigError, RequestError, LookupError, TypeError):
+            return None
     return max(usable_memory().total_bytes, *clusters)
 
 
@@ -232,11 +241,15 @@ def _outcomes(
     for place in [url] if url is not None else [head.url for head in heads_here()]:
         try:
             return ask_running(place, asked, {}, cacert, api_key).outcomes, f"the cluster of {place}"
-        except ConfigError:
+        except ConfigError as error:
             # A head that is loading its model has measured no machine yet.
             if url is not None:
                 raise
-    node = measured_node(asyncio.run(_own_profile()), "this machine")
+            print(f"{error} What follows is for this machine alone.", file=sys.stderr)
+    profile = asyncio.run(_own_profile())
+    if not profile.is_steady:
+        print(BUSY, file=sys.stderr)
+    node = measured_node(profile, "this machine")
     return ask_planner(ClusterProfile((node,)), asked).outcomes, "this machine"
 
 
@@ -247,9 +260,8 @@ async def _own_profile() -> MachineProfile:
 
     settings = load_settings({})
     options = ProfileOptions(settings.blas, settings.blas_threads or share_cores(1))
-    return await recall_or_measure(
-        ProfileStore(state_folder(settings.state_dir).expanduser().absolute()), options
-    )
+    store = ProfileStore(state_folder(settings.state_dir).expanduser().absolute())
+    return await recall_or_measure(store, options, accepts_noise=False)
 
 
 def _names_of(label: str) -> tuple[str, str]:

@@ -15,6 +15,8 @@ from mlx_ring.host.machine import share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.settings.settings_sources import load_settings
 
+BUSY = "The machine was busy when it was measured: times vary widely. Measure again with `mlx-ring profile --again`."
+
 
 @with_settings(("blas", "blas_threads", "state_dir"))
 def profile(
@@ -69,9 +71,7 @@ def _show(found: MachineProfile) -> None:
         f"1,000 tokens of context {1e9 * costs.attention_s:.2f} ms for each 1,000 numbers of a layer's queries"
     )
     if not found.is_steady:
-        console.print(
-            "The machine was busy: times vary widely. Measure again with `mlx-ring profile --again`."
-        )
+        console.print(BUSY)
 
 
 def _rates(found: MachineProfile) -> Table:
