@@ -174,7 +174,7 @@ def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_bu
         assert memory_here() is None, "a cluster that cannot be asked may be of any size"
         assert memory_here("k") is not None
     assert (
-        "asks for an API key: give it with --api-key, or set MLX_RING_API_KEY. What follows is for this"
+        "asks for an API key: give it with --api-key, or set MLX_RING_API_KEY. These predictions are for"
         in said.err
     )
     assert "The machine was busy when it was measured" in said.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,10 +131,10 @@ def test_a_folder_here_is_the_same_one_for_a_server_of_this_machine(
         assert name_for("http://localhost:8100", name) == name
 
 
-def test_a_program_that_never_answers_is_told_from_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "QUICK_ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        for ask in (names_at, models.load):
+        for ask in (partial(names_at, url), partial(models.load, "demo", url)):
             with pytest.raises(ConfigError, match="something accepts connections there, but does not answer"):
-                ask(*(("demo", url) if ask is models.load else (url,)))
+                ask()

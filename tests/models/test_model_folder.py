@@ -12,12 +12,16 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[rep
 from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
-from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_folder import ModelFolder, read_model_config, read_model_folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_random_model(tmp_path / "model", QWEN3)
+
+
+def read_config(folder: Path) -> ModelFolder:
+    return read_model_config(folder / "config.json")
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -91,8 +95,30 @@ def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_an_error(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelCorrupt, match="has no weights"):
+    with pytest.raises(ModelCorrupt, match=r"has no weights: no model\*\.safetensors is there"):
         read_model_folder(folder)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(
+        ModelCorrupt, match=r"has no weights: pytorch_model\.bin is of a format that is not read"
+    ):
+        read_model_folder(folder)
+
+
+def test_a_git_lfs_pointer_is_called_so(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(ModelCorrupt, match="is a Git LFS pointer, not the weights: run `git lfs pull` in"):
+        read_model_folder(folder)
+
+
+def test_a_folder_that_may_not_be_read_is_called_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path, _: int) -> bool:
+        return path != folder
+
+    monkeypatch.setattr("os.access", refuses)  # root may read everything
+    for read in (read_model_folder, read_config):
+        with pytest.raises(ModelCorrupt, match="may not be read by this user: correct its permissions"):
+            read(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, -1])

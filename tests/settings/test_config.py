@@ -73,7 +73,7 @@ def test_an_invalid_value_is_reported_with_name_value_and_range(name: str, value
 def test_a_boolean_is_no_number(tmp_path: Path) -> None:
     file = tmp_path / "ring.yaml"
     file.write_text("port: yes\n")
-    with pytest.raises(ConfigError, match=r"'port' in .* is True; it must be a whole number"):
+    with pytest.raises(ConfigError, match=r"'port' in .* is true .*; it must be a whole number"):
         load_settings({}, config=file)
 
 

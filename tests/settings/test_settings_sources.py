@@ -138,7 +138,13 @@ def test_several_invalid_values_are_reported_together() -> None:
         ("devices: []\n", "the key 'devices', which is no setting"),
         ("max-num-seqs: 1\nmax_num_seqs: 2\n", "twice"),
         ("- 1\n", "must hold names and values, not list"),
-        ("a: [\n", "is no valid YAML or JSON"),
+        ("a: [\n", "is neither YAML nor JSON"),
+        ("port: 1\nmodel: demo\nport: 2\n", "gives 'port' twice, in lines 1 and 3."),
+        ("api-key: 12345\n", 'must be names separated by commas. Write it in quotes: "12345".'),
+        (
+            "port: on\n",
+            "is true (as YAML reads yes, no, on and off without quotes); it must be a whole number",
+        ),
     ],
 )
 def test_an_invalid_settings_file_is_refused_by_name(content: str, sentence: str, tmp_path: Path) -> None:

@@ -335,11 +335,6 @@ class ModelCatalog(Protocol):
         ...
 
     @property
-    def only(self) -> ModelService | None:
-        """Model of requests that name none: the one that the server was started with; None if it was with several."""
-        ...
-
-    @property
     def links(self) -> Sequence[LinkInfo]:
         """Measured links between the cluster's nodes."""
         ...
@@ -367,6 +362,8 @@ class ModelCatalog(Protocol):
     def moves(self) -> MovingService: ...
     @property
     def replanning(self) -> ReplanningService: ...
+    @property
+    def only(self) -> ModelService | None: ...  # that the server was started with; None if there were several
 
     def sizes(self, model: ModelService, machines: ClusterProfile) -> ModelProfile:
         """Return a model's profile, for planning on these machines."""

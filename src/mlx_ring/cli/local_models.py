@@ -245,7 +245,7 @@ def _outcomes(
             # A head that is loading its model has measured no machine yet.
             if url is not None:
                 raise
-            print(f"{error} What follows is for this machine alone.", file=sys.stderr)
+            print(f"{error} These predictions are for this machine alone.", file=sys.stderr)
     profile = asyncio.run(_own_profile())
     if not profile.is_steady:
         print(BUSY, file=sys.stderr)

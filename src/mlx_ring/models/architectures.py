@@ -125,8 +125,8 @@ def require_cuttable(folder: ConfiguredModel, stages: int) -> Architecture:
     found = find_architecture(folder.model_type, folder.classes)
     if found is None:
         raise ModelUnsupported(
-            f"{folder.path} is a {folder.model_type!r} model, an architecture that was not examined: add it to "
-            "tests/conformance/families.py and run `make conformance`."
+            f"{folder.path} is a {folder.model_type!r} model, an architecture that mlx-ring does not know. "
+            "docs/architectures.md lists those that it serves; a newer version may serve it."
         )
     if found.exact and all(folder.entry(name) == value for name, value in found.only_if.items()):
         return found

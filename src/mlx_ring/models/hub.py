@@ -50,13 +50,12 @@ from huggingface_hub.utils import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
-from mlx_ring.models.hub_cache import PART, repository_folder
+from mlx_ring.models.hub_cache import PART, check_disk, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
     PullProgress,
     Report,
-    check_disk,
     check_memory,
     gigabytes,
     has_tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,12 +11,14 @@ from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.gguf import SUFFIX
+from mlx_ring.models.model_folder import gigabytes
 
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
+_DISK_RESERVE_BYTES = 1 << 30
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 
 
@@ -55,7 +58,23 @@ def interrupted_downloads() -> dict[str, int]:
 def cached_repository(name: str) -> Path | None:
     """Return the folder of a model in the cache, complete or not; None if there is none."""
     folder = repository_folder(name)
-    return folder if folder.is_dir() else None
+    return folder if os.path.isdir(folder) else None  # noqa: PTH112 - False also if the cache may not be read
+
+
+def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
+    """Refuse to fetch a model that would fill the disk of the folder.
+
+    Raises:
+        PlanError: too little free space there.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed_bytes + _DISK_RESERVE_BYTES > free:
+        raise PlanError(
+            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
+            "free some space, or set HF_HOME to a folder on another disk."
+        )
 
 
 def is_being_fetched(folder: Path) -> bool:

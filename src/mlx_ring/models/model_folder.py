@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
-import shutil
+import os
 import stat
 import struct
 from collections import Counter
@@ -51,6 +51,9 @@ _FLOAT_BYTES, _HALF_BYTES = 4, 2
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Patterns of a folder's files beside its weights: configuration, tokenizer, templates."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+_LFS_POINTER = b"version https://git-lfs"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
+"""Ends of the names of weights in other formats."""
 _CONFIGS_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 
@@ -221,6 +224,7 @@ def read_model_folder(path: Path) -> ModelFolder:
                 f"{path} is no folder: give a model's folder, or a GGUF file, whose name ends in {SUFFIX}."
             )
         raise ModelNotFound(f"There is no folder {path}.")
+    _require_access(path)
     _refuse_special_files(path)
     if not (path / "config.json").is_file():
         file = min(path.glob(f"*{SUFFIX}"), default=None)
@@ -259,6 +263,7 @@ def read_model_config(file: Path) -> ModelFolder:
         ModelNotFound: there is no such file.
         ModelCorrupt: it is no model's configuration.
     """
+    _require_access(file.parent)
     if not file.is_file():
         raise ModelNotFound(f"There is no file {file}.")
     config = _read_json(file)
@@ -283,7 +288,6 @@ class PullProgress:
 
 
 Report = Callable[[PullProgress], None]
-_DISK_RESERVE_BYTES = 1 << 30
 
 
 def check_memory(name: str, needed_bytes: int) -> None:
@@ -300,25 +304,14 @@ def check_memory(name: str, needed_bytes: int) -> None:
         )
 
 
-def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
-    """Refuse to fetch a model that would fill the disk of the folder.
-
-    Raises:
-        PlanError: too little free space there.
-    """
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed_bytes + _DISK_RESERVE_BYTES > free:
-        raise PlanError(
-            f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
-            "free some space, or set HF_HOME to a folder on another disk."
-        )
-
-
 def gigabytes(count: int) -> str:
     """Write a number of bytes as people do."""
     return f"{count / 1e9:.1f} GB"
+
+
+def _require_access(folder: Path) -> None:
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ModelCorrupt(f"{folder} may not be read by this user: correct its permissions.")
 
 
 def _refuse_special_files(path: Path) -> None:
@@ -363,12 +356,17 @@ def _read_headers(path: Path, model_type: str) -> Iterator[tuple[WeightFile, lis
     _check_index(path, {file.name for file in files})
     files = files or sorted(path.glob("model*.gguf"))
     if not files:
-        raise ModelCorrupt(f"{path} has no weights: no model*.safetensors is there.")
+        other = min((file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS), default=None)
+        what = (
+            "no model*.safetensors is there" if other is None else f"{other} is of a format that is not read"
+        )
+        raise ModelCorrupt(f"{path} has no weights: {what}. `mlx-ring pull` finds models that can be served.")
     for file in files:
         try:
             yield (_with_names(read_gguf(file), model_type) if file.suffix == SUFFIX else _read_header(file))
         except OSError as error:
-            raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. Fetch it again.") from error
+            mend = "Correct its permissions" if isinstance(error, PermissionError) else "Fetch it again"
+            raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. {mend}.") from error
 
 
 def _with_names(header: GgufFile, model_type: str) -> tuple[WeightFile, list[TensorEntry]]:
@@ -400,6 +398,11 @@ def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:
         start = stream.read(_HEADER_LENGTH.size)
         if len(start) < _HEADER_LENGTH.size:
             raise ModelCorrupt(f"{file} has {size} bytes: it is truncated, or no safetensors file.")
+        if _LFS_POINTER.startswith(start):
+            raise ModelCorrupt(
+                f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in {file.parent}, or download "
+                "the model with `mlx-ring pull`."
+            )
         (length,) = _HEADER_LENGTH.unpack(start)
         begin = _HEADER_LENGTH.size + length
         if length > _LONGEST_HEADER or begin > size:

@@ -12,11 +12,12 @@ It accepts the names of earlier prototypes and of `mlx.launch`. A name without a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import yaml
+from typing_extensions import override
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import CLUSTER_PORT
@@ -86,14 +87,31 @@ class DevicesFile:
         return next(device for device in self.devices if device.is_coordinator)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Loader that refuses a key that stands twice in one mapping; YAML's own takes the last one."""
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ConfigError(f"gives {key.value!r} twice, in lines {lines[key.value]} and {line}.")
+                lines[key.value] = line
+        return super().construct_mapping(node, deep=deep)
+
+
 def load_content(text: str, where: str) -> object:
     """Return the content of a YAML or JSON file.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or a key stands twice in it.
     """
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""

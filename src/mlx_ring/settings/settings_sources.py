@@ -6,7 +6,6 @@ Apart from this module, only `core/environment.py` reads the environment.
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -28,6 +26,7 @@ from mlx_ring.settings.config import (
     OTHER_NAMES,
     Settings,
 )
+from mlx_ring.settings.devices_file import load_content
 from mlx_ring.settings.fields import flag_name, flag_of
 from mlx_ring.settings.old_names import is_old, of_today
 from mlx_ring.settings.strategies import STRATEGIES
@@ -232,14 +231,11 @@ def _from_file(path: Path) -> dict[str, _SourcedValue]:
 def _read_file(path: Path) -> dict[object, object]:
     try:
         text = path.read_text(encoding="utf-8")
-        content: object = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        content = load_content(text, f"The settings file {path}")
     except FileNotFoundError as error:
         raise ConfigError(f"The settings file {path} does not exist.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The settings file {path} cannot be read: {reason_of(error)}.") from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"The settings file {path} is no valid YAML or JSON: {reason}.") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -326,7 +322,21 @@ def _sentences(error: ValidationError, given: Mapping[str, _SourcedValue]) -> It
     for name in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
         field, item = Settings.model_fields[name], given[name]
         shown = item.value if isinstance(item.value, str) and item.value else repr(item.value)
-        yield f"{item.place} is {shown}; it must be {allowed_values(field)}."
+        if isinstance(item.value, bool):
+            shown = f"{str(item.value).lower()} (as YAML reads yes, no, on and off without quotes)"
+        quotes = (
+            f' Write it in quotes: "{item.value}".'
+            if isinstance(item.value, int | float)
+            and not isinstance(item.value, bool)
+            and _takes_text(field.annotation)
+            else ""
+        )
+        yield f"{item.place} is {shown}; it must be {allowed_values(field)}.{quotes}"
+
+
+def _takes_text(annotation: object) -> bool:
+    """Return True if a value of this type is a text, or holds texts."""
+    return annotation is str or any(map(_takes_text, get_args(annotation)))
 
 
 def api_keys(settings: Settings) -> tuple[str, ...]:
