@@ -367,3 +367,18 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
 )
 def test_a_failure_of_the_disk_is_not_taken_for_one_of_the_network(error: OSError, said: str) -> None:
     assert said in str(hub.explain_failure("someone/tiny", error))
+
+
+def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_configuration(
+    tiny_model: Path, home: Path
+) -> None:
+    plan = ("plan", "someone/tiny", "--machine", "m4-mac-mini-16")
+    nowhere = "http://127.0.0.1:9"
+    refused = mlx_ring(*plan, endpoint=nowhere, home=home)
+    assert refused.stderr.startswith("mlx-ring: someone/tiny is not on this machine and cannot be fetched (")
+    assert len(refused.stderr.splitlines()) == 1, "no line of the hub's client"
+    put_in_cache(home, tiny_model, "someone/tiny")
+    for file in home.rglob("*.safetensors"):
+        file.unlink()
+    kept = mlx_ring(*plan, endpoint=nowhere, home=home)
+    assert (kept.returncode, kept.stderr) == (0, "")

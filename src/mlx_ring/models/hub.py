@@ -109,7 +109,22 @@ def fetch_config(name: str) -> ModelFolder:
     Raises:
         ModelNotFound: a model that the hub does not have, or a hub out of reach.
     """
-    return read_model_config(Path(_in_time(name, lambda: hf_hub_download(name, "config.json"))))
+    return read_model_config(_in_time(name, lambda: _config_file(name)))
+
+
+def _config_file(name: str) -> Path:
+    """Return the file of a configuration: the hub's newest, or the cache's while the hub cannot be asked.
+
+    The client alone would try several times to reach the hub, and print each failure.
+    """
+    try:
+        HfApi().model_info(name, timeout=_ANSWER_WAIT_S)
+    except Exception:
+        kept = try_to_load_from_cache(name, "config.json")
+        if isinstance(kept, str):
+            return Path(kept)
+        raise
+    return Path(hf_hub_download(name, "config.json"))
 
 
 def fetch(
