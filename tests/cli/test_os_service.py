@@ -84,6 +84,10 @@ def test_show_prints_the_unit_before_and_after_install(tmp_path: Path) -> None:
             "--run-as is nobody-here, which is no user",
         ),
         (("uninstall", "chat"), "There is no service 'chat'"),
+        (("install", "--", "serve", "demo", "--port", "99999"), "--port is 99999; it must be a whole number"),
+        (("show", "--", "serve", "no-such-model"), "There is no model 'no-such-model'"),
+        (("install", "--", "join", "mini", "--ports", "1"), "No such option: --ports"),
+        (("show", "--", "serve", "--config", "none.yaml"), "The settings file none.yaml does not exist"),
     ],
 )
 def test_invalid_input_is_reported_in_one_sentence_and_writes_nothing(

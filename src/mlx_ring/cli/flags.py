@@ -151,6 +151,11 @@ def _other(name: str, alias: str) -> str:
     return f"{name}_{alias.strip('-').replace('-', '_')}"
 
 
+def given_settings(given: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values of a command's flags by field name, from all its parameters."""
+    return _values(tuple(name for name in ALL_SETTINGS if name in given), given)
+
+
 def _values(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, object]:
     """Return the values by field name, with old names and switches resolved."""
     values: dict[str, object] = {}

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer.main import get_command
 
+from mlx_ring.cli.flags import given_settings
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.join_token import PREFIX
+from mlx_ring.settings.settings_sources import load_settings
 
 # ---- units of systemd and launchd; nothing is written here
 
@@ -317,7 +320,26 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
         )
     user = run_as or getpass.getuser()
     service = Service(_program(), tuple(arguments or ()), Path.cwd(), _scope(system), user, _home_of(user))
-    return check_service(service)
+    check_service(service)
+    _check_start(service)
+    return service
+
+
+def _check_start(service: Service) -> None:
+    """Raise what the command itself would raise at each start: for its flags, its settings, and names of models."""
+    from mlx_ring.cli.join import join  # the commands of a service import what most others do without
+    from mlx_ring.cli.serve import model_settings, serve
+    from mlx_ring.models.model_source import full_name
+
+    holder = typer.Typer()
+    holder.command(service.verb)(serve if service.verb == "serve" else join)
+    context = get_command(holder).make_context(f"mlx-ring {service.verb}", list(service.arguments[1:]))
+    flags = given_settings(context.params)
+    models: list[str] = context.params.get("models") or []
+    flags |= model_settings(models, flags.get("more_models"))
+    load_settings(flags, config=context.params.get("config"), folder=service.folder)
+    for model in models:
+        full_name(model)
 
 
 def _home_of(user: str) -> Path:

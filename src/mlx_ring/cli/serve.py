@@ -64,7 +64,7 @@ def serve(
     Each flag can also be set as MLX_RING_<NAME> in the environment or in .env, or in the --config file. Flags take
     precedence over the environment, the environment over .env, and .env over the file.
     """
-    flags |= _model_settings(models or [], flags["more_models"])
+    flags |= model_settings(models or [], flags["more_models"])
     settings = with_named_group(load_settings(flags, config=config))
     _check(settings)
     launch = read_launch()
@@ -145,7 +145,7 @@ def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None
     asyncio.run(run())
 
 
-def _model_settings(models: Sequence[str], more: object) -> dict[str, object]:
+def model_settings(models: Sequence[str], more: object) -> dict[str, object]:
     """Return the settings that models named without a flag stand for."""
     if not models:
         return {}
