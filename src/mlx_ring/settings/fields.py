@@ -138,6 +138,15 @@ def _shares(value: object) -> object:
     return parts
 
 
+_NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+
+
+def _node_ids(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(_NODE_ID.fullmatch, names)):
+        raise ValueError
+    return names
+
+
 def _http_address(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -158,6 +167,7 @@ def read_strategy(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+NodeIds = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_node_ids)]
 Numbers = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_split)]
 Shares = Annotated[tuple[str, ...], BeforeValidator(_shares)]
 Size = Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)]

@@ -10,6 +10,7 @@ from mlx_ring.settings.fields import (
     SIZE_TAKES,
     CheckedSettings,
     Names,
+    NodeIds,
     Numbers,
     Shares,
     Size,
@@ -160,6 +161,13 @@ class PlacementSettings(CheckedSettings):
         "Machines to serve with, including this one. With more than one, wait for `mlx-ring join`.",
         _CLUSTER,
         basic=True,
+    )
+    node_ids: NodeIds = setting(
+        (),
+        "Ids of the other machines that --nodes counts, such as mini-7f3a,studio-1b2c; by default, any that join.",
+        _CLUSTER,
+        metavar="ID,...",
+        takes="ids of machines separated by commas, such as mini-7f3a,studio-1b2c",
     )
     cluster_host: Text = setting(
         "[::]", "Address to listen on for other machines of the cluster.", _CLUSTER, metavar="ADDRESS"

@@ -9,9 +9,9 @@ import contextlib
 import ipaddress
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import psutil
 
@@ -27,6 +27,7 @@ from mlx_ring.settings.settings_sources import check_values, field_of_key
 _FROM_THE_FILE = {
     "model": "`model`",
     "nodes": "the number of `devices`",
+    "node_ids": "the list of `devices`",
     "cluster_host": "the coordinator's `address`",
     "cluster_port": "the coordinator's `port`",
     "strategy": "`sharding`",
@@ -65,7 +66,10 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
     device, several = file.coordinator, len(file.devices) > 1
     words = ["serve", model]
     if several:
-        words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
+        others = ",".join(ids[other.name] for other in file.devices if other is not device)
+        # A machine that the file no longer lists may still belong to the cluster.
+        words += ["--nodes", str(len(file.devices)), "--node-ids", others]
+        words += ["--cluster-port", str(device.port)]
         # The output is kept in a file, which must not hold a token.
         words += ["--no-join-lines"]
         words += ["--strategy", file.strategy] if file.strategy else []
@@ -276,3 +280,27 @@ def _source_address_for(other: Machine) -> str:
             return str(probe.getsockname()[0])
     # Perhaps `other` is behind a jump host: this machine's name may lead back.
     return socket.gethostname()
+
+
+def unlisted_nodes(
+    nodes: Iterable[Mapping[str, Any]], ids: Container[str], coordinator: str
+) -> dict[str, str]:
+    """Return a sentence, by node ID, about each machine that is connected with the head but not listed in the file.
+
+    The file names machines as its author likes; only the id in a machine's state folder tells which node it is. The head's
+    own node is on the coordinator, and has another id while it serves alone.
+
+    Args:
+        nodes: nodes in the head's status.
+        ids: node IDs of all machines of the file.
+        coordinator: name of the coordinator in the file.
+    """
+    return {
+        node[
+            "id"
+        ]: f"{node['id']} ({node['name']} at {node['address']}) belongs to the cluster, but the file does not list it. "
+        f"{'It has layers' if node['stages'] else 'It may get layers'}. Remove it by `mlx-ring node remove {node['id']}` "
+        f"on {coordinator}, or add it to the file."
+        for node in nodes
+        if not node["is_head"] and node["state"] != "gone" and node["id"] not in ids
+    }
