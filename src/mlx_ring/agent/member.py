@@ -32,7 +32,7 @@ from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import FailureLog, configure_logging
-from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
@@ -278,7 +278,15 @@ def run_member(
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         options = MemberOptions(
-            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields, on_connected
+            head,
+            node,
+            state,
+            run_dir,
+            settings,
+            bracketed(scoped_host(listen, "--listen")),
+            may_be_away,
+            make_yields,
+            on_connected,
         )
         asyncio.run(serve_as_member(options))
 

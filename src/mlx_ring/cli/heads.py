@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
+from mlx_ring.host.addresses import plain_url
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -167,7 +168,7 @@ def _reason(error: Exception) -> str:
 
 
 def _address(url: str, path: str) -> str:
-    return f"{url.rstrip('/')}{path}"
+    return plain_url(f"{url.rstrip('/')}{path}")
 
 
 def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from typing import Protocol
 import psutil
 
 from mlx_ring.core.errors import AddressInUse, ConfigError
+from mlx_ring.host.addresses import scoped_host
 from mlx_ring.host.power import is_on_battery
 from mlx_ring.host.process import ROOT, usable_cores
 from mlx_ring.host.running import RUN_FOLDER, owned, remove_abandoned
@@ -52,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            scoped_host(host, "--host"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(

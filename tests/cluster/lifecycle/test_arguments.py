@@ -214,6 +214,28 @@ def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
     assert head_host(Machine(Device("a", "me@a"), "a", is_here=False), other) == "a"
 
 
+@pytest.mark.parametrize("address", ["fe80::1%en0", "[fe80::1%25en0]", "fe80::1"])
+def test_a_link_local_address_in_the_file_is_refused_with_the_reason(address: str) -> None:
+    file = DevicesFile((HEAD, replace(MINI, address=address)))
+    with pytest.raises(ConfigError) as caught:
+        head_arguments(file, "demo", "/s", IDS)
+    assert str(caught.value) == (
+        f"The `address` of mini is {address}, a link-local one, to which each machine names an interface of its own: "
+        "give another address, or remove `address`."
+    )
+    assert head_arguments(DevicesFile((replace(HEAD, address=address),)), "demo", "/s", IDS)
+
+
+def test_a_coordinator_that_is_only_known_by_a_link_local_address_is_refused_with_the_reason() -> None:
+    there = Machine(Device("studio", "fe80::1%en0"), "fe80::1%en0", is_here=False)
+    with pytest.raises(ConfigError) as caught:
+        head_host(there, Machine(MINI, "mini", is_here=False))
+    assert str(caught.value) == (
+        "mini would reach studio at fe80::1%en0, a link-local address, for which it needs an interface of its own. Give studio "
+        "another `address` in the file, or let the machines join by hand."
+    )
+
+
 def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
     here = Machine(Device("a", "localhost"), "localhost", is_here=True)
     assert head_host(here, Machine(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"

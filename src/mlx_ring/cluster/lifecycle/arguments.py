@@ -17,7 +17,7 @@ import psutil
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import logs_folder
-from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.addresses import HeadAddress, bracketed, is_link_local
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile
 from mlx_ring.settings.fields import flag_name
@@ -64,6 +64,12 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
         ConfigError: an unknown or invalid setting under `serve`, or one that another key of the file sets.
     """
     device, several = file.coordinator, len(file.devices) > 1
+    for each in file.devices if several else ():
+        if is_link_local(each.address):
+            raise ConfigError(
+                f"The `address` of {each.name} is {each.address}, a link-local one, to which each machine names an interface of "
+                "its own: give another address, or remove `address`."
+            )
     words = ["serve", model]
     if several:
         others = ",".join(ids[other.name] for other in file.devices if other is not device)
@@ -260,10 +266,20 @@ def target_of(configuration: str) -> SshTarget:
 
 
 def head_host(coordinator: Machine, other: Machine) -> str:
-    """Return the address at which `other` reaches the coordinator's ports."""
+    """Return the address at which `other` reaches the coordinator's ports.
+
+    Raises:
+        ConfigError: a link-local address, whose scope is an interface of this machine.
+    """
     if coordinator.device.address:
         return coordinator.device.address
-    return _source_address_for(other) if coordinator.is_here else coordinator.host
+    host = _source_address_for(other) if coordinator.is_here else coordinator.host
+    if is_link_local(host):
+        raise ConfigError(
+            f"{other.name} would reach {coordinator.name} at {host}, a link-local address, for which it needs an interface of its "
+            f"own. Give {coordinator.name} another `address` in the file, or let the machines join by hand."
+        )
+    return host
 
 
 def _source_address_for(other: Machine) -> str:

@@ -304,6 +304,7 @@ class _Run:
         self._head = next(found for found in readies if found.machine.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
         self._joining = _Joining(file, self._head)
+        self._agent_words = {other.machine.name: self._joining.agent_words(other) for other in self._others}
         self._ids = {found.machine.name: found.installation.node for found in readies}
         self._head_words = head_arguments(file, model, self._head.installation.state, self._ids)
         self._reported: set[str] = set()
@@ -314,7 +315,7 @@ class _Run:
         """Return True if the head and all agents run with exactly these arguments."""
         return any(started_with(self._head.installation.running, "head", self._head_words)) and all(
             other.installation.cluster == self._head.installation.cluster
-            and any(started_with(other.installation.running, "agent", self._joining.agent_words(other)))
+            and any(started_with(other.installation.running, "agent", self._agent_words[other.machine.name]))
             for other in self._others
         )
 
