@@ -207,6 +207,20 @@ def test_sharing_layers_needs_several_machines() -> None:
     assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
 
 
+def test_ports_of_a_machine_are_a_range() -> None:
+    assert load_settings({"node_ports": "9000-9015"}).node_ports == (9000, 9015)
+    assert load_settings({"node_ports": "65533-65535"}).node_ports == (65533, 65535)
+
+
+@pytest.mark.parametrize(
+    "text", ["9000", "9000-9001", "9015-9000", "80-90", "65530-65536", "9000-9015,9020", "a-b"]
+)
+def test_a_range_that_is_too_small_or_none_is_refused(text: str) -> None:
+    assert message(node_ports=text) == (
+        f"--node-ports is {text}; it must be a range of 3 ports or more, from 1024 to 65535, such as 9000-9015."
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

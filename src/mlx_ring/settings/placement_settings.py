@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_ring.settings.fields import (
+    PORTS_TAKE,
     SIZE_TAKES,
     CheckedSettings,
     Names,
     NodeIds,
     Numbers,
+    Ports,
     Shares,
     Size,
     Switch,
@@ -174,6 +176,13 @@ class PlacementSettings(CheckedSettings):
     )
     cluster_port: Annotated[int, Field(ge=1, le=65534)] = setting(
         50051, "Port for members of the cluster; the next port is for machines that join.", _CLUSTER
+    )
+    node_ports: Ports = setting(
+        (),
+        "Ports on which this machine's agent and workers listen for the other machines, such as 9000-9015; free ones by default.",
+        _CLUSTER,
+        metavar="FIRST-LAST",
+        takes=PORTS_TAKE,
     )
     trusted_interface: Names = setting(
         (),
