@@ -20,7 +20,7 @@ import pytest
 from tests.machines import free_pair_of_ports, node_credentials
 from tests.profiles import made_up_profile
 
-from mlx_ring.agent import member
+from mlx_ring.agent import enrolment, member
 from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.agent.worker_processes import end_orphaned_workers
@@ -70,7 +70,7 @@ def test_a_head_that_closes_a_connection_in_the_handshake_is_asked_again(tmp_pat
 
 
 def test_a_full_disk_ends_neither_the_registration_nor_the_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "_RENEWAL_S", 0.0)
+    monkeypatch.setattr(enrolment, "_RENEWAL_S", 0.0)
     monkeypatch.setattr(member, "_FIRST_PAUSE_S", 0.0)
     address, tries = HeadAddress("127.0.0.1", 1), Counter[str]()
 
@@ -78,12 +78,12 @@ def test_a_full_disk_ends_neither_the_registration_nor_the_renewal(monkeypatch: 
         tries[which] += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(member, "renew_if_due", partial(fail, "renewal"))
+    monkeypatch.setattr(enrolment, "renew_if_due", partial(fail, "renewal"))
     who = Registration("mini-1", 4000, made_up_profile(), 0.9)
 
     async def run() -> None:
         tasks = [
-            asyncio.create_task(member._renew_in_time(address, Path())),  # pyright: ignore[reportPrivateUsage]
+            asyncio.create_task(enrolment.keep_renewed(address, Path())),
             asyncio.create_task(stay_registered(address, lambda: fail("registration"), who, lambda _: None)),
         ]
         async with asyncio.timeout(60):

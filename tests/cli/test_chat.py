@@ -20,7 +20,7 @@ from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 from tests.default_settings import make_api_settings
 from tests.eventually import eventually
 
-from mlx_ring.cli.chat import run_chat
+from mlx_ring.cli.chat import ChatServer, run_chat
 from mlx_ring.core.errors import WorkerLost
 
 
@@ -153,6 +153,16 @@ def test_a_message_without_an_answer_is_dropped(twin: tuple[TwinService, str]) -
     _, screen = chat(url, "x" * 5000, "Hello.")
     assert "context" in screen
     assert [message["content"] for message in service.tokenizer.conversation] == ["Hello."]
+
+
+def test_the_first_line_has_an_ipv6_address_with_its_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_model(_server: ChatServer, _wanted: str | None) -> str:
+        return "demo"
+
+    monkeypatch.setattr(ChatServer, "find_model", find_model)
+    code, screen = chat("http://[fe80::1%25en0]:8100/v1")
+    assert code == 0
+    assert screen.startswith("demo at http://[fe80::1%en0]:8100. Type /help")
 
 
 def test_a_missing_server_is_reported_in_one_line() -> None:

@@ -114,6 +114,39 @@ def test_logs_of_other_machines_are_printed_when_one_is_out_of_reach(
     assert capfd.readouterr().out == "h | a line\n"
 
 
+@pytest.mark.parametrize("failure", ["", "b cannot be reached"])
+def test_status_names_unlisted_machines_only_if_all_listed_ones_are_known(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = SimpleNamespace(kind="head", pid=1)
+    standings = [
+        SimpleNamespace(machine=SimpleNamespace(name="a"), node="a-1", running=(head,), failure=""),
+        SimpleNamespace(
+            machine=SimpleNamespace(name="b"), node="" if failure else "b-1", running=(), failure=failure
+        ),
+    ]
+    nodes: list[dict[str, Any]] = [
+        {"id": name, "name": name, "address": "10.0.0.2", "is_head": name == "a-1", "stages": []}
+        | {"state": "attending", "reason": None, "memory": None}
+        for name in ("a-1", "b-1", "c-1")
+    ]
+
+    def stand(_file: object) -> Any:
+        return standings
+
+    def ask(*_: object) -> dict[str, Any]:
+        return {"status": "ready", "models": [], "nodes": nodes, "instances": [], "links": []}
+
+    monkeypatch.setattr(verbs, "standings", stand)
+    monkeypatch.setattr(verbs, "ask", ask)
+    (tmp_path / "cluster.json").write_text("[{ssh: localhost}, {ssh: b}]")
+    done = run_in_process("cluster", "status", "-c", "cluster.json", folder=tmp_path)
+    assert "b-1 (b-1 at" not in done.stderr
+    # The machine that is out of reach may be either of the two.
+    named = "c-1 (c-1 at 10.0.0.2) belongs to the cluster, but the file does not list it."
+    assert (named in done.stderr) == (failure == "")
+
+
 def test_status_without_a_head_names_the_address(tmp_path: Path) -> None:
     said = complaint("cluster", "status", "--url", "http://127.0.0.1:1", folder=tmp_path)
     assert "No head answers at http://127.0.0.1:1 (Connection refused): give --url" in said

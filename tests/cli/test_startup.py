@@ -31,8 +31,8 @@ def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
     [
         ("AVX2", "quantized", "OpenBLAS"),
         ("", "", "OpenBLAS"),
-        ("", "float32", "OpenBLAS; quantized weights take seven times the memory, as float32"),
-        ("", "quantized", "OpenBLAS; quantized weights take many times as long for a token"),
+        ("", "float32", "OpenBLAS. Quantized weights take seven times the memory, as float32."),
+        ("", "quantized", "OpenBLAS. With quantized weights, a token takes many times as long."),
     ],
 )
 def test_one_line_says_what_quantized_weights_cost_without_kernels(

@@ -86,6 +86,23 @@ def test_a_second_head_with_the_same_state_is_refused(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_node_that_does_not_count_is_not_waited_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        head = HeadAddress("127.0.0.1", free_pair_of_ports())
+        async with open_control(tmp_path / "head", head) as control:
+            listed, old = (open_identity(tmp_path / name).node for name in ("listed", "old"))
+            counted = {control.node, listed}
+            async with attending(head, control, tmp_path / "old"):
+                assert set((await control.wait_for(1)).members) == {old}
+                waiting = asyncio.create_task(control.wait_for(1, counted=counted))
+                await control.look()
+                assert not waiting.done()
+                async with attending(head, control, tmp_path / "listed"):
+                    assert set((await waiting).members) == {listed, old}
+
+    asyncio.run(run())
+
+
 def first_message() -> cluster_pb2.AttendRequest:
     """Return a node's first message."""
     return cluster_pb2.AttendRequest(

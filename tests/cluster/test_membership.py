@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.profiles import made_up_profile
@@ -27,6 +29,14 @@ def after(*events: Event) -> Membership:
     for event in events:
         membership = membership.apply(event)
     return membership
+
+
+def test_a_node_reaches_a_link_local_address_through_its_own_interface_to_the_head() -> None:
+    seen = replace(member("a", 1), host="fe80::a%12", head_host="fe80::1%en3")
+    over_ipv4, over_cable = member("b", 2), replace(member("b", 2), head_host="fe80::1%en5")
+    assert over_cable.host_of(seen) == "fe80::a%en5"
+    assert over_ipv4.host_of(seen) == "fe80::a%12", "the link is then reported as broken"
+    assert over_cable.host_of(over_ipv4) == "10.0.0.2"
 
 
 def test_a_node_is_a_member_until_it_leaves_with_a_reason() -> None:

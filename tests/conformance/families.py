@@ -351,3 +351,23 @@ def with_entries(given: dict[str, Any], entries: dict[str, Any]) -> dict[str, An
     if "text_config" in changed:
         changed["text_config"] = {**changed["text_config"], **entries}
     return changed
+
+
+_TWO_WIDE_HEADS: dict[str, Any] = {
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_head"), 2),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
+    **dict.fromkeys(
+        ("head_dim", "query_pre_attn_scalar", "kv_channels", "global_head_dim", "index_head_dim"), 32
+    ),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32),
+}
+_QUANTIZED: dict[str, dict[str, Any]] = {
+    # Its factors of rotations are for the common width.
+    "minicpm3": {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+    "openelm": {"num_query_heads": [2] * LAYERS, "num_kv_heads": [2] * LAYERS},
+}
+
+
+def quantizable_configuration(family: str) -> dict[str, Any]:
+    """Return the small configuration with keys and values of 32 numbers, the smallest group that MLX quantizes."""
+    return with_entries(configuration(family), {**_TWO_WIDE_HEADS, **_QUANTIZED.get(family, {})})

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map  # pyright: ignore[reportUnknownVariableType] - its tree is any
 from mlx_lm.models import switch_layers
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from tests.conformance.families import CONDITIONS, LAYERS, VOCABULARY, WHY, configuration, with_entries
 from tests.conformance.pipelines import (
     BLOCK,
@@ -43,6 +43,7 @@ WANTS = {
     2: Want(what=Want.LOGITS, where=Want.LISTED, listed=[0]),
 }
 """Wanted results by row: at all positions, the last, the first."""
+GROUP_SIZE = 32
 PROCESSES = 2
 _LONGEST_S = 180.0
 CLOSE = 1e-4
@@ -276,3 +277,32 @@ def _largest(outputs: Sequence[mx.array], expected: Sequence[mx.array]) -> float
 
 def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def quantized_differs(config: dict[str, Any], bits: int) -> float:
+    """Compare a sequence over quantized KV, run by a worker's code, with mlx-lm's own quantized caches.
+
+    Raises:
+        Exception: mlx-lm's attention cannot compute over them.
+    """
+    maker = Family(config)
+    run, caches = (
+        cast("Any", maker.model()),
+        [_quantized(cache, bits) for cache in make_prompt_cache(maker.model())],
+    )
+    pipeline = WorkerPipeline(maker.stages(WHOLE), ragged=False, kv_bits=bits)
+    pipeline.open([0])
+    differences: list[float] = []
+    for chunk in CHUNKS:
+        expected = cast("mx.array", run(mx.array([list(chunk)]), cache=caches))
+        differences.append(difference(pipeline.step({0: chunk}, WANTS)[0].values, expected[0]))
+    return max(differences)
+
+
+def _quantized(cache: Any, bits: int) -> Any:
+    """Return mlx-lm's quantized form of a cache with full attention, and any other one as it is."""
+    if type(cache) is KVCache:
+        return cache.to_quantized(group_size=GROUP_SIZE, bits=bits)
+    if type(cache) is CacheList:
+        cache.caches = tuple(_quantized(child, bits) for child in cast("Sequence[Any]", cache.caches))
+    return cache

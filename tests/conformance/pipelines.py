@@ -138,8 +138,10 @@ class RowOutput:
 class WorkerPipeline:
     """Stages as in workers: with the KV store, grouped rows, and results only at wanted offsets."""
 
-    def __init__(self, stages: Sequence[StageModel], *, ragged: bool) -> None:
-        self._stores = [KVStore(stage.make_layer_caches(), mx.float32, ragged=ragged) for stage in stages]
+    def __init__(self, stages: Sequence[StageModel], *, ragged: bool, kv_bits: int | None = None) -> None:
+        self._stores = [
+            KVStore(stage.make_layer_caches(), mx.float32, ragged=ragged, kv_bits=kv_bits) for stage in stages
+        ]
         self._forwards = [
             StageForward(stage, store) for stage, store in zip(stages, self._stores, strict=True)
         ]

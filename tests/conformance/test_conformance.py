@@ -10,10 +10,13 @@ from pathlib import Path
 import mlx_lm.models as model_modules  # pytest asks each name for attributes: `mlx_lm` would load all of itself
 import pytest
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
-from tests.conformance.outcome import examine, examine_apart
+from tests.conformance.families import CONDITIONS, quantizable_configuration, with_entries
+from tests.conformance.outcome import CLOSE, examine, examine_apart, quantized_differs
+from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.models import architectures
-from mlx_ring.models.architectures import TABLE, Architecture, known_architectures
+from mlx_ring.models.architectures import TABLE, Architecture, known_architectures, quantizes_kv
+from mlx_ring.models.model_folder import read_model_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architectures.md"
@@ -56,6 +59,38 @@ def test_every_family_matches_the_table(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--write-table"):
         _write(found)
     assert found == known_architectures()
+
+
+QUANTIZED_SAMPLE = ["qwen3", "minicpm3", "falcon_h1", "gemma4_text", "gemma2", "phixtral", "deepseek_v3"]
+"""Families that can have a quantized KV cache, and some that cannot: by their attention, shared layers or latent KV."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QUANTIZED_SAMPLE)
+def test_kv_bits_is_refused_where_mlx_lm_cannot_compute_with_quantized_kv(
+    family: str, tmp_path: Path
+) -> None:
+    check_quantized_kv(family, tmp_path)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("family", [name for name, found in known_architectures().items() if found.whole])
+def test_kv_bits_of_every_family_is_refused_where_mlx_lm_cannot_compute_with_quantized_kv(
+    family: str, tmp_path: Path
+) -> None:
+    check_quantized_kv(family, tmp_path)
+
+
+def check_quantized_kv(family: str, folder: Path) -> None:
+    """Check that a family computes over quantized KV as with mlx-lm's own caches, or is refused."""
+    for entries in ({}, CONDITIONS.get(family, {})):
+        config = with_entries(quantizable_configuration(family), entries)
+        (write_random_model(folder / "model", QWEN3) / "config.json").write_text(json.dumps(config))
+        if quantizes_kv(read_model_folder(folder / "model")):
+            assert quantized_differs(config, 8) <= CLOSE
+            continue
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            quantized_differs(config, 8)
 
 
 def _write(found: dict[str, Architecture]) -> None:

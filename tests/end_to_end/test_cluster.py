@@ -47,6 +47,8 @@ class TwoMachines:
     """Answer of `/health/ready` before the second machine joined."""
     missing_before_join: int
     """Number of machines that the status awaited then."""
+    node_ports: range
+    """Ports of the machine that joins."""
     flags: Sequence[str] = ()
     """Flags of the last head, besides `TWO_MACHINES`."""
 
@@ -87,11 +89,17 @@ def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
             )
             answers.extend((readiness, client.get("/cluster/status").json()["missing_machines"]))
 
+    first = free_pair_of_ports()
+    ports = range(first, first + 16)
     with ExitStack() as stack:
         server = stack.enter_context(
-            running_cluster(tiny_model, 2, folder, port, *flags, before_join=read_readiness)
+            running_cluster(
+                *(tiny_model, 2, folder, port, *flags),
+                join_flags=("--node-ports", f"{ports[0]}-{ports[-1]}"),
+                before_join=read_readiness,
+            )
         )
-        cluster = TwoMachines(tiny_model, folder, port, stack, server, *answers)
+        cluster = TwoMachines(tiny_model, folder, port, stack, server, *answers, node_ports=ports)
         yield cluster
         if cluster.server.process.poll() is None:
             assert cluster.server.stop() == 0
@@ -143,6 +151,18 @@ def test_a_machine_that_joins_fetches_the_model_and_both_answer_like_one(
     assert (status["missing_machines"], status["absent_nodes"]) == (0, [])
     (stored,) = [folder / "state" / "weights" for folder in cluster.folder.glob("node-*")]
     assert any(stored.rglob("model.safetensors")), "the model was fetched"
+
+
+def test_a_machine_listens_on_its_node_ports_alone(cluster: TwoMachines) -> None:
+    (agent,) = nodes_of(cluster.folder / "node-1")
+    listening = {
+        connection.laddr.port
+        for process in (agent, *agent.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) >= 3, "the agent has two, and its worker one"
+    assert listening <= {*cluster.node_ports}
 
 
 def test_late_node_is_shown_used_by_the_next_plan_and_removable(

@@ -1,4 +1,4 @@
-"""Three hosts on a LAN: only the first has the model, and one is cut off while it serves."""
+"""Hosts on a LAN: only the first has the model. One is cut off while it serves, one joins over a link-local address."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_three_hosts_serve_the_model_of_one_and_continue_without_a_host_that_is_
         single.stop()
     with ExitStack() as stack:
         hosts = stack.enter_context(lan(3))
-        client = head_client(stack, hosts[0], running_hosts(stack, hosts, tiny_model, tmp_path))
+        # The first finds the head by itself, the second gets the address.
+        server = running_hosts(stack, hosts, tiny_model, tmp_path, [(), (hosts[0].address,)])
+        client = head_client(stack, hosts[0], server)
         assert client.completion() == expected
         status = client.status()
         check_shares(tiny_model, tmp_path, status["devices"])
@@ -90,15 +92,46 @@ def test_three_hosts_serve_the_model_of_one_and_continue_without_a_host_that_is_
         assert client.completion() == expected
 
 
-def running_hosts(stack: ExitStack, hosts: Sequence[Host], model: Path, folder: Path) -> Server:
-    """Run a head on the first host; the others join, without the model's folder."""
+def test_a_host_joins_over_a_link_local_address_with_a_scope_as_in_a_url(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    skip_without_namespaces()
+    with ExitStack() as stack:
+        hosts = stack.enter_context(lan(2, fast=True))
+        # gRPC would decode the `%fa` of `%fast0`.
+        address = f"[{link_local_address(hosts[0], 'fast0')}%25fast0]"
+        server = running_hosts(stack, hosts, tiny_model, tmp_path, [(address,)], "--cluster-host", address)
+        client = head_client(stack, hosts[0], server)
+        assert client.completion()[0]["finish_reason"] == "length"
+        status = client.status()
+        joined = next(node for node in status["nodes"] if not node["is_head"])
+        assert joined["stages"]
+        assert re.fullmatch(r"fe80::[0-9a-f:]+%[0-9]+", joined["address"])
+        assert [link["problem"] for link in status["links"]] == [None, None]
+
+
+def link_local_address(host: Host, interface: str) -> str:
+    """Return an interface's link-local address, once no other host is known to have it."""
+    arguments = ("ip", "-6", "-oneline", "addr", "show", "dev", interface, "scope", "link", "-tentative")
+    shown = eventually(lambda: host.run(*arguments).stdout)
+    return shown.split()[3].partition("/")[0]
+
+
+def running_hosts(
+    stack: ExitStack,
+    hosts: Sequence[Host],
+    model: Path,
+    folder: Path,
+    addresses: Sequence[Sequence[str]],
+    *more: str,
+) -> Server:
+    """Run a head on the first host with more flags; the others join at these addresses, without the model's folder."""
     joined: list[object] = []
 
     def on_line(line: str) -> None:
-        found = re.search(r"join \S+ --token (\S+)", line)
+        found = re.search(r"join .*--token (\S+)", line)
         if found and not joined:
-            # The first finds the head by itself, the second gets the address.
-            for host, address in zip(hosts[1:], ((), (hosts[0].address,)), strict=True):
+            for host, address in zip(hosts[1:], addresses, strict=True):
                 give_profile(folder / host.namespace / "state")
                 node = joining(
                     *address,
@@ -110,9 +143,9 @@ def running_hosts(stack: ExitStack, hosts: Sequence[Host], model: Path, folder: 
 
     (folder / "head").mkdir()
     give_profile(folder / "head-state")
-    flags = ("--nodes", "3", "--strategy", "uniform", "--state-dir", str(folder / "head-state"))
+    flags = ("--nodes", str(len(hosts)), "--strategy", "uniform", "--state-dir", str(folder / "head-state"))
     return stack.enter_context(
-        serving(model, *flags, folder=folder / "head", on_line=on_line, within=hosts[0].command())
+        serving(model, *flags, *more, folder=folder / "head", on_line=on_line, within=hosts[0].command())
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
 from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import MLX_RING, clean_environment, give_profile
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
@@ -24,6 +26,8 @@ from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 from mlx_ring.host.running import running_here
 
 pytestmark = pytest.mark.machines
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 DEVICES: Mapping[str, Any] = {
     "devices": [
@@ -280,14 +284,9 @@ def test_machine_that_is_cut_off_is_named_and_nothing_starts_without_it(hosts: H
     assert "second cannot be reached" in refused.stderr
 
 
-@pytest.mark.timeout(900)
-def test_one_machine_is_started_and_stopped_by_a_file(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    give_profile(state)
-    (tmp_path / "cluster.yaml").write_text(
-        f"devices: [{{device_id: me, hostname: localhost, state_dir: {state}}}]\n"
-        "model: demo\nserve: {port: 0, max-model-len: 64}\n"
-    )
+@pytest.fixture
+def run_here(tmp_path: Path) -> Run:
+    """Return a function that runs `mlx-ring` in a home of its own."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -300,10 +299,65 @@ def test_one_machine_is_started_and_stopped_by_a_file(tmp_path: Path) -> None:
             check=False,
         )
 
+    return run
+
+
+@pytest.mark.timeout(900)
+def test_one_machine_is_started_and_stopped_by_a_file(tmp_path: Path, run_here: Run) -> None:
+    state = tmp_path / "state"
+    give_profile(state)
+    (tmp_path / "cluster.yaml").write_text(
+        f"devices: [{{device_id: me, hostname: localhost, state_dir: {state}}}]\n"
+        "model: demo\nserve: {port: 0, max-model-len: 64}\n"
+    )
     try:
-        assert "Serving demo at http://127.0.0.1:" in output_of(run("cluster", "start", "-c", "cluster.yaml"))
-        assert "head (process" in output_of(run("cluster", "status", "-c", "cluster.yaml"))
+        started = run_here("cluster", "start", "-c", "cluster.yaml")
+        assert "Serving demo at http://127.0.0.1:" in output_of(started)
+        assert "head (process" in output_of(run_here("cluster", "status", "-c", "cluster.yaml"))
     finally:
-        stopped = run("stop", "--state-dir", str(state))
+        stopped = run_here("stop", "--state-dir", str(state))
     assert "The head has ended" in output_of(stopped)
-    assert run("cluster", "status", "-c", "cluster.yaml").returncode == 1
+    assert run_here("cluster", "status", "-c", "cluster.yaml").returncode == 1
+
+
+@pytest.mark.timeout(900)
+def test_a_machine_that_the_file_no_longer_lists_is_named_and_takes_no_other_s_place(
+    tmp_path: Path, run_here: Run
+) -> None:
+    port = free_pair_of_ports()
+    states = {name: tmp_path / name for name in ("head", "old", "new")}
+    for state in states.values():
+        give_profile(state)
+
+    def write(*names: str) -> None:
+        devices = [
+            {"device_id": name, "hostname": "localhost", "port": port, "state_dir": str(states[name])}
+            for name in names
+        ]
+        serve = {"port": 0, "max-model-len": 64, "spare-worker": "off"}
+        content = {"devices": devices, "model": "demo", "sharding": {"strategy": "uniform"}, "serve": serve}
+        (tmp_path / "cluster.json").write_text(json.dumps(content))
+
+    file = ("-c", "cluster.json")
+    try:
+        write("head", "old")
+        first = run_here("cluster", "start", *file)
+        output_of(first)
+        assert "does not list" not in first.stderr + run_here("cluster", "status", *file).stderr
+        write("head", "new")
+        second = run_here("cluster", "start", *file)
+        status = run_here("cluster", "status", "--json", *file)
+        nodes = {node["id"]: node for node in json.loads(output_of(status))["nodes"]}
+        old, new = ((states[name] / "node" / "node-id").read_text().strip() for name in ("old", "new"))
+        assert nodes[new]["stages"], "it was waited for, although the old machine was there before it"
+        remove = f"Remove it by `mlx-ring node remove {old}` on head, or add it to the file."
+        assert f"{old} ({nodes[old]['name']} at " in second.stderr
+        assert [done.stderr.count(remove) for done in (second, status)] == [1, 1]
+        assert "Serving demo" in output_of(second)
+        output_of(run_here("node", "remove", old, "--state-dir", str(states["head"])))
+        eventually(
+            lambda: run_here("cluster", "status", *file).stderr, lambda said: "does not list" not in said
+        )
+    finally:
+        for state in states.values():
+            run_here("stop", "--state-dir", str(state))

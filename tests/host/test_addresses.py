@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
+from tests.namespaces import lan, skip_without_namespaces
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.addresses import HeadAddress, parse_head_address
+from mlx_ring.host.addresses import (
+    HeadAddress,
+    bare_host,
+    is_link_local,
+    listening_url,
+    local_url,
+    parse_head_address,
+    plain_url,
+)
+from mlx_ring.host.machine import listen
 
 
 @pytest.mark.parametrize(
@@ -17,6 +30,10 @@ from mlx_ring.host.addresses import HeadAddress, parse_head_address
         ("fe80::1", HeadAddress("fe80::1", 50051)),
         ("[fe80::1%en0]:6000", HeadAddress("fe80::1%en0", 6000)),
         ("[::1]", HeadAddress("::1", 50051)),
+        ("[fe80::1%25en0]:6000", HeadAddress("fe80::1%en0", 6000)),
+        ("fe80::1%25en0", HeadAddress("fe80::1%en0", 50051)),
+        ("fe80::1%25", HeadAddress("fe80::1%25", 50051)),
+        ("[fe80::1%254]:6000", HeadAddress("fe80::1%254", 6000)),
     ],
 )
 def test_host_names_and_ipv4_and_ipv6_addresses_are_parsed(text: str, expected: HeadAddress) -> None:
@@ -33,3 +50,48 @@ def test_an_invalid_address_is_refused_with_its_value(text: str) -> None:
 def test_the_enrolment_port_is_the_next_one() -> None:
     assert parse_head_address("mini:6000").enrolment == "mini:6001"
     assert parse_head_address("::1").enrolment == "[::1]:50052"
+
+
+def test_urls_have_an_encoded_scope_and_requests_a_plain_one() -> None:
+    url = local_url("fe80::1", 8100, scope="en0")
+    assert url == "http://[fe80::1%25en0]:8100"
+    assert plain_url(f"{url}/v1/models?a=%25b") == "http://[fe80::1%en0]:8100/v1/models?a=%25b"
+    for other in ("http://[fe80::1%en0]:8100/%25", "http://mini.local:8100/%25a", "http://[::1]:8100"):
+        assert plain_url(other) == other
+
+
+@pytest.mark.parametrize("text", ["fe80::1%en0", "[fe80::1%en0]", "[fe80::1%25en0]", " fe80::1%25en0"])
+def test_a_host_may_have_brackets_and_an_encoded_scope(text: str) -> None:
+    assert bare_host(text) == "fe80::1%en0"
+    assert is_link_local(text)
+
+
+def test_a_link_local_address_without_an_interface_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError) as caught:
+        listen("fe80::1", 0)
+    assert str(caught.value) == (
+        "--host is fe80::1, a link-local address, which needs one of this machine's interfaces: fe80::1%en0, for example."
+    )
+
+
+@pytest.mark.parametrize("text", ["::1", "fd00::1", "169.254.0.1", "mini.local", ""])
+def test_other_hosts_need_no_interface(text: str) -> None:
+    assert not is_link_local(text)
+
+
+def test_a_server_listens_on_a_link_local_address_and_says_with_which_scope() -> None:
+    skip_without_namespaces()
+
+    def serve() -> tuple[str, str]:
+        own = next(
+            found.address for found in psutil.net_if_addrs()["eth0"] if found.address.startswith("fe80")
+        )
+        with listen(f"[{own.replace('%', '%25')}]", 0) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection((own, port), timeout=30):
+                return listening_url(server, "http"), f"http://[{own.replace('%', '%25')}]:{port}"
+
+    with lan(1) as (host,), host.threads() as threads:
+        url, expected = threads.submit(serve).result()
+    assert url == expected
+    assert "%25eth0]" in url

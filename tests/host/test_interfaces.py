@@ -116,6 +116,11 @@ def test_a_head_with_one_listen_address_is_joined_there() -> None:
     ]
 
 
+def test_other_machines_get_no_address_with_a_scope_of_this_one() -> None:
+    assert join_lines(HeadAddress("fe80::7%en0", 6000), [], "t") == ["mlx-ring join --token t"]
+    assert lan_urls("fe80::7", 8100, "http", [], ["mini.local"]) == []
+
+
 @pytest.mark.parametrize(
     ("name", "files", "expected"),
     [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+from tests.machines import free_pair_of_ports
 
+from mlx_ring.core.errors import AddressInUse
 from mlx_ring.host import machine
-from mlx_ring.host.machine import linux_identity, machine_identity, share_cores
+from mlx_ring.host.machine import NodePorts, linux_identity, machine_identity, share_cores
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,31 @@ def test_a_system_without_details_still_has_a_processor(tmp_path: Path) -> None:
 
 def test_the_identity_of_a_machine_is_stable() -> None:
     assert machine_identity() == machine_identity()
+
+
+def test_ports_of_a_range_are_taken_in_turn_and_taken_ones_are_skipped() -> None:
+    first = free_pair_of_ports()
+    ports = NodePorts((first, first + 1))
+    assert [ports.take("127.0.0.1") for _ in range(3)] == [first, first + 1, first]
+    assert ports.at("127.0.0.1") == f"127.0.0.1:{first + 1}"
+    with socket.create_server(("127.0.0.1", first)):
+        assert [ports.take("[::]") for _ in range(2)] == [first + 1, first + 1], "IPv6 covers IPv4"
+
+
+def test_a_range_without_a_free_port_is_refused_with_what_to_do() -> None:
+    first = free_pair_of_ports()
+    ports = NodePorts((first, first + 1))
+    with (
+        socket.create_server(("127.0.0.1", first)),
+        socket.create_server(("127.0.0.1", first + 1)),
+        pytest.raises(AddressInUse) as caught,
+    ):
+        ports.take("127.0.0.1")
+    assert str(caught.value) == (
+        f"--node-ports is {first}-{first + 1}, and all of these ports are taken on 127.0.0.1. End what listens there, or give "
+        "more ports: two for the agent, and two for each worker."
+    )
+
+
+def test_without_a_range_the_system_picks_the_port() -> None:
+    assert NodePorts(()).at("[::]") == "[::]:0"

@@ -207,6 +207,39 @@ def test_sharing_layers_needs_several_machines() -> None:
     assert load_settings({"strategy": "hybrid", "nodes": 3}).strategy == "hybrid"
 
 
+def test_ports_of_a_machine_are_a_range() -> None:
+    assert load_settings({"node_ports": "9000-9015"}).node_ports == (9000, 9015)
+    assert load_settings({"node_ports": "65533-65535"}).node_ports == (65533, 65535)
+
+
+@pytest.mark.parametrize(
+    "text", ["9000", "9000-9001", "9015-9000", "80-90", "65530-65536", "9000-9015,9020", "a-b"]
+)
+def test_a_range_that_is_too_small_or_none_is_refused(text: str) -> None:
+    assert message(node_ports=text) == (
+        f"--node-ports is {text}; it must be a range of 3 ports or more, from 1024 to 65535, such as 9000-9015."
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            {"nodes": 3, "node_ids": "mini-7f3a,mini-7f3a"},
+            "--node-ids is mini-7f3a,mini-7f3a, with which --nodes 3 is never reached: give the ids of 2 other machines, or --nodes 2.",
+        ),
+        (
+            {"nodes": 2, "node_ids": "Mini.local"},
+            "--node-ids is Mini.local; it must be ids of machines separated by commas, such as mini-7f3a,studio-1b2c.",
+        ),
+    ],
+)
+def test_ids_that_never_reach_the_number_of_machines_are_refused(
+    flags: dict[str, object], sentence: str
+) -> None:
+    assert message(**flags) == sentence
+
+
 def test_strategies_and_proportions_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text("strategy: custom\nproportions: [0.7, 0.3]\nmemory-limit: 16GiB\n")
     settings = load_settings({}, config=tmp_path / "ring.yaml")

@@ -50,8 +50,15 @@ def test_several_cables_between_two_hosts_are_a_list_of_devices() -> None:
 
 INVALID: list[tuple[object, str]] = [
     ([], "x is a hostfile without hosts"),
-    ([["127.0.0.1"]], "'127.0.0.1' is no address to listen on; give one such as 127.0.0.1:32323"),
+    (
+        [["127.0.0.1"]],
+        "'127.0.0.1' is no address to listen on, of which MLX's ring takes IPv4 alone; give one such as 127.0.0.1:32323",
+    ),
     ([["::1:80"]], "'::1:80' is no address to listen on"),
+    (
+        [["[fe80::1%en0]:80"]],
+        r"'\[fe80::1%en0\]:80' is no address to listen on, of which MLX's ring takes IPv4 alone",
+    ),
     ([["127.0.0.1:70000"]], "'127.0.0.1:70000' is no address to listen on"),
     ([[]], "a rank has no address"),
     ([{"ips": []}], "host 0 has no `ssh`"),

@@ -29,6 +29,7 @@ MEMBER = replace(
     run_dir=Path("/run/ring"),
     memory_limit=1 << 34,
     trusted_interface=("en5", "10.0.8.0/24"),
+    node_ports=(9000, 9015),
 )
 
 

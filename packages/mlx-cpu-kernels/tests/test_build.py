@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_cpu_kernels import build, machine, packages, trial
+from mlx_cpu_kernels import SpeedReport, build, machine, packages, trial
 from mlx_cpu_kernels.build import Target, advice, find_binary, why_without
 from mlx_cpu_kernels.packages import Unavailable, version_of
 
@@ -139,6 +139,27 @@ def test_a_binary_that_does_not_work_here_is_passed_over(
     assert len(tries.read_text().splitlines()) == 1
     working = put(folders[1] / target.key)
     assert find_binary(target) == working
+
+
+def test_kernels_that_are_being_built_are_not_to_be_built_again(
+    target: Target, folders: tuple[Path, Path]
+) -> None:
+    not_built = "they are not built; `python -m mlx_cpu_kernels.build` builds them"
+    assert why_without(target) == not_built
+    work = folders[0] / target.key / "unfinished-x"
+    work.mkdir(parents=True)
+    assert why_without(target) == "they are being built, and the next start uses them"
+    os.utime(work, (0, 0))
+    assert why_without(target) == not_built, "that build was killed"
+
+
+def test_one_reason_is_said_once_with_what_it_costs() -> None:
+    report = SpeedReport("OpenBLAS", problem="they are not built", cost="each token takes longer")
+    assert str(report) == "OpenBLAS, without native kernels, so each token takes longer: they are not built"
+    assert str(SpeedReport("OpenBLAS", problem="they are for Linux")) == (
+        "OpenBLAS, without native kernels: they are for Linux"
+    )
+    assert str(SpeedReport("OpenBLAS", kernels="AVX2")) == "OpenBLAS; native kernels (AVX2)"
 
 
 @pytest.mark.processes

@@ -7,8 +7,10 @@ certificate has the fingerprint, a second connection carries the secret. This CA
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import ssl
@@ -21,7 +23,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused, WorkerLost
+from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefused, WorkerLost
 from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import parse_token
 from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos, parse_head_address
@@ -44,6 +46,9 @@ from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.identity import Identity, open_identity
 from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
+log = logging.getLogger(__name__)
+
+_RENEWAL_S = 3600.0
 _WAIT_S = 15.0
 _NONCE_BYTES = 16
 
@@ -130,6 +135,17 @@ def renew_if_due(head: HeadAddress, folder: Path, now: datetime | None = None) -
         return False
     renew(head, credentials, folder)
     return True
+
+
+async def keep_renewed(head: HeadAddress, folder: Path) -> None:
+    """Renew the certificate before it expires; check every hour, and retry an hour later if the head is unreachable."""
+    while True:
+        try:
+            if await asyncio.to_thread(renew_if_due, head, folder):
+                log.info("The certificate was renewed")
+        except (RingError, OSError) as error:
+            log.warning("The certificate expires soon and could not be renewed: %s", error)
+        await asyncio.sleep(_RENEWAL_S)
 
 
 def fetch_authority(head: HeadAddress, expected: bytes) -> x509.Certificate:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from mlx_ring.agent.enrolment import renew_if_due
+from mlx_ring.agent.enrolment import keep_renewed
 from mlx_ring.agent.leaving import LEAVE_WITHIN_S, Leave, PowerWatch
 from mlx_ring.agent.link_measurements import LinkService, LinkStore, make_responder
 from mlx_ring.agent.loading import FetchedModels
@@ -32,10 +32,10 @@ from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
 from mlx_ring.core.logs import FailureLog, configure_logging
-from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.interfaces import Trust
-from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
+from mlx_ring.host.machine import NodePorts, make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import try_lock
@@ -215,9 +215,6 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
     )
 
 
-_RENEWAL_S = 3600.0
-
-
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
     """Options of a joined machine."""
@@ -277,8 +274,9 @@ def run_member(
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
+        place = bracketed(scoped_host(listen, "--listen"))
         options = MemberOptions(
-            head, node, state, run_dir, settings, bracketed(listen), may_be_away, make_yields, on_connected
+            head, node, state, run_dir, settings, place, may_be_away, make_yields, on_connected
         )
         asyncio.run(serve_as_member(options))
 
@@ -306,7 +304,8 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     credentials()
     profile = await _profile(options.state, settings)
-    supervisor, revoked = _supervisor(options, folder, trust), Revoked()
+    ports, revoked = NodePorts(settings.node_ports), Revoked()
+    supervisor = _supervisor(options, folder, trust, ports)
     store = WeightStore(weights_folder(options.state), settings.weights_limit)
     fetched = FetchedModels(options.node, store, credentials)
     service = AgentService(
@@ -327,10 +326,10 @@ async def serve_as_member(options: MemberOptions) -> None:
             WeightsService(options.node, store, settings.kv_disk_dir if settings.kv_disk else None).handler(),
         )
     )
-    port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(folder))
+    port = add_secure_port(server, ports.at(options.listen), serve_from_folder(folder))
     probes_guard = PeerGuard(revoked.refusal)
     responder = make_responder(options.node, probes_guard)
-    links_port = add_secure_port(responder, f"{options.listen}:0", serve_from_folder(folder))
+    links_port = add_secure_port(responder, ports.at(options.listen), serve_from_folder(folder))
     await server.start()
     responder.start()
 
@@ -360,7 +359,7 @@ async def serve_as_member(options: MemberOptions) -> None:
             else ()
         ),
         *(() if who.yields is None else (asyncio.create_task(who.yields.run(), name="yielding"),)),
-        asyncio.create_task(_renew_in_time(options.head, folder), name="renewal"),
+        asyncio.create_task(keep_renewed(options.head, folder), name="renewal"),
         asyncio.create_task(end_orphaned_workers(supervisor, lambda: answers.last_s), name="orphans"),
     )
     try:
@@ -411,23 +410,14 @@ async def _profile(state: Path, settings: MemberSettings) -> MachineProfile:
     return profile if settings.memory_limit is None else profile.limited_to(settings.memory_limit)
 
 
-def _supervisor(options: MemberOptions, credentials: Path, trust: Trust) -> Supervisor:
+def _supervisor(options: MemberOptions, credentials: Path, trust: Trust, ports: NodePorts) -> Supervisor:
     if problem := trust.now()[1]:
         log.warning("%s It may come later.", problem)
     return Supervisor(
-        WorkerOptions(options.node, options.run_dir, options.settings, credentials, options.listen, trust)
+        WorkerOptions(
+            options.node, options.run_dir, options.settings, credentials, options.listen, ports, trust
+        )
     )
-
-
-async def _renew_in_time(head: HeadAddress, folder: Path) -> None:
-    """Renew the certificate before it expires; check every hour, and retry an hour later if the head is unreachable."""
-    while True:
-        try:
-            if await asyncio.to_thread(renew_if_due, head, folder):
-                log.info("The certificate was renewed")
-        except (RingError, OSError) as error:
-            log.warning("The certificate expires soon and could not be renewed: %s", error)
-        await asyncio.sleep(_RENEWAL_S)
 
 
 async def _until_end(work: asyncio.Task[None], leave: Leave) -> None:

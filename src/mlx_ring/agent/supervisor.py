@@ -15,11 +15,12 @@ import grpc
 
 from mlx_ring.agent.lending import LentChild, lent_at
 from mlx_ring.agent.mpi.pmix import give_places
-from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, own_gpu
+from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, listening_arguments, own_gpu
 from mlx_ring.core.environment import environment_with_grpc_logs, worker_environment
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess, UnresponsiveTime
 from mlx_ring.host.interfaces import Trust
+from mlx_ring.host.machine import NodePorts
 from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
@@ -57,6 +58,7 @@ class WorkerOptions:
     """The node's credentials, for workers that other machines reach; None if no other machine does."""
     listen: str = "[::]"
     """Address for other machines."""
+    ports: NodePorts = field(default_factory=lambda: NodePorts(()))
     trust: Trust = field(default_factory=Trust)
     """Interfaces over which collectives may reach other machines."""
     lent: Path | None = None
@@ -220,9 +222,7 @@ class Supervisor:
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *_settings_arguments(options),
-                *_reach_arguments(options),
-                *(["--in-group", requested_backend(assignment)] if joined_ranks(assignment) else []),
-                *(["--group-host", assignment.group_host] if assignment.group_host else []),
+                *listening_arguments(assignment, options.credentials, options.listen, options.ports),
             ],
         )
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
@@ -443,8 +443,3 @@ def _environment(options: WorkerOptions) -> dict[str, str]:
 
 def _settings_arguments(options: WorkerOptions) -> list[str]:
     return as_arguments(select_settings(WorkerSettings, options.settings))
-
-
-def _reach_arguments(options: WorkerOptions) -> list[str]:
-    credentials = options.credentials
-    return [] if credentials is None else ["--credentials", str(credentials), "--listen", options.listen]

@@ -27,8 +27,10 @@ import psutil
 
 from mlx_ring.core.environment import has_cuda_build, library_variable
 from mlx_ring.host.child import READY_LINE, ChildProcess
+from mlx_ring.host.interfaces import LOOPBACK
+from mlx_ring.host.machine import NodePorts
 from mlx_ring.host.process import usable_memory
-from mlx_ring.rpc.backends import backend_of, joined_ranks
+from mlx_ring.rpc.backends import backend_of, joined_ranks, requested_backend
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.process_settings import SpareMode
 
@@ -54,6 +56,28 @@ def own_gpu(
     if not count or len(gpus) < workers:
         return {}
     return {_VISIBLE: gpus[assignment.stage * assignment.tp_size + assignment.rank]}
+
+
+def listening_arguments(
+    assignment: worker_pb2.StageAssignment, credentials: Path | None, listen: str, ports: NodePorts
+) -> list[str]:
+    """Return the arguments that say where a worker listens for other machines, and for the ranks that MLX joins it with.
+
+    Args:
+        assignment: the worker's.
+        credentials: folder of the node's credentials; without it, no other machine connects.
+        listen: address for other machines.
+        ports: this machine's ports for other machines.
+
+    Raises:
+        AddressInUse: all of the ports are taken.
+    """
+    reach = [] if credentials is None else ["--credentials", str(credentials), "--listen", ports.at(listen)]
+    if not joined_ranks(assignment):
+        return reach
+    host = assignment.group_host or LOOPBACK
+    group = f"{LOOPBACK}:0" if host == LOOPBACK else ports.at(host)
+    return [*reach, "--in-group", requested_backend(assignment), "--group-listen", group]
 
 
 log = logging.getLogger(__name__)

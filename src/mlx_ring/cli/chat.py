@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from mlx_ring.cli.heads import CACERT, DEFAULT_URL, QUICK_ANSWER_S, distrust, trust
 from mlx_ring.core.errors import ModelNotFound
+from mlx_ring.host.addresses import plain_url
 from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -71,7 +73,7 @@ class ChatServer:
     ) -> None:
         import httpx  # slow to import, and `--help` does without it
 
-        self.url = base_url.rstrip("/").removesuffix("/v1")
+        self.url = plain_url(base_url.rstrip("/").removesuffix("/v1"))
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False, verify=trusted or True)
@@ -251,7 +253,7 @@ def run_chat(
     try:
         conversation = ChatSession(server, server.find_model(model), console, system)
         console.print(
-            f"[bold]{conversation.model}[/] at {server.url}. Type /help for commands, Ctrl-D to leave.",
+            f"[bold]{conversation.model}[/] at {escape(server.url)}. Type /help for commands, Ctrl-D to leave.",
             highlight=False,
         )
         _converse(conversation, read_line)

@@ -300,6 +300,7 @@ def _store(file: DevicesFile, folders: Sequence[Path], config: Path) -> WheelSto
 def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
     """Return the head's status, and True if something does not run."""
     from mlx_ring.cluster.lifecycle import verbs
+    from mlx_ring.cluster.lifecycle.arguments import unlisted_nodes
 
     standings = verbs.standings(file)
     for standing in standings:
@@ -309,8 +310,13 @@ def _ask_machines(file: DevicesFile, *, quietly: bool) -> tuple[Any, bool]:
         _show_machines(standings)
     if not any(found.kind == "head" for standing in standings for found in standing.running):
         return None, True
-    failed = any(standing.failure or not standing.running for standing in standings)
-    return verbs.ask(file, "GET", "/cluster/status"), failed
+    state = verbs.ask(file, "GET", "/cluster/status")
+    # The id of a machine out of reach is unknown, so it may be any of the nodes.
+    if not any(standing.failure for standing in standings):
+        ids = {standing.node for standing in standings}
+        for sentence in unlisted_nodes(state["nodes"], ids, file.coordinator.name).values():
+            _report(sentence)
+    return state, any(standing.failure or not standing.running for standing in standings)
 
 
 def _show_machines(standings: Sequence[Standing]) -> None:

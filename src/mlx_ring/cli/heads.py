@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import typer
 
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
-from mlx_ring.host.addresses import is_loopback
+from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -177,7 +177,7 @@ def _reason(error: Exception) -> str:
 
 
 def _address(url: str, path: str) -> str:
-    return f"{url.rstrip('/')}{path}"
+    return plain_url(f"{url.rstrip('/')}{path}")
 
 
 def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:

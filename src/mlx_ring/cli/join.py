@@ -15,7 +15,7 @@ from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import node_folder, state_folder
-from mlx_ring.host.addresses import HeadAddress, parse_head_address
+from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
 from mlx_ring.host.head_announcement import FoundHead
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
@@ -78,7 +78,9 @@ def join(
 def _head_address(given: str | None, folder: Path) -> HeadAddress:
     """Return the address given, else the last one used, else that of the only head on this LAN."""
     if given is not None:
-        return parse_head_address(given)
+        address = parse_head_address(given)
+        scoped_host(address.host, "The head's address")
+        return address
     kept = read_private(folder / _HEAD_FILE)
     if kept is not None:
         return parse_head_address(kept.decode().strip())

@@ -26,7 +26,7 @@ from mlx_ring.core.folders import state_folder
 from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
-from mlx_ring.host.addresses import local_url
+from mlx_ring.host.addresses import listening_url
 from mlx_ring.host.machine import listen, node_name
 from mlx_ring.host.running import recorded
 from mlx_ring.models.model_source import must_be_fetched
@@ -121,7 +121,7 @@ def _check(settings: Settings) -> None:
 
 
 def _url(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
-    return local_url(*listener.getsockname()[:2], scheme="http" if tls is None else "https")
+    return listening_url(listener, "http" if tls is None else "https")
 
 
 def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None, *, invites: bool) -> None:

@@ -196,8 +196,8 @@ def products_of(worker: WorkerInfo) -> str:
     if worker.kernels or not worker.cpu_weights:
         return worker.blas
     if worker.cpu_weights == "float32":
-        return f"{worker.blas}; quantized weights take seven times the memory, as float32"
-    return f"{worker.blas}; quantized weights take many times as long for a token"
+        return f"{worker.blas}. Quantized weights take seven times the memory, as float32."
+    return f"{worker.blas}. With quantized weights, a token takes many times as long."
 
 
 def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:

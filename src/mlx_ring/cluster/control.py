@@ -117,13 +117,21 @@ class Control:
         finally:
             self._watchers.remove(watcher)
 
-    async def wait_for(self, nodes: int, including: str = "") -> Membership:
-        """Wait until that number of usable nodes is connected at the same time, `including` the given one; return them."""
+    async def wait_for(
+        self, nodes: int, including: str = "", counted: Container[str] | None = None
+    ) -> Membership:
+        """Wait until that number of usable nodes is connected at the same time; return all that are.
+
+        Args:
+            nodes: number of nodes.
+            including: node that must be among them; empty for any.
+            counted: nodes that count; None for all.
+        """
 
         def are_there() -> bool:
-            members = self.membership.members
-            enough = len(self.membership.usable.members) >= nodes
-            return enough and (not including or including in members)
+            usable = self.membership.usable.members
+            enough = sum(counted is None or node in counted for node in usable) >= nodes
+            return enough and (not including or including in self.membership.members)
 
         async with self._changed:
             await self._changed.wait_for(are_there)

@@ -57,6 +57,16 @@ class Member:
     process: str = ""
     """Random id of its agent's process."""
 
+    def host_of(self, other: Member) -> str:
+        """Return the address at which this node reaches another one.
+
+        The scope of a link-local one is an interface of the head's machine. This node needs its own, by which it reaches the
+        head.
+        """
+        address, has_scope, _ = other.host.partition("%")
+        _, is_scoped, interface = self.head_host.partition("%")
+        return f"{address}%{interface}" if has_scope and is_scoped else other.host
+
     def after(self, report: Reported) -> Member:
         """Return the member with the state of a report."""
         return replace(

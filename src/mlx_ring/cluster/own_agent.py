@@ -15,7 +15,7 @@ from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, state_folder
-from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.addresses import HeadAddress, bare_host, bracketed
 from mlx_ring.host.interfaces import TRUST_FLAG, Trust, TrustedInterface
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import try_lock
@@ -170,7 +170,7 @@ def ensure_head_member(
     return subprocess.Popen(
         [
             *(sys.executable, "-m", _MODULE, "--head", head.cluster, "--node", node, "--state", str(state)),
-            *("--listen", settings.cluster_host, *as_arguments(passed_on)),
+            *("--listen", bracketed(bare_host(settings.cluster_host)), *as_arguments(passed_on)),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -39,7 +39,7 @@ from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
-from mlx_ring.host.addresses import HeadAddress, is_loopback, local_url
+from mlx_ring.host.addresses import HeadAddress, is_loopback, listening_url, scoped_host
 from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.interfaces import lan_addresses, lan_urls, own_names
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
@@ -272,13 +272,18 @@ class Head:
         return "http" if self._tls is None else "https"
 
     def _announce(self, served: ServedModel, instance: InstanceInfo, load_s: float) -> None:
-        host, port = self._listener.getsockname()[:2]
         is_first, self._has_announced = not self._has_announced, True
         settings = self._settings
         asks_for_key = bool(settings.api_key or settings.api_key_file)
         security = asks_for_key, settings.ssl_certfile
         report = StartReport(
-            local_url(host, port, self._scheme), served, instance, load_s, is_first, *security, self._lan_urls
+            listening_url(self._listener, self._scheme),
+            served,
+            instance,
+            load_s,
+            is_first,
+            *security,
+            self._lan_urls,
         )
         self._audience.serving(report)
 
@@ -301,7 +306,7 @@ class Head:
         from mlx_ring.cluster.control import open_control
         from mlx_ring.head.multi_node import Cluster
 
-        address = HeadAddress(settings.cluster_host.strip("[]"), settings.cluster_port)
+        address = HeadAddress(scoped_host(settings.cluster_host, "--cluster-host"), settings.cluster_port)
         control = await cleanup.enter_async_context(
             open_control(state_folder(settings.state_dir), address, self._weights.handler())
         )

@@ -102,8 +102,9 @@ class Cluster:
 
     @property
     def missing(self) -> int:
-        others = self._control.membership.usable.without({self._control.node})
-        return max(0, self._awaited - 1 - len(others.members))
+        others = self._control.membership.usable.without({self._control.node}).members
+        counted = self._settings.node_ids
+        return max(0, self._awaited - 1 - sum(not counted or node in counted for node in others))
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -149,7 +150,9 @@ class Cluster:
                 "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
                 "An agent that hangs is ended by `mlx-ring stop`."
             )
-        membership = await control.wait_for(nodes, including=own)
+        ids = self._settings.node_ids if nodes > 1 else ()
+        counted = {control.node, *ids} if ids else None
+        membership = await control.wait_for(nodes, including=own, counted=counted)
         self._awaited = 0
         if not self._own_agent.is_own and own:
             self._warn_of(stale_trust(membership.members[own].trusted, self._settings.trusted_interface))

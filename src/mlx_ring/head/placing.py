@@ -354,7 +354,7 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
             hosts = {other.node: other.head_host for other in others}
             source = Source(path)
         else:
-            hosts = {"": member.host}
+            hosts = {"": member.host} | {other.node: other.host_of(member) for other in others}
             source = Source(peers=_weights_peers(member, others, head_port))
         reserve_share = 1.0 - member.memory_utilization
         limit = member.profile.memory_bytes
@@ -372,7 +372,9 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
 def _other_agents(control: Control, member: Member) -> dict[str, str]:
     """Return the addresses at which a member reaches the agents of the present other ones, by node."""
     return {
-        other.node: address_of(member.head_host if other.node == control.node else other.host, other.port)
+        other.node: address_of(
+            member.head_host if other.node == control.node else member.host_of(other), other.port
+        )
         for other in control.membership.members.values()
         if other.node != member.node
     }
@@ -383,7 +385,7 @@ def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> 
     return (
         WeightsPeer(address_of(member.head_host, head_port)),
         *(
-            WeightsPeer(address_of(other.host, other.port), other.node)
+            WeightsPeer(address_of(member.host_of(other), other.port), other.node)
             for other in others
             if other is not member
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 
 from mlx_ring.core.errors import ConfigError
@@ -20,6 +21,9 @@ EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
 _LAST_PORT = 65534
 """Largest port: the one after it must be a port too."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
+
+_ENCODED_SCOPE = re.compile(r"(?<=[0-9a-f:])%25(?=[0-9]*[^0-9\]])", re.IGNORECASE)
+_URL_WITH_SCOPE = re.compile(r"^(\w+://(?:[^@/?#]*@)?\[[^\]%]*)%25(?=[^\]])")
 
 
 def is_denied_by_macos(number: int | None, address: str) -> bool:
@@ -82,7 +86,7 @@ def parse_head_address(text: str) -> HeadAddress:
     Raises:
         ConfigError: it is no address.
     """
-    typed = text.strip()
+    typed = plain_scope(text.strip())
     if _is_bare_ipv6(typed):
         return HeadAddress(typed)
     found = _HOST_AND_PORT.fullmatch(typed)
@@ -108,10 +112,66 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if _is_bare_ipv6(host) else host
 
 
-def local_url(host: str, port: int, scheme: str = "http") -> str:
-    """Return the URL by which a user on this machine reaches the server."""
+def plain_scope(text: str) -> str:
+    """Return an address, or text with one, as sockets take it: fe80::1%en0 for fe80::1%25en0, as URLs have it (RFC 6874).
+
+    A number alone is that of an interface: fe80::1%25 and fe80::1%254 stay as they are.
+    """
+    return _ENCODED_SCOPE.sub("%", text)
+
+
+def plain_url(url: str) -> str:
+    """Return a URL as httpx takes it, which does not decode a scope."""
+    return _URL_WITH_SCOPE.sub(r"\1%", url)
+
+
+def bare_host(text: str) -> str:
+    """Return a host as sockets take it, from text that may have brackets, and a scope as in a URL."""
+    return plain_scope(text.strip().removeprefix("[").removesuffix("]"))
+
+
+def is_link_local(host: str) -> bool:
+    """Return True for a link-local IPv6 address, which machines reach through an interface that each names itself."""
+    address = bare_host(host).partition("%")[0]
+    return _is_bare_ipv6(address) and ipaddress.ip_address(address).is_link_local
+
+
+def scoped_host(text: str, what: str) -> str:
+    """Return a host as `bare_host` does.
+
+    Args:
+        text: what a user typed.
+        what: name of the setting or argument, for errors.
+
+    Raises:
+        ConfigError: a link-local address without an interface.
+    """
+    host = bare_host(text)
+    if is_link_local(host) and "%" not in host:
+        raise ConfigError(
+            f"{what} is {text}, a link-local address, which needs one of this machine's interfaces: {host}%en0, for example."
+        )
+    return host
+
+
+def local_url(host: str, port: int, scheme: str = "http", scope: str = "") -> str:
+    """Return the URL by which a user on this machine reaches the server.
+
+    Args:
+        host: address on which it listens.
+        port: its port.
+        scheme: http or https.
+        scope: interface of a link-local address.
+    """
     local = {EVERY_IPV4: "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
-    return f"{scheme}://{local}:{port}"
+    return f"{scheme}://{local.replace(']', f'%25{scope}]') if scope else local}:{port}"
+
+
+def listening_url(listener: socket.socket, scheme: str) -> str:
+    """Return the URL by which a user on this machine reaches the server of a TCP socket."""
+    host, port, *more = listener.getsockname()
+    index = more[1] if is_link_local(host) else 0
+    return local_url(host, port, scheme, socket.if_indextoname(index) if index else "")
 
 
 def is_loopback(host: str) -> bool:

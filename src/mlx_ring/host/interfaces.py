@@ -23,7 +23,7 @@ from typing import Literal
 import psutil
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.addresses import EVERY_IPV4, HeadAddress, is_loopback
+from mlx_ring.host.addresses import EVERY_IPV4, HeadAddress, is_link_local, is_loopback
 
 InterfaceKind = Literal["thunderbolt", "infiniband", "wired", "wireless", "network", "tunnel"]
 _ORDER: tuple[InterfaceKind, ...] = ("wired", "network", "wireless", "thunderbolt", "infiniband", "tunnel")
@@ -90,7 +90,7 @@ def lan_urls(
     """
     listened = HeadAddress(host, port)
     if not listened.is_every:
-        return [] if is_loopback(host) else [f"{scheme}://{listened}"]
+        return [] if is_loopback(host) or is_link_local(host) else [f"{scheme}://{listened}"]
     usable = [
         found.address
         for found in addresses
@@ -140,7 +140,7 @@ def join_lines(head: HeadAddress, addresses: Sequence[LanAddress], token: str) -
     """
     usable = [found.address for found in addresses if not (found.is_ipv6 and found.is_link_local)]
     if not head.is_every:
-        usable = [head.host]
+        usable = [] if is_link_local(head.host) else [head.host]
     heads = [f"{HeadAddress(address, head.port)} " for address in usable] or [""]
     return [f"mlx-ring join {head}--token {token}" for head in heads]
 

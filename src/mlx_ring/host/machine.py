@@ -29,6 +29,7 @@ from typing import Protocol
 import psutil
 
 from mlx_ring.core.errors import AddressInUse, ConfigError
+from mlx_ring.host.addresses import bare_host, scoped_host
 from mlx_ring.host.power import is_on_battery
 from mlx_ring.host.process import ROOT, usable_cores
 from mlx_ring.host.running import RUN_FOLDER, owned, remove_abandoned
@@ -52,7 +53,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            scoped_host(host, "--host"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(
@@ -71,6 +72,56 @@ def listen(host: str, port: int) -> socket.socket:
             ) from error
         raise ConfigError(f"Port {port} on {host} cannot be opened: {error.strerror}.") from error
     return server
+
+
+class NodePorts:
+    """Ports on which this machine's agent and its workers listen for other machines, each picked once it is needed."""
+
+    def __init__(self, first_and_last: Sequence[int]) -> None:
+        """Use the ports from the first to the last one; without them, the system picks free ones."""
+        self._ports = range(first_and_last[0], first_and_last[-1] + 1) if first_and_last else range(0)
+        self._next = 0
+        """Place of the next port to try. A process that was started a moment ago may not listen yet."""
+
+    def take(self, host: str) -> int:
+        """Return a port that is free on an address; 0, with which the system picks one, without a range.
+
+        Raises:
+            AddressInUse: all of them are taken.
+        """
+        if not self._ports:
+            return 0
+        for place in range(self._next, self._next + len(self._ports)):
+            port = self._ports[place % len(self._ports)]
+            if _is_free(bare_host(host), port):
+                self._next = (place + 1) % len(self._ports)
+                return port
+        raise AddressInUse(
+            f"--node-ports is {self._ports[0]}-{self._ports[-1]}, and all of these ports are taken on {host}. End what listens "
+            "there, or give more ports: two for the agent, and two for each worker."
+        )
+
+    def at(self, host: str) -> str:
+        """Return an address with such a port."""
+        return f"{host}:{self.take(host)}"
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Report whether a server could listen there. Ended connections that the system still remembers do not matter."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # As gRPC listens: a server on IPv4 has the port, too.
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+    return True
 
 
 def share_cores(stages: int) -> int:

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -188,6 +188,12 @@ def arguments_digest(arguments: Sequence[str]) -> str:
     if words[:1] == ["join"] and not "".join(words[1:2]).startswith("-"):
         del words[1:2]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def started_with(running: Iterable[Running], kind: ProcessKind, arguments: Sequence[str]) -> Iterator[int]:
+    """Yield the IDs of the processes that were started with these arguments."""
+    digest = arguments_digest(arguments)
+    return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
 
 def start_mark(pid: int) -> str:

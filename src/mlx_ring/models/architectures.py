@@ -152,6 +152,7 @@ _UNQUANTIZED_KV = frozenset(
         "minimax_m3_vl",
         "olmo",
         "phi",
+        "phixtral",
         "plamo",
         "plamo2",
         "stablelm",
@@ -172,6 +173,9 @@ _UNQUANTIZED_KV = frozenset(
     }
 )
 """Families whose attention mlx-lm cannot compute over quantized keys and values."""
+_SHARED_LAYERS = "num_kv_shared_layers"
+_UNQUANTIZED_IF_SHARED = frozenset({"gemma4", "gemma4_text"})
+"""Families whose layers cannot take over the quantized keys and values of earlier ones."""
 
 
 def quantizes_kv(folder: ConfiguredModel) -> bool:
@@ -180,6 +184,8 @@ def quantizes_kv(folder: ConfiguredModel) -> bool:
     text = cast("object", folder.config.get("text_config"))
     if isinstance(text, Mapping):
         families.add(module_of(str(cast("Mapping[str, object]", text).get("model_type", ""))))
+    if not families.isdisjoint(_UNQUANTIZED_IF_SHARED) and folder.entry(_SHARED_LAYERS) != 0:
+        return False
     return families.isdisjoint(_UNQUANTIZED_KV)
 
 

@@ -95,6 +95,11 @@ def _named(name: str, max_message_bytes: int) -> Options:
     return [*_options(max_message_bytes), ("grpc.ssl_target_name_override", name)]
 
 
+def _target(address: str) -> str:
+    """Return an address as gRPC takes it, which decodes it as a part of a URL: fe80::1%fast0 would lose its `%fa`."""
+    return address if address.startswith("unix:") else address.replace("%", "%25")
+
+
 def open_channel(
     address: str,
     trust: ChannelTrust | None = None,
@@ -114,9 +119,9 @@ def open_channel(
     if address.startswith("unix:"):
         return grpc.insecure_channel(address, options=_plain(address, max_message_bytes))
     if trust is None:
-        return grpc.insecure_channel(address, options=[*_plain(address, max_message_bytes), *more])
+        return grpc.insecure_channel(_target(address), options=[*_plain(address, max_message_bytes), *more])
     return grpc.secure_channel(
-        address, trust.for_channel(), options=[*_named(name, max_message_bytes), *more]
+        _target(address), trust.for_channel(), options=[*_named(name, max_message_bytes), *more]
     )
 
 
@@ -132,9 +137,11 @@ def open_aio_channel(
     if address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=_plain(address, max_message_bytes))
     if trust is None:
-        return grpc.aio.insecure_channel(address, options=[*_plain(address, max_message_bytes), *more])
+        return grpc.aio.insecure_channel(
+            _target(address), options=[*_plain(address, max_message_bytes), *more]
+        )
     options = [*_named(name, max_message_bytes), *more]
-    return grpc.aio.secure_channel(address, trust.for_channel(), options=options)
+    return grpc.aio.secure_channel(_target(address), trust.for_channel(), options=options)
 
 
 def make_server(
@@ -171,7 +178,7 @@ def add_secure_port(
         AddressInUse: another process has the address, or it is not this machine's.
     """
     try:
-        return server.add_secure_port(address, credentials)
+        return server.add_secure_port(_target(address), credentials)
     except RuntimeError as error:
         raise AddressInUse(
             f"{address} cannot be used: another process listens there, or this machine has no such address."

@@ -138,6 +138,30 @@ def _shares(value: object) -> object:
     return parts
 
 
+_NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+
+
+def _node_ids(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(_NODE_ID.fullmatch, names)):
+        raise ValueError
+    return names
+
+
+_PORTS = re.compile(r"(\d{4,5})-(\d{4,5})")
+_FEWEST_PORTS, _FIRST_PORT, _LAST_PORT = 3, 1024, 65535
+
+
+def _ports(value: object) -> object:
+    """Read `9000-9015` as the first and the last port."""
+    if isinstance(value, tuple):
+        return cast("object", value)
+    found = _PORTS.fullmatch(value.strip()) if isinstance(value, str) else None
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not _FIRST_PORT <= first <= last + 1 - _FEWEST_PORTS <= _LAST_PORT + 1 - _FEWEST_PORTS:
+        raise ValueError
+    return first, last
+
+
 def _http_address(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -158,6 +182,11 @@ def read_strategy(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+NodeIds = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_node_ids)]
+Ports = Annotated[tuple[int, ...], BeforeValidator(_ports)]
+PORTS_TAKE = (
+    f"a range of {_FEWEST_PORTS} ports or more, from {_FIRST_PORT} to {_LAST_PORT}, such as 9000-9015"
+)
 Numbers = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_split)]
 Shares = Annotated[tuple[str, ...], BeforeValidator(_shares)]
 Size = Annotated[Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None, BeforeValidator(_bytes)]

@@ -177,7 +177,8 @@ def _read_listening(entry: Sequence[object], where: str) -> Host:
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not _is_ipv4(host) or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
             raise ConfigError(
-                f"{where}: {address!r} is no address to listen on; give one such as 127.0.0.1:32323."
+                f"{where}: {address!r} is no address to listen on, of which MLX's ring takes IPv4 alone; "
+                "give one such as 127.0.0.1:32323."
             )
     listens = cast("tuple[str, ...]", tuple(entry))
     if not listens:

@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_ring.settings.fields import (
+    PORTS_TAKE,
     SIZE_TAKES,
     CheckedSettings,
     Names,
+    NodeIds,
     Numbers,
+    Ports,
     Shares,
     Size,
     Switch,
@@ -161,11 +164,25 @@ class PlacementSettings(CheckedSettings):
         _CLUSTER,
         basic=True,
     )
+    node_ids: NodeIds = setting(
+        (),
+        "Ids of the other machines that --nodes counts, such as mini-7f3a,studio-1b2c; by default, any that join.",
+        _CLUSTER,
+        metavar="ID,...",
+        takes="ids of machines separated by commas, such as mini-7f3a,studio-1b2c",
+    )
     cluster_host: Text = setting(
         "[::]", "Address to listen on for other machines of the cluster.", _CLUSTER, metavar="ADDRESS"
     )
     cluster_port: Annotated[int, Field(ge=1, le=65534)] = setting(
         50051, "Port for members of the cluster; the next port is for machines that join.", _CLUSTER
+    )
+    node_ports: Ports = setting(
+        (),
+        "Ports on which this machine's agent and workers listen for the other machines, such as 9000-9015; free ones by default.",
+        _CLUSTER,
+        metavar="FIRST-LAST",
+        takes=PORTS_TAKE,
     )
     trusted_interface: Names = setting(
         (),

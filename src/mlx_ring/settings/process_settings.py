@@ -59,6 +59,8 @@ class MemberSettings(AgentSettings):
     weights_limit: int | None
     """In bytes."""
     trusted_interface: tuple[str, ...]
+    node_ports: tuple[int, ...]
+    """The first and the last one; empty for free ports."""
     keep_awake: KeepAwakeMode
     min_battery: float
 

@@ -261,6 +261,7 @@ def _check(given: Mapping[str, _SourcedValue]) -> Settings:
         raise ConfigError(" ".join(_sentences(error, given))) from error
     _check_proportions(settings)
     _check_bodies(settings)
+    _check_node_ids(settings)
     return settings.model_copy(
         update={
             "log_dir": _log_dir(settings),
@@ -298,6 +299,15 @@ def _check_proportions(settings: Settings) -> None:
             "The strategy custom needs --proportions, as 0.7,0.3."
             if settings.strategy == "custom"
             else f"--proportions requires --strategy custom, but the strategy is {settings.strategy}."
+        )
+
+
+def _check_node_ids(settings: Settings) -> None:
+    ids = set(settings.node_ids)
+    if ids and len(ids) < settings.nodes - 1:
+        raise ConfigError(
+            f"--node-ids is {','.join(settings.node_ids)}, with which --nodes {settings.nodes} is never reached: give "
+            f"the ids of {settings.nodes - 1} other machines, or --nodes {len(ids) + 1}."
         )
 
 

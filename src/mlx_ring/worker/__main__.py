@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     access = PeerAccess(None if options.credentials is None else KeptCredentials(options.credentials))
     if options.in_group:
         access.group, access.capabilities = (
-            GroupPort(options.group_host),
+            GroupPort(options.group_listen),
             group_capabilities(options.in_group),
         )
     disk = (
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.add_generic_rpc_handlers((worker.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
     if options.credentials is not None:
-        access.port = add_secure_port(server, f"{options.listen}:0", serve_from_folder(options.credentials))
+        access.port = add_secure_port(server, options.listen, serve_from_folder(options.credentials))
     server.start()
     set_scheduling()
     worker.compute()
@@ -151,7 +151,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mlx_ring.worker", description=__doc__)
     parser.add_argument("--socket", required=True, help="Unix socket to listen on")
     parser.add_argument("--node", required=True)
-    parser.add_argument("--listen", default="[::]", help="address on which other machines connect")
+    parser.add_argument("--listen", default="[::]:0", help="address and port on which other machines connect")
     parser.add_argument(
         "--credentials",
         type=Path,
@@ -165,9 +165,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--in-group", metavar="BACKEND", help="backend by which MLX joins this rank with others, or `auto`"
     )
     parser.add_argument(
-        "--group-host",
-        default="127.0.0.1",
-        help="address on which this rank listens for the others of its group",
+        "--group-listen",
+        default="127.0.0.1:0",
+        help="address and port on which this rank listens for the others of its group",
     )
     return parser.parse_args(arguments)
 

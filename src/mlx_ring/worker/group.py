@@ -147,11 +147,12 @@ log = logging.getLogger(__name__)
 class GroupPort:
     """Port that is reserved until the group listens on it."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, address: str) -> None:
+        """Reserve the port of an address; port 0 reserves a free one."""
+        self.host, _, port = address.rpartition(":")
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, 0))
+        self._socket.bind((self.host, int(port)))
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> None:

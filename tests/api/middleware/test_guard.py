@@ -30,6 +30,15 @@ def test_wildcard_bind_allows_any_address_as_host_but_no_name(bound: str) -> Non
     refusal(api.get("/", host="evil.example"), 403)
 
 
+@pytest.mark.parametrize("bound", ["fe80::1%en0", "[fe80::1%25en0]"])
+@pytest.mark.parametrize("scope", ["", "%en0", "%25en0", "%12"])
+def test_a_link_local_address_is_an_allowed_host_with_any_scope(bound: str, scope: str) -> None:
+    api = Api(settings=make_api_settings(host=bound))
+    host = f"[fe80::1{scope}]:8100"
+    assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
+    refusal(api.get("/", host=f"[fe80::2{scope}]:8100"), 403)
+
+
 def test_own_names_are_allowed_hosts_and_origins() -> None:
     api = Api(settings=make_api_settings(host="0.0.0.0", own_names=("mini.local", "mini")))  # noqa: S104 - as above
     host = "Mini.local:8100"

@@ -217,6 +217,60 @@ test("downloads of others share one look at the server's list, until they end or
   mock.timers.reset();
 });
 
+test("of several downloads of this page, only one holds a connection, and the server's list tells how the others end", async () => {
+  mock.timers.enable({ apis: ["setTimeout"] });
+  const streams = new Map(["org/a", "org/b", "org/c"].map((model) => [model, createStream()]));
+  /** @type {Set<string>} */
+  const open = new Set();
+  /** @type {any} */
+  let disk = {};
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ { pathname }, /** @type {any} */ { body }) => {
+    if (pathname === "/cluster/models") return Response.json({ models: [], pulls: [], interrupted: [], ...disk });
+    const { model } = JSON.parse(body);
+    const stream = streams.get(model);
+    assert.ok(stream);
+    open.add(model);
+    const cancel = () => void open.delete(model);
+    const source = stream.response.body?.getReader();
+    const pass = new ReadableStream({
+      pull: async (to) => {
+        const { done, value } = (await source?.read()) ?? { done: true, value: undefined };
+        if (done) to.close();
+        else to.enqueue(value);
+      },
+      cancel,
+    });
+    return new Response(pass);
+  });
+  const look = async (/** @type {any} */ now) => {
+    disk = now;
+    mock.timers.tick(2000);
+    await settle();
+  };
+  const jobs = new ModelJobs();
+  const ended = ["org/a", "org/b", "org/c"].map((model) => jobs.download(model));
+  for (const [total, stream] of [...streams.values()].entries()) stream.write(somePulled(10 + total));
+  await settle();
+  assert.deepEqual([...open], ["org/a"], "the others have closed theirs");
+  await look({ pulls: [pull("org/a", 10, 5), pull("org/b", 11, 5), pull("org/c", 12, 5)] });
+  assert.deepEqual([jobs.now["org/b"]?.progress?.done_bytes, jobs.now["org/a"]?.progress?.done_bytes], [5, 1]);
+  await look({ pulls: [pull("org/c", 12, 6)], models: [{ name: "org/b", short_names: [] }] });
+  assert.deepEqual([jobs.now["org/b"]?.served, jobs.now["org/c"]?.progress?.done_bytes], ["org/b", 6]);
+  await look({});
+  assert.match(jobs.now["org/c"]?.problem ?? "", /stopped before it was complete/);
+  streams.get("org/a")?.write(DONE);
+  await settle();
+  assert.deepEqual(await Promise.all(ended), [true, true, false]);
+  const again = jobs.download("org/a");
+  streams.get("org/a")?.write(somePulled(10));
+  await settle();
+  assert.ok(open.has("org/a"), "the place is free again");
+  jobs.cancel("org/a");
+  const cancelled = streams.get("org/a")?.abort();
+  await Promise.allSettled([cancelled, again]);
+  mock.timers.reset();
+});
+
 test("a lost server leaves no problem of a job, because the notice of the connection says it", async () => {
   mock.method(globalThis, "fetch", async () => {
     throw new TypeError("Failed to fetch");

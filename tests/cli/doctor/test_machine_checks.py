@@ -128,7 +128,7 @@ def test_mlx_computes_on_this_machine() -> None:
 
 
 def test_a_cpu_without_native_kernels_is_a_warning() -> None:
-    finding = judge_products("OpenBLAS 0.3.34, without native kernels (they are not built)", kernels="")
+    finding = judge_products("OpenBLAS 0.3.34, without native kernels: they are not built", kernels="")
     assert finding.level == "warning"
     assert "python -m mlx_cpu_kernels.build" in finding.fix
 
@@ -150,7 +150,7 @@ def test_the_advice_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, progr
     monkeypatch.setattr(build, "_verdicts", {build.Target.installed(): sent}.get)
     monkeypatch.setenv("CXX", program)
     monkeypatch.setenv("PATH", "/nonexistent" if program == "/nonexistent" else "/usr/bin:/bin")
-    finding = judge_products("OpenBLAS 0.3.34, without native kernels (GLIBC_2.99)", kernels="")
+    finding = judge_products("OpenBLAS 0.3.34, without native kernels: GLIBC_2.99", kernels="")
     assert fix in finding.fix
 
 

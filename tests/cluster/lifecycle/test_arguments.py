@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     own_addresses,
     resolve,
     target_of,
+    unlisted_nodes,
 )
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import HeadAddress
@@ -34,7 +36,17 @@ IDS = {"studio": "studio-1b2c", "mini": "mini-7f3a"}
 def test_the_coordinator_serves_on_the_interface_for_tensors_with_shares_by_node() -> None:
     file = DevicesFile((MINI, HEAD), strategy="custom", proportions=(0.3, 0.7), serve={"max-model-len": 4096})
     assert head_arguments(file, "demo", "/s", IDS) == [
-        *("serve", "demo", "--nodes", "2", "--cluster-port", "50051", "--no-join-lines"),
+        *(
+            "serve",
+            "demo",
+            "--nodes",
+            "2",
+            "--node-ids",
+            "mini-7f3a",
+            "--cluster-port",
+            "50051",
+            "--no-join-lines",
+        ),
         *("--strategy", "custom"),
         *("--cluster-host", "192.168.5.2", "--proportions", "mini-7f3a=0.3,studio-1b2c=0.7"),
         *("--memory-limit", "48GiB", "--state-dir", "/s", "--log-dir", "/s/logs", "--max-model-len", "4096"),
@@ -108,6 +120,7 @@ def test_a_single_machine_has_no_cluster() -> None:
     ("key", "said"),
     [
         ("nodes", "the number of `devices` sets"),
+        ("node-ids", "the list of `devices` sets"),
         ("cluster-port", "the coordinator's `port` sets"),
         ("api-key", "use api-key-file"),
         ("speed", "which is no setting"),
@@ -201,6 +214,49 @@ def test_others_reach_the_coordinator_by_its_tensor_address_or_name() -> None:
     assert head_host(Machine(Device("a", "me@a"), "a", is_here=False), other) == "a"
 
 
+@pytest.mark.parametrize("address", ["fe80::1%en0", "[fe80::1%25en0]", "fe80::1"])
+def test_a_link_local_address_in_the_file_is_refused_with_the_reason(address: str) -> None:
+    file = DevicesFile((HEAD, replace(MINI, address=address)))
+    with pytest.raises(ConfigError) as caught:
+        head_arguments(file, "demo", "/s", IDS)
+    assert str(caught.value) == (
+        f"The `address` of mini is {address}, a link-local one, to which each machine names an interface of its own: "
+        "give another address, or remove `address`."
+    )
+    assert head_arguments(DevicesFile((replace(HEAD, address=address),)), "demo", "/s", IDS)
+
+
+def test_a_coordinator_that_is_only_known_by_a_link_local_address_is_refused_with_the_reason() -> None:
+    there = Machine(Device("studio", "fe80::1%en0"), "fe80::1%en0", is_here=False)
+    with pytest.raises(ConfigError) as caught:
+        head_host(there, Machine(MINI, "mini", is_here=False))
+    assert str(caught.value) == (
+        "mini would reach studio at fe80::1%en0, a link-local address, for which it needs an interface of its own. Give studio "
+        "another `address` in the file, or let the machines join by hand."
+    )
+
+
 def test_this_machine_is_reached_by_its_address_on_the_route() -> None:
     here = Machine(Device("a", "localhost"), "localhost", is_here=True)
     assert head_host(here, Machine(Device("b", "b"), "127.0.0.1", is_here=False)) == "127.0.0.1"
+
+
+def test_a_connected_machine_that_the_file_does_not_list_is_named_with_what_to_do() -> None:
+    def node(name: str, state: str = "attending", *stages: str, is_head: bool = False) -> dict[str, Any]:
+        host = {"id": name, "name": f"{name}.local", "address": "10.0.0.3"}
+        return host | {"state": state, "stages": list(stages), "is_head": is_head}
+
+    ids, listed = set(IDS.values()), [node("studio-1b2c", is_head=True), node("mini-7f3a")]
+    assert unlisted_nodes(listed, ids, "studio") == {}
+    alone = node("this-machine", is_head=True)
+    assert unlisted_nodes([alone], ids, "studio") == {}, "a head that serves alone has no id of a cluster"
+    assert unlisted_nodes([*listed, node("old-3c4d", "gone")], ids, "studio") == {}
+    named = unlisted_nodes(
+        [*listed, node("old-3c4d", "attending", "demo/1"), node("new-5e6f")], ids, "studio"
+    )
+    assert named == {
+        "old-3c4d": "old-3c4d (old-3c4d.local at 10.0.0.3) belongs to the cluster, but the file does not list it. "
+        "It has layers. Remove it by `mlx-ring node remove old-3c4d` on studio, or add it to the file.",
+        "new-5e6f": "new-5e6f (new-5e6f.local at 10.0.0.3) belongs to the cluster, but the file does not list it. "
+        "It may get layers. Remove it by `mlx-ring node remove new-5e6f` on studio, or add it to the file.",
+    }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,10 @@ class Machines:
         self.commands: list[tuple[str, str]] = []
         self._failing = {key: list(errors) for key, errors in failing.items()}
         self.running: tuple[Running, ...] = (Running("agent", 2, 1.0, "other"),)
-        self.answer = "{}"
-        """Answer of the head."""
+        self.answers = ["{}"]
+        """Answers of the head; the last one is repeated."""
+        self.waits = 0
+        """Number of times that the head does not answer yet."""
         monkeypatch.setattr(verbs, "_AGAIN_S", 0.0)
         for name in ("find_machines", "make_ready", "find_program", "any_program", "run_on"):
             monkeypatch.setattr(verbs, name, getattr(self, name))
@@ -63,7 +67,12 @@ class Machines:
         failures = self._failing.get((machine.name, verb), [])
         if failures and (failure := failures.pop(0)) is not None:
             raise failure
-        said = {"run": "7\n", "wait-until-ready": "http://a\n", "ask": self.answer, "model": "demo\n"}
+        if verb == "ask":
+            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if verb == "wait-until-ready" and self.waits:
+            self.waits -= 1
+            return ""
+        said = {"run": "7\n", "wait-until-ready": "http://a\n", "model": "demo\n"}
         return said.get(verb, "")
 
 
@@ -71,7 +80,7 @@ def test_a_restarted_machine_that_stays_away_says_why(monkeypatch: pytest.Monkey
     machines = Machines(monkeypatch, {})
     why = "its battery is below --min-battery"
     machines.running = (Running("head", 2, 1.0, "other"), Running("agent", 3, 1.0, "other", away=why))
-    monkeypatch.setattr(machines, "answer", '{"nodes": []}')
+    monkeypatch.setattr(machines, "answers", ['{"nodes": []}'])
     with pytest.raises(HostFailed, match=f"^b: it has restarted, and stays away, because {why}"):
         verbs.restart_machine(FILE, "b", report=lambda _: None, timeout_s=60.0, force=False)
     assert ("b", "run") in machines.commands
@@ -124,3 +133,30 @@ def test_a_serving_cluster_survives_a_failed_status_request(monkeypatch: pytest.
     with pytest.raises(HostFailed, match="The key is wrong"):
         start()
     assert machines.commands.count(("a", "stop")) == 1, "before the start"
+
+
+def test_a_start_names_a_machine_that_the_file_does_not_list_once_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = Machines(monkeypatch, {})
+    old: dict[str, Any] = {
+        "id": "old",
+        "name": "old.local",
+        "address": "10.0.0.3",
+        "is_head": False,
+        "state": "attending",
+        "stages": [],
+    }
+    listed = old | {"id": "b"}
+    # It gets layers while the start waits.
+    answers = [json.dumps({"nodes": [listed, {**old, "stages": stages}]}) for stages in ([], ["demo/1"])]
+    monkeypatch.setattr(machines, "waits", 2)
+    monkeypatch.setattr(machines, "answers", answers)
+    reports: list[str] = []
+    verbs.start(FILE, "demo", report=reports.append, store=STORE, timeout_s=60.0)
+    (named,) = [said for said in reports if "belongs to the cluster" in said]
+    assert named == (
+        "old (old.local at 10.0.0.3) belongs to the cluster, but the file does not list it. It may get layers. "
+        "Remove it by `mlx-ring node remove old` on a, or add it to the file."
+    )
+    assert machines.commands.count(("a", "ask")) == 3, "twice while it waits, and once at the end"

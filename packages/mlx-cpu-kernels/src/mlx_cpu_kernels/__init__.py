@@ -27,11 +27,14 @@ class SpeedReport:
     """Instruction set of the native kernels; empty without them."""
     problem: str = ""
     """Reason why quantized weights are multiplied without native kernels; empty where they are not, or on a GPU."""
+    cost: str = ""
+    """Further cost of the same reason; empty if there is none."""
 
     def __str__(self) -> str:
         if self.kernels:
             return f"{self.blas}; native kernels ({self.kernels})"
-        return f"{self.blas}, without native kernels ({self.problem})" if self.problem else self.blas
+        cost = self.cost and f", so {self.cost}"
+        return f"{self.blas}, without native kernels{cost}: {self.problem}" if self.problem else self.blas
 
 
 def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
@@ -44,12 +47,15 @@ def speed_up(threads: int = 1, *, kernels: bool = True) -> SpeedReport:
         kernels: use the native kernels for quantized weights and layers, if they were built for the installed MLX.
     """
     installed = install_fast_blas(threads)
-    blas = f"{installed.library} ({installed.detail})" if installed.detail else installed.library
     from mlx_cpu_kernels.operations import KernelReport, install, install_fallback  # it imports MLX
 
-    report = (
-        install(threads) if kernels else KernelReport(active=False, detail="native kernels are switched off")
-    )
+    report = install(threads) if kernels else KernelReport(active=False, detail="they are switched off")
+    detail = installed.detail.removesuffix(".")
+    blas = f"{installed.library} ({detail})" if detail else installed.library
     if report.active:
         return SpeedReport(blas, kernels=report.detail)
-    return SpeedReport(blas, problem=report.detail if install_fallback() else "")
+    problem = report.detail if install_fallback() else ""
+    cost, of_both, _ = detail.partition(f": {problem}") if problem else ("", "", "")
+    if of_both:
+        return SpeedReport(installed.library, problem=problem, cost=f"{cost[:1].lower()}{cost[1:]}")
+    return SpeedReport(blas, problem=problem)

@@ -107,13 +107,24 @@ def why_without(target: Target) -> str:
     refused = [verdict for _, verdict in _verdicts(target)]
     if refused:
         return refused[0].detail
-    return "they are not built (`python -m mlx_cpu_kernels.build` builds them)"
+    if _is_being_built(target.key):
+        return "they are being built, and the next start uses them"
+    return "they are not built; `python -m mlx_cpu_kernels.build` builds them"
 
 
 def check_tools(target: Target) -> None:
     """Check for a compiler and headers. Raises `Unavailable` with the first that is missing."""
     _find_compiler()
     extension_flags(target)
+
+
+def _is_being_built(key: str) -> bool:
+    for folder in _build_folders():
+        for work in (folder / key).glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):  # the build has just ended
+                if time.time() - work.stat().st_mtime < _TIME_LIMIT_S:
+                    return True
+    return False
 
 
 def advice() -> str:

@@ -72,7 +72,7 @@ def install(threads: int = 1) -> KernelReport:
     if mx.default_device() != mx.Device(mx.cpu):
         return KernelReport(active=False, detail="")
     if sys.platform != "linux":
-        return KernelReport(active=False, detail="the native kernels are for Linux")
+        return KernelReport(active=False, detail="they are for Linux")
     with _lock:
         try:
             kernels = _load()

@@ -330,7 +330,8 @@ def _as_argument(text: str | None) -> str:
 
 
 def _bare(host: str) -> str:
-    return host.strip().strip("[]").rstrip(".").lower()
+    """Return a host in lower case without brackets, and without a scope, which clients leave out or write differently."""
+    return host.strip().strip("[]").partition("%")[0].rstrip(".").lower()
 
 
 def _is_address(host: str) -> bool:

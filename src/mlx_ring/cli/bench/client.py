@@ -17,6 +17,7 @@ from mlx_ring.cli.bench.summary import STOPPED, Record
 from mlx_ring.cli.bench.workload import Job, Words, as_text, draw
 from mlx_ring.cli.heads import distrust
 from mlx_ring.core.errors import ConfigError, NotReady
+from mlx_ring.host.addresses import plain_url
 
 DONE = "[DONE]"
 
@@ -140,7 +141,7 @@ class BenchClient:
         self, url: str, *, api_key: str | None, timeout_s: float, trusted: ssl.SSLContext | None = None
     ) -> None:
         """Create a client; `timeout_s` bounds a request from its first byte to the last of its answer."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = plain_url(url.rstrip("/").removesuffix("/v1"))
         self._timeout_s = timeout_s
         # A proxy must not collect events to compress them.
         headers = {"Accept-Encoding": "identity"}

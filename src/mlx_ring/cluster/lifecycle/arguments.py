@@ -9,15 +9,15 @@ import contextlib
 import ipaddress
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import psutil
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import logs_folder
-from mlx_ring.host.addresses import HeadAddress, bracketed
+from mlx_ring.host.addresses import HeadAddress, bracketed, is_link_local
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import Device, DevicesFile
 from mlx_ring.settings.fields import flag_name
@@ -27,6 +27,7 @@ from mlx_ring.settings.settings_sources import check_values, field_of_key
 _FROM_THE_FILE = {
     "model": "`model`",
     "nodes": "the number of `devices`",
+    "node_ids": "the list of `devices`",
     "cluster_host": "the coordinator's `address`",
     "cluster_port": "the coordinator's `port`",
     "strategy": "`sharding`",
@@ -63,9 +64,18 @@ def head_arguments(file: DevicesFile, model: str, state: str, ids: Mapping[str, 
         ConfigError: an unknown or invalid setting under `serve`, or one that another key of the file sets.
     """
     device, several = file.coordinator, len(file.devices) > 1
+    for each in file.devices if several else ():
+        if is_link_local(each.address):
+            raise ConfigError(
+                f"The `address` of {each.name} is {each.address}, a link-local one, to which each machine names an interface of "
+                "its own: give another address, or remove `address`."
+            )
     words = ["serve", model]
     if several:
-        words += ["--nodes", str(len(file.devices)), "--cluster-port", str(device.port)]
+        others = ",".join(ids[other.name] for other in file.devices if other is not device)
+        # A machine that the file no longer lists may still belong to the cluster.
+        words += ["--nodes", str(len(file.devices)), "--node-ids", others]
+        words += ["--cluster-port", str(device.port)]
         # The output is kept in a file, which must not hold a token.
         words += ["--no-join-lines"]
         words += ["--strategy", file.strategy] if file.strategy else []
@@ -256,10 +266,20 @@ def target_of(configuration: str) -> SshTarget:
 
 
 def head_host(coordinator: Machine, other: Machine) -> str:
-    """Return the address at which `other` reaches the coordinator's ports."""
+    """Return the address at which `other` reaches the coordinator's ports.
+
+    Raises:
+        ConfigError: a link-local address, whose scope is an interface of this machine.
+    """
     if coordinator.device.address:
         return coordinator.device.address
-    return _source_address_for(other) if coordinator.is_here else coordinator.host
+    host = _source_address_for(other) if coordinator.is_here else coordinator.host
+    if is_link_local(host):
+        raise ConfigError(
+            f"{other.name} would reach {coordinator.name} at {host}, a link-local address, for which it needs an interface of its "
+            f"own. Give {coordinator.name} another `address` in the file, or let the machines join by hand."
+        )
+    return host
 
 
 def _source_address_for(other: Machine) -> str:
@@ -276,3 +296,27 @@ def _source_address_for(other: Machine) -> str:
             return str(probe.getsockname()[0])
     # Perhaps `other` is behind a jump host: this machine's name may lead back.
     return socket.gethostname()
+
+
+def unlisted_nodes(
+    nodes: Iterable[Mapping[str, Any]], ids: Container[str], coordinator: str
+) -> dict[str, str]:
+    """Return a sentence, by node ID, about each machine that is connected with the head but not listed in the file.
+
+    The file names machines as its author likes; only the id in a machine's state folder tells which node it is. The head's
+    own node is on the coordinator, and has another id while it serves alone.
+
+    Args:
+        nodes: nodes in the head's status.
+        ids: node IDs of all machines of the file.
+        coordinator: name of the coordinator in the file.
+    """
+    return {
+        node[
+            "id"
+        ]: f"{node['id']} ({node['name']} at {node['address']}) belongs to the cluster, but the file does not list it. "
+        f"{'It has layers' if node['stages'] else 'It may get layers'}. Remove it by `mlx-ring node remove {node['id']}` "
+        f"on {coordinator}, or add it to the file."
+        for node in nodes
+        if not node["is_head"] and node["state"] != "gone" and node["id"] not in ids
+    }

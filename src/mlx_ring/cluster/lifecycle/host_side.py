@@ -29,6 +29,7 @@ from mlx_ring.cluster.lifecycle.installation import OWN_PROGRAM, Installation, o
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, HostFailed
 from mlx_ring.core.folders import AUTHORITY_FILE, logs_folder, node_folder, state_folder
+from mlx_ring.host.addresses import plain_url
 from mlx_ring.host.private_files import make_private_folder, read_private
 from mlx_ring.host.running import running_here
 from mlx_ring.models.model_source import builtin_names
@@ -182,7 +183,7 @@ def wait_until_ready(state: Path, pid: int, timeout_s: float) -> bool:
 
         def is_ready() -> bool:
             try:
-                return client.get(f"{url}/health/ready").status_code < _BAD_STATUS
+                return client.get(plain_url(f"{url}/health/ready")).status_code < _BAD_STATUS
             except httpx.HTTPError:
                 return False
 
@@ -206,7 +207,7 @@ def ask_head(state: Path, method: str, path: str, body: str, keys: Sequence[str]
     try:
         answer = httpx.request(
             method,
-            url,
+            plain_url(url),
             content=body or None,
             headers=headers,
             timeout=_ANSWER_S,

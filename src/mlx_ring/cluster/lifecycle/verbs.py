@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mlx_ring.cluster.lifecycle.arguments import (
     find_machines,
     head_arguments,
     head_host,
+    unlisted_nodes,
 )
 from mlx_ring.cluster.lifecycle.host_side import whole_path
 from mlx_ring.cluster.lifecycle.programs import ReadyMachine, any_program, find_program, make_ready
@@ -23,7 +24,7 @@ from mlx_ring.cluster.lifecycle.shell import on_all, run_on
 from mlx_ring.cluster.lifecycle.wheels import WheelStore
 from mlx_ring.core.errors import ConfigError, HostFailed, HostUnreached
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.running import ProcessKind, Running, arguments_digest
+from mlx_ring.host.running import Running, started_with
 from mlx_ring.settings.devices_file import DevicesFile
 
 _TOKEN_LIFE = "1h"  # noqa: S105 - a lifetime, not a secret
@@ -87,11 +88,11 @@ def start(
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
     if run.is_as_configured():
         report("Everything runs already, as the file says.")
-        return StartedCluster(run.wait(timeout_s), was_running=True, status=run.status())
+        return StartedCluster(run.wait(report, timeout_s), was_running=True, status=run.status(report))
     _end(readies, report)
     try:
         run.start(report, timeout_s)
-        url = run.wait(timeout_s)
+        url = run.wait(report, timeout_s)
     except BaseException:
         # The reason of the failed start matters more than a failed stop.
         try:
@@ -100,7 +101,7 @@ def start(
             report(f"Not everything was stopped: {error}")
         raise
     # It serves by now, so a failed status request must not end it.
-    return StartedCluster(url, was_running=False, status=run.status())
+    return StartedCluster(url, was_running=False, status=run.status(report))
 
 
 def stop(file: DevicesFile, *, report: Report) -> None:
@@ -303,15 +304,18 @@ class _Run:
         self._head = next(found for found in readies if found.machine.device.is_coordinator)
         self._others = [found for found in readies if found is not self._head]
         self._joining = _Joining(file, self._head)
-        ids = {found.machine.name: found.installation.node for found in readies}
-        self._head_words = head_arguments(file, model, self._head.installation.state, ids)
-        self._pid = next(_like(self._head.installation.running, "head", self._head_words), 0)
+        self._agent_words = {other.machine.name: self._joining.agent_words(other) for other in self._others}
+        self._ids = {found.machine.name: found.installation.node for found in readies}
+        self._head_words = head_arguments(file, model, self._head.installation.state, self._ids)
+        self._reported: set[str] = set()
+        """Nodes of other machines that were reported."""
+        self._pid = next(started_with(self._head.installation.running, "head", self._head_words), 0)
 
     def is_as_configured(self) -> bool:
         """Return True if the head and all agents run with exactly these arguments."""
-        return _runs(self._head.installation.running, "head", self._head_words) and all(
+        return any(started_with(self._head.installation.running, "head", self._head_words)) and all(
             other.installation.cluster == self._head.installation.cluster
-            and _runs(other.installation.running, "agent", self._joining.agent_words(other))
+            and any(started_with(other.installation.running, "agent", self._agent_words[other.machine.name]))
             for other in self._others
         )
 
@@ -333,12 +337,14 @@ class _Run:
             lambda machine: self._joining.join(self._other(machine), token, report),
         )
 
-    def wait(self, timeout_s: float) -> str:
+    def wait(self, report: Report, timeout_s: float) -> str:
         """Wait until the head answers and return its URL."""
         end = time.monotonic() + timeout_s
         words = ("wait-until-ready", "--timeout", f"{_SLICE_S:g}", str(self._pid))
         while not (url := self._url(words)):
             self._check_agents()
+            with contextlib.suppress(HostFailed):
+                self.status(report)
             if time.monotonic() > end:
                 raise HostFailed(
                     f"{self._head.machine.name}: the model does not answer after {timeout_s:g} s: "
@@ -355,9 +361,15 @@ class _Run:
                 time.sleep(_AGAIN_S)
         return self._head.on_host(*words).strip()
 
-    def status(self) -> Any:
-        """Return the head's status of the cluster."""
-        return _ask(self._head, self._file, "GET", "/cluster/status")
+    def status(self, report: Report) -> Any:
+        """Return the head's status of the cluster, and report machines in it that the file does not list, each once."""
+        status = _ask(self._head, self._file, "GET", "/cluster/status")
+        nodes, name = status.get("nodes", ()), self._head.machine.name
+        for node, sentence in unlisted_nodes(nodes, self._ids.values(), name).items():
+            if node not in self._reported:
+                self._reported.add(node)
+                report(sentence)
+        return status
 
     def _other(self, machine: Machine) -> ReadyMachine:
         return next(other for other in self._others if other.machine is machine)
@@ -369,16 +381,6 @@ class _Run:
                 raise HostFailed(
                     f"{standing.machine.name}: the agent has ended: see `mlx-ring cluster logs`."
                 )
-
-
-def _runs(running: Sequence[Running], kind: ProcessKind, words: Sequence[str]) -> bool:
-    return any(_like(running, kind, words))
-
-
-def _like(running: Sequence[Running], kind: ProcessKind, words: Sequence[str]) -> Iterator[int]:
-    """Return the IDs of processes that were started with these arguments."""
-    digest = arguments_digest(words)
-    return (found.pid for found in running if found.kind == kind and found.arguments == digest)
 
 
 def _on_coordinator(readies: Sequence[ReadyMachine], model: str, folders: Sequence[Path]) -> str:

@@ -179,7 +179,7 @@ def _redirect(slots: list[Slot], openblas: OpenBlas) -> str:
     try:
         sgemm = _checked(_front(openblas))
     except Unavailable as reason:
-        detail = f"Products of one row take 2.5 to 4.5 times as long as they could: {reason}."
+        detail = f"Each token takes 2.5 to 4.5 times as long: {reason}."
         sgemm = _checked(openblas.address(_SGEMM))
     functions = {symbol: openblas.address(symbol) for symbol in _PRODUCTS} | {_SGEMM: sgemm}
     before = [(slot, slot.read()) for slot in slots]

@@ -3,6 +3,7 @@
 /** @import { Model, PullStatus } from "../types.js" */
 
 import { ApiError, isAbort, readEvents, request } from "../api.js";
+import { takeDownloadSlot } from "../chat/answer-slots.js";
 import { readDisk } from "../models.js";
 
 /**
@@ -21,6 +22,7 @@ import { readDisk } from "../models.js";
 /** @typedef {Record<string, Job>} Jobs by the model's name */
 
 const CONFLICT = 409;
+const STOPPED = "The download stopped before it was complete. Start it again.";
 /** Time between two looks at downloads that others began. */
 const FOLLOW_MS = 2000;
 /** @type {Omit<Job, "kind">} */
@@ -90,11 +92,57 @@ export class ModelJobs {
     if (this.now[model]?.isRunning) return false;
     const abort = new AbortController();
     this.#downloads.set(model, abort);
-    const isHere = await this.#run(model, "download", loadsNext, async () => {
-      for await (const progress of pullModel(model, abort.signal)) this.#set(model, { progress });
-      return model;
-    });
+    const isHere = await this.#run(model, "download", loadsNext, () => this.#pull(model, abort.signal));
     return isHere && this.now[model]?.loadsNext ? this.load(model) : isHere;
+  }
+
+  /**
+   * Download a model, and return its name. Only one download streams its progress, because a connection for each would
+   * leave none for the rest of the page. The server continues the others, and its list tells their progress.
+   * @param {string} model
+   * @param {AbortSignal} signal
+   */
+  async #pull(model, signal) {
+    /** Function that frees the place for a stream; null if another download has it. @type {(() => void) | null} */
+    let release = null;
+    let isComplete = false;
+    try {
+      for await (const progress of pullModel(model, signal)) {
+        this.#set(model, { progress });
+        isComplete = progress.status === "done";
+        if (isComplete || release || !progress.total_bytes) continue;
+        release = await takeDownloadSlot();
+        if (!release) break;
+      }
+    } finally {
+      release?.();
+    }
+    if (!isComplete) await this.#untilOnDisk(model, signal);
+    return model;
+  }
+
+  /**
+   * Follow this page's download in the server's list until it is complete.
+   * @param {string} model
+   * @param {AbortSignal} signal
+   * @throws {ApiError} if it ends before
+   */
+  async #untilOnDisk(model, signal) {
+    const names = new Set([model]);
+    for (;;) {
+      await new Promise((done) => setTimeout(done, FOLLOW_MS));
+      signal.throwIfAborted();
+      const disk = await readDisk(signal);
+      signal.throwIfAborted();
+      if (!disk) continue;
+      const total = totalOf(/** @type {Job} */ (this.now[model]));
+      const pull = disk.pulls.find((each) => names.has(each.model) || each.total_bytes === total);
+      if (pull) {
+        names.add(pull.model);
+        this.#set(model, { progress: { ...pull, model } });
+      } else if (disk.models.some(({ name, short_names }) => names.has(name) || short_names.includes(model))) return;
+      else throw new ApiError(STOPPED);
+    }
   }
 
   /**
@@ -275,5 +323,5 @@ export async function* pullModel(model, signal) {
     yield said;
     if (said.status === "done") return;
   }
-  throw new ApiError("The download stopped before it was complete. Start it again.");
+  throw new ApiError(STOPPED);
 }

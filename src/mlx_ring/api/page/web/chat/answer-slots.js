@@ -1,4 +1,4 @@
-// How many answers stream at once, over all tabs of this browser.
+// How many answers and downloads stream at once, over all tabs of this browser.
 //
 // A browser opens six connections to a server over HTTP/1.1. Each tab needs one for live figures and one for the rest.
 
@@ -33,6 +33,28 @@ export async function takeSlot(signal, onWait) {
     console.warn(error);
     return takeOwnSlot(signal, onWait);
   }
+}
+
+let isDownloadFree = true;
+
+/**
+ * Take the only place for a download that streams its progress. Return the function that frees it; null if another
+ * download has it, in any tab.
+ * @returns {Promise<(() => void) | null>}
+ */
+export async function takeDownloadSlot() {
+  const locks = globalThis.navigator?.locks;
+  try {
+    if (locks) return await holdLock(locks, "mlx-ring.download", { ifAvailable: true });
+  } catch (error) {
+    // A browser that blocks storage also refuses locks.
+    console.warn(error);
+  }
+  if (!isDownloadFree) return null;
+  isDownloadFree = false;
+  return () => {
+    isDownloadFree = true;
+  };
 }
 
 /** @param {LockManager} locks */
