@@ -41,13 +41,21 @@ from mlx_ring.cli.planning import (
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError, reason_of
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.capacity_search import ARRIVALS, Arrivals, Lengths, Load, Recorded, read_recorded
 from mlx_ring.engine.simulated_load import ServiceLevel
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.place import PlanningBasis
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import (
+    ARRIVALS,
+    Arrivals,
+    Demand,
+    Lengths,
+    Load,
+    PlanRequest,
+    Recorded,
+    read_recorded,
+)
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
