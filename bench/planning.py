@@ -21,15 +21,15 @@ from tests.default_settings import make_policy
 from tests.planner.clusters import cluster_of, known_sizes, model_of, node_of
 
 from mlx_ring.engine.capacity import CapacityMeter, Question
-from mlx_ring.engine.capacity_search import Lengths, Load, replicas_of
-from mlx_ring.engine.simulated_load import ServiceLevel, SimulatedRequest
+from mlx_ring.engine.capacity_search import replicas_of
+from mlx_ring.engine.simulated_load import ServiceLevel, SimulatedInstance
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.cluster_file import cluster_of as catalogued
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.request import Demand, Objective, PlanRequest
+from mlx_ring.planner.request import Demand, Lengths, Load, Objective, PlanRequest, SimulatedRequest
 
 _MACHINES, _LAYERS, _STREAMS = 64, 128, 10_000
 _USERS = 256
@@ -90,13 +90,13 @@ def _simulation(stages: int) -> _Row:
         machines, request = _known(stages), PlanRequest(Demand(2048, 1), strategy="uniform")
         model = known_sizes("llama-8b", machines)
         (replicas,) = replicas_of(model, machines, request, [place(model, machines, request)])
-        lengths = random.Random(0)
+        costs, lengths = replicas.members[0].costs, random.Random(0)
         requests = [
             SimulatedRequest(0.001 * number, lengths.randint(50, 300), lengths.randint(200, 300))
             for number in range(_STREAMS)
         ]
         policy = make_policy(num_speculative_tokens=0, max_num_seqs=_STREAMS)
-        return lambda: Simulation(replicas.costs, stages, policy).run(requests)
+        return lambda: Simulation([SimulatedInstance(costs, stages)], policy).run(requests)
 
     return _Row(10.0, prepare)
 

@@ -9,6 +9,7 @@ import pytest
 from tests.api.clients import serving
 from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
+from tests.default_settings import make_api_settings
 from tests.processes import run_in_process
 
 SMALL = ("--prompt", "64", "--answer", "8", "--max-num-seqs", "4")
@@ -77,6 +78,23 @@ def test_a_running_head_gives_its_machines_model_and_scheduler(tmp_path: Path) -
     assert json.loads(named.stdout)["capacities"][0]["max_num_seqs"] == 3
 
 
+def test_a_head_with_api_keys_answers_who_gives_one(tmp_path: Path) -> None:
+    options = ("--prompt", "64", "--answer", "4", "--rate", "0.1", "--json")
+    with serving(TwinService(), make_api_settings(api_keys=("k",))) as url:
+        found = run_in_process("capacity", "--url", url, "--api-key", "k", *options, folder=tmp_path)
+        refused = complaint("capacity", "--url", url, *options, folder=tmp_path)
+    assert json.loads(found.stdout)["model"] == "org/twin"
+    assert "asks for an API key: give it with --api-key, or set MLX_RING_API_KEY." in refused
+
+
+@pytest.mark.parametrize(("bits", "name"), [("32", "float32"), ("16", "bfloat16"), ("4", "4-bit")])
+def test_assumed_weights_have_the_name_of_their_numbers(tmp_path: Path, bits: str, name: str) -> None:
+    for command, *options in (("capacity", "--rate", "1"), ("plan", "--users-at", "1k")):
+        asked = (command, "llama-1b", *MACHINE, "--quantization", bits, *options)
+        printed = run_in_process(*asked, folder=tmp_path).stdout
+        assert f"llama-1b is taken as Llama-3.2-1B in {name}" in printed
+
+
 def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
     options = ("capacity", "demo", *MACHINE, *SMALL, "--rate", "100000", "--json")
     printed = run_in_process(*options, folder=tmp_path).stdout
@@ -90,6 +108,7 @@ def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
         (("--url", "http://127.0.0.1:9"), "No head answers at http://127.0.0.1:9"),
         ((*MACHINE, "--url", "http://127.0.0.1:9"), "machines are given too; leave one of them out."),
         ((*MACHINE, "--cacert", "a.pem"), "--cacert is a.pem, but no head is asked; leave it out."),
+        ((*MACHINE, "--api-key", "k"), "--api-key is given, but no head is asked; leave it out."),
         (
             ("--url", "http://127.0.0.1:9", "--quantization", "4"),
             "--quantization is 4, which a question to the head",

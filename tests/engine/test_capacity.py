@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import inf
 
 import pytest
@@ -14,14 +15,23 @@ from tests.examples import examples
 from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.capacity_search import Arrivals, Lengths, Load, Recorded, read_recorded
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedRequest
+from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
-from mlx_ring.planner.place import place
+from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import (
+    Arrivals,
+    Demand,
+    Lengths,
+    Load,
+    PlanRequest,
+    Recorded,
+    SimulatedRequest,
+    read_recorded,
+)
 
 SMALL = Load(Lengths(64, 64), Lengths(16, 16))
 MODEL = model_of(8)
@@ -36,7 +46,8 @@ def measured(
     rate: float | None = None,
     kwh_price: float = 0.0,
     upkeep: dict[str, Upkeep] | None = None,
-    most_running: int = 8,
+    most_running: int | None = 8,
+    loaded: Sequence[LoadedStages] = (),
 ) -> Capacity:
     question = Question(
         load,
@@ -48,7 +59,16 @@ def measured(
         kwh_price=kwh_price,
         upkeep=upkeep or {},
     )
-    return CapacityMeter(MODEL, question).measure("now", cluster)
+    return CapacityMeter(MODEL, question).measure("now", cluster, loaded)
+
+
+def instance(**layers: int) -> LoadedStages:
+    """Return the stages of an instance, as so many layers by machine; `_` in a name begins a comment."""
+    ends = [*accumulate(layers.values(), initial=0)]
+    return tuple(
+        (LayerRange(first, end), ((name.partition("_")[0], 1.0),))
+        for name, (first, end) in zip(layers, pairwise(ends), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +239,110 @@ def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     assert found.why == (
         "One request at a time is fast enough, but of requests that arrive together the first token comes too late."
     )
+
+
+# ---- machines with several workers
+
+TWO = cluster_of(node_of("a"), node_of("b"))
+WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
+PATIENT = ServiceLevel(3.0, None)
+"""A level at which a queue is the limit."""
+
+
+@pytest.fixture(scope="module")
+def busy() -> Capacity:
+    return measured(level=PATIENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loaded", [[WHOLE] * 2, [WHOLE] * 3, [SPLIT], [SPLIT, WHOLE], [instance(a_1=2, a_2=2, a_3=4)]]
+)
+def test_one_machine_serves_no_more_with_several_workers(
+    busy: Capacity, loaded: Sequence[LoadedStages]
+) -> None:
+    """Ask for a little more than one instance serves. Instances have no rows in one step, so they gain nothing."""
+    found = measured(level=PATIENT, rate=1.1 * busy.requests_per_s, loaded=loaded)
+    assert not found.holds
+    assert found.replicas == len(loaded)
+
+
+@pytest.mark.slow
+@given(
+    prompt=st.integers(8, 300),
+    answer=st.integers(2, 40),
+    between_s=st.floats(0.05, 0.5),
+    layers=st.lists(st.sampled_from([[8], [4, 4], [2, 6], [3, 2, 3]]), min_size=1, max_size=2),
+)
+@examples(0.03)
+def test_everything_on_one_machine_serves_at_most_as_many_as_that_machine_alone(
+    prompt: int, answer: int, between_s: float, layers: list[list[int]]
+) -> None:
+    """Let as many requests run as are served soon enough, so that one instance has the fullest steps."""
+    load, level = Load(Lengths(prompt, prompt), Lengths(answer, answer)), ServiceLevel(3.0, between_s)
+    stages = [instance(**{f"a_{place}": count for place, count in enumerate(each)}) for each in layers]
+    alone = measured(load=load, level=level, most_running=None)
+    rate = 1.1 * alone.requests_per_s or 0.01
+    assert not measured(load=load, level=level, rate=rate, most_running=None, loaded=stages).holds
+
+
+@pytest.mark.slow
+def test_power_and_price_of_a_machine_count_once_however_many_workers_it_has() -> None:
+    upkeep = {name: Upkeep(watts=100, idle_watts=20, price=3000) for name in "ab"}
+    for loaded in ([WHOLE] * 2, [SPLIT], [SPLIT, WHOLE]):
+        found = measured(rate=5.0, upkeep=upkeep, loaded=loaded)
+        (use,) = found.uses
+        assert found.price == 3000
+        assert use.prefill < use.busy <= 1
+        assert found.watts == pytest.approx(20 + 80 * use.busy)
+    both = measured(TWO, rate=5.0, upkeep=upkeep, loaded=[WHOLE, instance(b=8), instance(a=4, b=4)])
+    assert both.price == 6000
+    assert both.watts == pytest.approx(40 + 80 * sum(use.busy for use in both.uses))
+    assert [use.machine for use in both.uses] == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_machines_with_as_many_instances_are_alike_and_measured_once() -> None:
+    pair = measured(loaded=[WHOLE] * 2)
+    pairs = measured(TWO, loaded=[WHOLE, instance(b=8)] * 2)
+    assert (pair.stages, pairs.stages) == (("2 x a 0-7",), ("4 x a 0-7",))
+    assert pairs.replicas == 4
+    assert pairs.requests_per_s == pytest.approx(2 * pair.requests_per_s)
+    uneven = measured(TWO, rate=20.0, loaded=[WHOLE, instance(b=8), WHOLE])
+    assert (uneven.replicas, uneven.stages) == (3, ("2 x a 0-7", "b 0-7"))
+
+
+def test_instances_on_one_machine_have_parts_of_its_memory() -> None:
+    """Take a machine that holds the KV of about a dozen requests beside one instance's weights."""
+    long = Load(Lengths(8000, 8000), Lengths(16, 16))
+    one, two = (
+        measured(
+            cluster_of(node_of("a", 3.0)),
+            load=long,
+            level=ServiceLevel(None, None),
+            rate=0.01,
+            most_running=None,
+            loaded=[WHOLE] * count,
+        )
+        for count in (1, 2)
+    )
+    assert one.max_num_seqs >= 2 * two.max_num_seqs > 0
+
+
+def test_a_machine_that_runs_several_workers_at_once_slows_down_only_more_of_them() -> None:
+    cluster = cluster_of(replace(node_of("a"), workers_at_once=2))
+    one, two, three = (measured(cluster, rate=40.0, loaded=[WHOLE] * count) for count in (1, 2, 3))
+    assert not one.holds
+    assert two.holds
+    assert not three.holds or three.between_tokens_s > two.between_tokens_s
+
+
+def test_fewer_requests_run_at_once_where_several_workers_share_a_machine() -> None:
+    level = ServiceLevel(20.0, 0.06)
+    one, two = (
+        measured(level=level, rate=1.0, most_running=None, loaded=[WHOLE] * count) for count in (1, 2)
+    )
+    assert one.max_num_seqs > 1.5 * two.max_num_seqs
 
 
 # ---- load

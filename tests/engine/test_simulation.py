@@ -25,8 +25,10 @@ from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Advance, Limits, make_sequence
-from mlx_ring.engine.simulated_load import Outcome, SimulatedRequest, Span, percentile
+from mlx_ring.engine.shared_stages import SharedMachines
+from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance, Span, percentile
 from mlx_ring.engine.simulation import Simulation
+from mlx_ring.planner.request import SimulatedRequest
 from mlx_ring.rpc.protos import step_pb2
 
 LIMITS = Limits(context_length=1 << 20, vocab_size=1000, eos=frozenset())
@@ -146,7 +148,7 @@ def test_every_token_comes_when_the_scheduler_gives_it(
 ) -> None:
     requests = in_order(made)
     times, _ = by_steps(costs, policy, requests, None)
-    outcome = Simulation(costs, len(costs.linear), policy).run(requests)
+    outcome = Simulation([SimulatedInstance(costs, len(costs.linear))], policy).run(requests)
     firsts = sorted(times[number][0] - each.at_s for number, each in enumerate(requests, 1))
     assert sorted(outcome.first_token_s) == pytest.approx(firsts, abs=1e-9)
     assert all_gaps(outcome) == pytest.approx(gaps_of(times), abs=1e-9)
@@ -163,7 +165,7 @@ def test_with_little_memory_times_are_within_three_per_cent(
     requests = in_order(made)
     kv = {RankId(stage, 0): RankKv(blocks * BLOCK, 1) for stage in range(len(costs.linear))}
     times, _ = by_steps(costs, policy, requests, kv)
-    outcome = Simulation(costs, len(costs.linear), policy, kv=kv).run(requests)
+    outcome = Simulation([SimulatedInstance(costs, len(costs.linear), kv)], policy).run(requests)
     last = max(each[-1] for each in times.values())
     assert outcome.elapsed_s == pytest.approx(last, rel=0.03, abs=0.1)
     assert outcome.tokens == sum(each.answer_tokens for each in requests)
@@ -175,13 +177,97 @@ def all_gaps(outcome: Outcome) -> list[float]:
     return sorted(gap.gap_s for gap in outcome.gaps for _ in range(gap.streams))
 
 
-ONE = Costs((LinearCost(0.01, 0.0002),), 0.0, 0.0005)
 POLICY = make_policy(prefix_cache=False, num_speculative_tokens=0)
+
+# ---- machines that are shared
+
+
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS, st.sampled_from([0, 8]))
+@examples(0.4)
+def test_stages_that_share_no_machine_have_the_times_of_machines_of_their_own(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]], blocks: int
+) -> None:
+    requests, stages = in_order(made), len(costs.linear)
+    kv = {RankId(stage, 0): RankKv(blocks * BLOCK, 1) for stage in range(stages)} if blocks else None
+    instance = SimulatedInstance(costs, stages, kv)
+    apart = SharedMachines([1.0] * stages, [{stage: 1.0} for stage in range(stages)])
+    expected = Simulation([instance], policy).run(requests)
+    found = Simulation([instance], policy, shared=apart).run(requests)
+    assert all_gaps(found) == pytest.approx(all_gaps(expected), abs=1e-6)
+    assert found.first_token_s == pytest.approx(expected.first_token_s, abs=1e-6)
+    assert found.elapsed_s == pytest.approx(expected.elapsed_s, abs=1e-6)
+    for part in ("prefill_s", "decode_s", "link_s"):
+        assert getattr(found, part) == pytest.approx(getattr(expected, part), abs=1e-6)
+
+
+@pytest.mark.slow
+@given(COSTS, POLICIES, REQUESTS, st.integers(1, 3), st.sampled_from([1.0, 2.0]))
+@examples(0.4)
+def test_a_machine_computes_no_more_than_it_can_and_every_token(
+    costs: Costs, policy: Policy, made: list[tuple[float, int, int]], instances: int, most: float
+) -> None:
+    """Put all stages of some instances on one machine, each with a half of the processors where it has two."""
+    requests, stages = in_order(made), len(costs.linear)
+    shared = SharedMachines([most], [{0: 1.0}] * (stages * instances))
+    outcome = Simulation([SimulatedInstance(costs, stages)] * instances, policy, shared=shared).run(requests)
+    assert outcome.tokens == sum(each.answer_tokens for each in requests)
+    computed_s = sum(outcome.prefill_s) + sum(outcome.decode_s)
+    assert computed_s <= most * (outcome.elapsed_s - requests[0].at_s) + 1e-9
+    assert all(seconds <= outcome.elapsed_s for seconds in map(sum, zip(outcome.prefill_s, outcome.decode_s)))  # noqa: B905
+
+
+def test_two_instances_on_one_machine_decode_half_as_fast_while_both_do() -> None:
+    """Send each a request at once, of which one is longer."""
+    requests = [SimulatedRequest(0.0, 8, 101), SimulatedRequest(0.0, 8, 201)]
+    costs = Costs((LinearCost(0.01, 0.0),), 0.0, 0.0)
+    shared = SharedMachines([1.0], [{0: 1.0}, {0: 1.0}])
+    outcome = Simulation([SimulatedInstance(costs, 1)] * 2, POLICY, shared=shared).run(requests)
+    gaps = all_gaps(outcome)
+    assert gaps[:99] == pytest.approx([0.01] * 99)
+    assert gaps[-199:] == pytest.approx([0.02] * 199, rel=1e-6)
+    assert outcome.elapsed_s == pytest.approx(3.02)
+    alone = Simulation([SimulatedInstance(costs, 1)] * 2, POLICY).run(requests)
+    assert all_gaps(alone) == pytest.approx([0.01] * 300)
+
+
+def test_a_machine_that_runs_two_workers_at_once_slows_none_of_two_down() -> None:
+    request = SimulatedRequest(0.0, 8, 50)
+    costs = Costs((LinearCost(0.01, 0.0),), 0.0, 0.0)
+    two, three = (
+        Simulation(
+            [SimulatedInstance(costs, 1)] * count,
+            POLICY,
+            shared=SharedMachines([2.0], [{0: 1.0}] * count),
+        ).run([request] * count)
+        for count in (2, 3)
+    )
+    assert all_gaps(two) == pytest.approx([0.01] * len(all_gaps(two)))
+    assert all_gaps(three) == pytest.approx([0.015] * len(all_gaps(three)))
+
+
+def test_a_step_of_several_machines_is_as_slow_as_the_busiest_of_them() -> None:
+    """Let one stage compute on both machines, and another on the second one only."""
+    machines = SharedMachines([1.0, 1.0], [{0: 1.0, 1: 1.0}, {1: 1.0}])
+    machines.begin(0, 1.0, 0.0)
+    assert machines.next_end() == (1.0, 0)
+    machines.begin(1, 1.0, 0.5)
+    assert machines.next_end() == (1.5, 0)
+    machines.end(0, 1.5)
+    assert machines.next_end() == (2.0, 1)
+    machines.end(1, 2.0)
+    assert machines.next_end() is None
+
+
+# ---- one instance
+
+ONE = Costs((LinearCost(0.01, 0.0002),), 0.0, 0.0005)
 
 
 def test_cached_tokens_shorten_only_the_prefill() -> None:
     whole, cached = (
-        Simulation(ONE, 1, POLICY).run([SimulatedRequest(0.0, 1024, 32, supplied)]) for supplied in (0, 768)
+        Simulation([SimulatedInstance(ONE, 1)], POLICY).run([SimulatedRequest(0.0, 1024, 32, supplied)])
+        for supplied in (0, 768)
     )
     assert cached.first_token_s[0] < 0.5 * whole.first_token_s[0]
     assert all_gaps(cached) == pytest.approx(all_gaps(whole))
@@ -190,7 +276,7 @@ def test_cached_tokens_shorten_only_the_prefill() -> None:
 def test_memory_for_one_request_serves_them_one_after_the_other() -> None:
     kv = {RankId(0, 0): RankKv(2 * BLOCK, 1)}
     requests = [SimulatedRequest(0.0, 300, 20) for _ in range(3)]
-    outcome = Simulation(ONE, 1, POLICY, kv=kv).run(requests)
+    outcome = Simulation([SimulatedInstance(ONE, 1, kv)], POLICY).run(requests)
     each_s = outcome.request_s[0]
     assert outcome.request_s == pytest.approx([each_s, 2 * each_s, 3 * each_s], rel=0.05)
     assert outcome.waits_for_memory_s > each_s > outcome.waits_for_place_s
@@ -198,14 +284,14 @@ def test_memory_for_one_request_serves_them_one_after_the_other() -> None:
 
 def test_a_run_ends_when_too_many_requests_wait() -> None:
     requests = [SimulatedRequest(0.001 * number, 512, 64) for number in range(200)]
-    outcome = Simulation(ONE, 1, POLICY, most_waiting=20).run(requests)
+    outcome = Simulation([SimulatedInstance(ONE, 1)], POLICY, most_waiting=20).run(requests)
     assert outcome.is_overrun
     assert outcome.first_token_within(95) == float("inf")
 
 
 def test_only_the_requests_after_the_skipped_ones_are_measured() -> None:
     requests = [SimulatedRequest(float(number), 64, 8) for number in range(10)]
-    outcome = Simulation(ONE, 1, POLICY).run(requests, skipped=4, drains=False)
+    outcome = Simulation([SimulatedInstance(ONE, 1)], POLICY).run(requests, skipped=4, drains=False)
     assert len(outcome.first_token_s) == 6
     assert (outcome.begin_s, outcome.end_s) == (4.0, 9.0)
 
@@ -218,7 +304,9 @@ def test_a_busy_link_delays_the_steps_behind_it() -> None:
             return 0.05, 0.04
 
     costs = Linked((LinearCost(0.001, 0.0), LinearCost(0.001, 0.0)), 0.0, 0.0)
-    outcome = Simulation(costs, 2, POLICY).run([SimulatedRequest(0.0, 8, 50) for _ in range(8)])
+    outcome = Simulation([SimulatedInstance(costs, 2)], POLICY).run(
+        [SimulatedRequest(0.0, 8, 50) for _ in range(8)]
+    )
     assert outcome.link_s[0] / outcome.span_s > 0.7
     assert outcome.decode_s[0] / outcome.span_s < 0.1
 
@@ -238,7 +326,7 @@ def test_a_prompt_of_many_experts_beside_decode_is_read_in_few_steps() -> None:
 
     streams = [SimulatedRequest(0.0, 8, 500) for _ in range(4)]
     prompt = SimulatedRequest(1.0, 8192, 1)
-    outcome = Simulation(Experts((), 0.0, 0.0005), 1, POLICY).run([*streams, prompt])
+    outcome = Simulation([SimulatedInstance(Experts((), 0.0, 0.0005), 1)], POLICY).run([*streams, prompt])
     assert outcome.first_token_s[-1] < 2 * 16 * (0.026 + 2 * 0.012)
     gaps = all_gaps(outcome)
     assert sum(gaps) / len(gaps) < POLICY.max_itl_ratio * 0.012
@@ -257,7 +345,7 @@ def test_no_step_looks_at_each_of_many_running_streams() -> None:
         """Return the number of Python's calls, those of generators included."""
         requests = [SimulatedRequest(0.001 * number, 20, 30 + number % 50) for number in range(streams)]
         policy = make_policy(num_speculative_tokens=0, max_num_seqs=streams)
-        simulation, count = Simulation(Costs((cost,), 1e-4, 1e-4), 1, policy), 0
+        simulation, count = Simulation([SimulatedInstance(Costs((cost,), 1e-4, 1e-4), 1)], policy), 0
 
         def note(_frame: FrameType, event: str, _argument: object) -> None:
             nonlocal count

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its signature has unknown parts
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
 from tests.conformance.families import configuration
@@ -267,3 +268,172 @@ def test_files_without_a_head_have_a_tied_one() -> None:
     head = TensorEntry("lm_head.weight", "BF16", (151936, 8), "model", 1032, 1000)
     for tensors, nbytes in (((layer, embedding), 1032), ((layer, embedding, head), 2032)):
         assert profile_folder(ModelFolder(Path(), config, {}, tensors), "model").weight_bytes == nbytes
+
+
+# ---- state-space models and convolutions
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    **dict.fromkeys(("rms_norm_eps", "norm_eps", "layer_norm_epsilon"), 1e-5),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "conv_bias", "mamba_proj_bias"), False),
+    **dict.fromkeys(("use_conv_bias", "mamba_conv_bias"), True),
+}
+_MAMBA_2: dict[str, Any] = {
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 16),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 64),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), 128),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), 4),
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_JAMBA: dict[str, Any] = {
+    "attn_layer_offset": 1,
+    "attn_layer_period": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 32,
+}
+_LFM2: dict[str, Any] = {
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "block_dim": 512,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_ff_dim": 1600,
+}
+_NEMOTRON: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 768,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+_GRANITE: dict[str, Any] = {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    **dict.fromkeys(
+        ("embedding_multiplier", "attention_multiplier", "logits_scaling", "residual_multiplier"), 1.0
+    ),
+}
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "head_dim": 64,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": False,
+}
+_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1": ("falcon_h1", {**_MAMBA_2, "head_dim": 64, "mamba_d_ssm": 1024}),
+    "nemotron_h": ("nemotron_h", {**_MAMBA_2, "hybrid_override_pattern": list("M-*-")}),
+    "nemotron_h with experts": (
+        "nemotron_h",
+        {**_MAMBA_2, **_NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
+    ),
+    "nemotron_h with latent experts": (
+        "nemotron_h",
+        {**_MAMBA_2, **_NEMOTRON, "hybrid_override_pattern": list("ME*E"), "moe_latent_size": 128},
+    ),
+    "jamba": ("jamba", {**_JAMBA, **_EXPERTS}),
+    "jamba without experts": ("jamba", {**_JAMBA, **_EXPERTS, "num_experts": 1}),
+    "lfm2": ("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": True}),
+    "lfm2 with a given width": ("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **_EXPERTS,
+            "moe_intermediate_size": 256,
+            "num_dense_layers": 1,
+            "use_expert_bias": True,
+            "conv_L_cache": 3,
+            "layer_types": _LFM2["layer_types"],
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_MAMBA_2,
+            **_GRANITE,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 768,
+        },
+    ),
+    "granitemoehybrid without experts": (
+        "granitemoehybrid",
+        {**_MAMBA_2, **_GRANITE, "num_local_experts": 0, "shared_intermediate_size": 1024},
+    ),
+    "mamba": ("mamba", {"state_size": 16, "conv_kernel": 4, "time_step_rank": 32}),
+    "mamba2": (
+        "mamba2",
+        {
+            "num_heads": 16,
+            "head_dim": 64,
+            "state_size": 128,
+            "conv_kernel": 4,
+            "n_groups": 1,
+            "time_step_limit": [0.0, 1e9],
+            "time_step_rank": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            **_DELTA,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_allow_neg_eigval": True,
+        },
+    ),
+    "qwen3_5": ("qwen3_5", {"text_config": {"model_type": "qwen3_5_text", **_SIZES, **_DELTA}}),
+}
+
+
+@pytest.mark.parametrize("case", _HYBRIDS)
+def test_hybrids_have_as_many_weights_as_the_modules_of_mlx_lm(case: str, tmp_path: Path) -> None:
+    """Compare every layer, and the whole model with embedding and head, without files."""
+    family, entries = _HYBRIDS[case]
+    config = {"model_type": family, "torch_dtype": "bfloat16", **_SIZES, **entries}
+    model_class, arguments = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
+    model: Any = model_class(arguments.from_dict(json.loads(json.dumps(config))))
+    if family.startswith("mamba"):
+        # Published ones have no attention heads.
+        del config["num_attention_heads"], config["num_key_value_heads"]
+    profile = profile_of(config, tmp_path)
+    counted = [_parameters(layer) for layer in model.layers]
+    assert [layer.weight_bytes / 2 for layer in profile.layers] == pytest.approx(counted, rel=0.01)
+    assert profile.weight_bytes / 2 == pytest.approx(_parameters(model), rel=0.01)
+    quantized = profile_of(config, tmp_path, 4)
+    assert quantized.weight_bytes < 0.4 * profile.weight_bytes
+
+
+def _parameters(module: Any) -> int:
+    named = cast("list[tuple[str, Any]]", cast("object", tree_flatten(module.parameters())))
+    return sum(values.size for _, values in named)

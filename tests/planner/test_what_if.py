@@ -18,7 +18,7 @@ from mlx_ring.planner.catalogue import (
 from mlx_ring.planner.cluster_file import cluster_of
 from mlx_ring.planner.known_models import popular_models
 from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.place import LoadedStages, place
+from mlx_ring.planner.place import LoadedStages, place, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
@@ -172,6 +172,19 @@ def test_instances_on_one_machine_share_its_memory() -> None:
     assert one.users > two.users > 1
     assert two.stages == ("a 0-31",) * 2
     assert two.tokens_per_s == pytest.approx(one.tokens_per_s)
+
+
+def test_instances_on_one_machine_share_its_speed_while_they_compute_together() -> None:
+    machines = measured("a")
+    model = known_sizes("8b-4bit", machines)
+    stages: LoadedStages = ((LayerRange(0, 32), (("a", 1.0),)),)
+    request = PlanRequest(Demand(8192, 8), users=8)
+    (one,), two = (plan_loaded(model, machines, request, [stages] * count) for count in (1, 2))
+    assert total_tokens_per_s(two, 8) < total_tokens_per_s([one], 8)
+    assert two[0].prediction.request_s >= one.prediction.request_s
+    lone = replace(request, demand=Demand(8192, 1), users=1)
+    (one,), two = (plan_loaded(model, machines, lone, [stages] * count) for count in (1, 2))
+    assert two[0].prediction.token_s == pytest.approx(one.prediction.token_s)
 
 
 def test_ranges_of_measured_machines_have_their_own_accuracy() -> None:

@@ -11,7 +11,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.rdma import as_json, part_of
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import load_hostfile, read_hostfile
-from mlx_ring.settings.named_group import named_addresses, named_machines, with_named_group
+from mlx_ring.settings.rank_settings import named_addresses, named_machines, with_named_group
 
 PAIR: list[dict[str, object]] = [
     {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.planning import (
-    BITS,
     COMPARISONS,
     KV_BITS,
     ClusterFile,
     HeadCertificate,
+    HeadKey,
     HeadUrl,
     LinkName,
     MachineNames,
@@ -29,9 +29,10 @@ from mlx_ring.cli.planning import (
     check_uses,
     given_basis,
     given_machines,
+    given_upkeep,
+    given_weights,
     one_of,
     read_lengths,
-    read_pair,
     read_seconds,
     read_share,
     read_time_or_off,
@@ -40,14 +41,21 @@ from mlx_ring.cli.planning import (
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError, reason_of
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.capacity_search import ARRIVALS, Arrivals, Lengths, Load, Recorded, read_recorded
 from mlx_ring.engine.simulated_load import ServiceLevel
 from mlx_ring.head.served_model import policy_of
-from mlx_ring.planner.cluster_file import Upkeep, read_upkeep, with_machines
+from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.place import PlanningBasis
 from mlx_ring.planner.profiles import ClusterProfile
-from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.planner.request import (
+    ARRIVALS,
+    Arrivals,
+    Demand,
+    Lengths,
+    Load,
+    PlanRequest,
+    Recorded,
+    read_recorded,
+)
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -83,6 +91,7 @@ def capacity(
         ),
     ] = False,
     url: HeadUrl = None,
+    api_key: HeadKey = None,
     cacert: HeadCertificate = None,
     quantization: WeightBits = None,
     kv_bits: Annotated[
@@ -176,9 +185,10 @@ def capacity(
     The engine's scheduler is simulated over predicted times of the machines. Nothing is loaded.
     """
     is_given = cluster is not None or bool(machine)
-    check_uses(link, url, cacert, adds=bool(add or what_to_add or machine), is_given=is_given)
+    adds = bool(add or what_to_add or machine)
+    check_uses(link, url, cacert, adds=adds, is_given=is_given, api_key=api_key)
     _check_numbers(rate, percentile, years, price_per_kwh)
-    weights = None if quantization is None else WeightFormat(one_of("--quantization", quantization, BITS))
+    weights = given_weights(quantization)
     if kv_bits is not None:
         one_of("--kv-bits", kv_bits, KV_BITS)
     settings = load_settings(flags)
@@ -189,7 +199,7 @@ def capacity(
             )
         basis = given_basis(model, given_machines(cluster, machine, link)[0], weights)
     else:
-        basis = running_basis(model, url, cacert, weights)
+        basis = running_basis(model, url, cacert, weights, api_key)
     machines, sizes = basis.machines, basis.model
     level = ServiceLevel(
         read_time_or_off("--first-token-within", first_token_within),
@@ -220,7 +230,7 @@ def capacity(
         _most_running(flags, settings, basis.policy),
         rate,
         read_seconds("--thinking-time", thinking_time, allows_zero=True),
-        _upkeep(cluster, watts, price),
+        given_upkeep(cluster, watts, price),
         years,
         price_per_kwh,
     )
@@ -339,25 +349,6 @@ def _recorded(path: Path) -> tuple[Recorded, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--requests is {path}, which cannot be read: {reason_of(error)}.") from error
     return read_recorded(text, str(path))
-
-
-def _upkeep(
-    cluster: Path | None, watts: Sequence[str] | None, prices: Sequence[str] | None
-) -> dict[str, Upkeep]:
-    """Return power and price by machine: those of the file, unless flags give others."""
-    found = {} if cluster is None else read_upkeep(cluster.read_text("utf-8"), str(cluster))
-    values: dict[str, dict[str, float]] = {}
-    for text in watts or ():
-        name, numbers = read_pair("--watts", text, most=2)
-        values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
-        if len(numbers) > 1 and numbers[1] > numbers[0]:
-            raise ConfigError(f"--watts is {text}; the power without load must not be more than under load.")
-    for text in prices or ():
-        name, numbers = read_pair("--price", text, most=1)
-        values.setdefault(name, {})["price"] = numbers[0]
-    for name, given in values.items():
-        found[name] = Upkeep(**{**asdict(found.get(name, Upkeep())), **given})
-    return found
 
 
 def _as_json(row: Capacity) -> dict[str, object]:

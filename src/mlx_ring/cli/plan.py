@@ -13,7 +13,6 @@ import typer
 from mlx_ring.cli.flags import setting_option, with_settings
 from mlx_ring.cli.heads import DEFAULT_URL
 from mlx_ring.cli.planning import (
-    BITS,
     COMPARISONS,
     KV_BITS,
     ClusterFile,
@@ -28,6 +27,7 @@ from mlx_ring.cli.planning import (
     check_uses,
     find_described,
     given_machines,
+    given_weights,
     one_of,
     read_numbers,
     read_tokens,
@@ -185,10 +185,7 @@ class _Given:
     @property
     def weights(self) -> WeightFormat | None:
         """Format of the weights; None: as they are stored."""
-        if self.quantization is None:
-            return None
-        bits = one_of("--quantization", self.quantization, BITS)
-        return WeightFormat(bits, plain="float32") if bits == max(BITS) else WeightFormat(bits)
+        return given_weights(self.quantization)
 
     @property
     def plan_flags(self) -> Mapping[str, object]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,7 +17,7 @@ from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import cluster_of, link_named, read_cluster
+from mlx_ring.planner.cluster_file import Upkeep, cluster_of, link_named, read_cluster, read_upkeep
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis, RunningCluster
@@ -189,6 +189,18 @@ def find_described(text: str, weights: WeightFormat | None = None) -> SizedModel
     return SizedModel(known.name, known.folder, (known.remark,))
 
 
+def given_weights(quantization: int | None) -> WeightFormat | None:
+    """Return the format of weights with so many bits; None for none, as they are stored.
+
+    Raises:
+        ConfigError: the sizes of such weights are not known.
+    """
+    if quantization is None:
+        return None
+    bits = one_of("--quantization", quantization, BITS)
+    return WeightFormat(bits, plain="float32") if bits == max(BITS) else WeightFormat(bits)
+
+
 def _exists(text: str) -> bool:
     try:
         return Path(text).exists()
@@ -327,6 +339,29 @@ def read_pair(flag: str, text: str, most: int) -> tuple[str, list[float]]:
 # ---- given machines
 
 
+def given_upkeep(
+    cluster: Path | None, watts: Sequence[str] | None, prices: Sequence[str] | None
+) -> dict[str, Upkeep]:
+    """Return power and price by machine: those of a file of machines, unless flags give others.
+
+    Raises:
+        ConfigError: a value is no power or price.
+    """
+    found = {} if cluster is None else read_upkeep(cluster.read_text("utf-8"), str(cluster))
+    values: dict[str, dict[str, float]] = {}
+    for text in watts or ():
+        name, numbers = read_pair("--watts", text, most=2)
+        values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
+        if len(numbers) > 1 and numbers[1] > numbers[0]:
+            raise ConfigError(f"--watts is {text}; the power without load must not be more than under load.")
+    for text in prices or ():
+        name, numbers = read_pair("--price", text, most=1)
+        values.setdefault(name, {})["price"] = numbers[0]
+    for name, given in values.items():
+        found[name] = Upkeep(**{**asdict(found.get(name, Upkeep())), **given})
+    return found
+
+
 def given_machines(
     file: Path | None, machines: list[str] | None, link: str | None
 ) -> tuple[ClusterProfile, DevicesFile]:
@@ -360,7 +395,11 @@ def given_basis(model: str, machines: ClusterProfile, weights: WeightFormat | No
 
 
 def running_basis(
-    model: str | None, url: str | None, cacert: Path | None, weights: WeightFormat | None
+    model: str | None,
+    url: str | None,
+    cacert: Path | None,
+    weights: WeightFormat | None,
+    api_key: str | None = None,
 ) -> PlanningBasis:
     """Return what plans of the running cluster are made of.
 
@@ -372,4 +411,4 @@ def running_basis(
             f"--quantization is {weights.bits}, which a question to the head does not take; leave it out."
         )
     path = "/cluster/planning" + ("" if model is None else f"?{urlencode({'model': model})}")
-    return ask_running_head(url or DEFAULT_URL, path, None, PlanningBasis, cacert)
+    return ask_running_head(url or DEFAULT_URL, path, None, PlanningBasis, cacert, api_key)

@@ -32,8 +32,7 @@ from mlx_ring.host.running import recorded
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Launch, read_launch
-from mlx_ring.settings.named_group import with_named_group
-from mlx_ring.settings.rank_settings import check_link, check_ranks
+from mlx_ring.settings.rank_settings import check_link, check_ranks, with_named_group
 from mlx_ring.settings.settings_sources import load_settings
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ Each kind of replica is searched by itself (`capacity_search.py`); the replicas 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -14,7 +15,6 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.capacity_search import (
     CLOSE,
     Found,
-    Load,
     Replicas,
     Search,
     fitting_policy,
@@ -26,7 +26,7 @@ from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.replicas import place_for_load
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.request import Load, PlanRequest
 
 _YEAR_S = 365.25 * 86_400
 _HEAD_REQUEST_S, _HEAD_TOKEN_S = 3e-3, 0.3e-3
@@ -40,6 +40,9 @@ _HEAD = "The head computes all of the time: it handles no more requests, however
 _NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
 """Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
+
+Names = Sequence[Sequence[Sequence[str]]]
+"""Machines of each stage of each replica."""
 
 # ---- cases
 
@@ -258,9 +261,9 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         request_s=request_s,
         max_num_seqs=max(search.policy.max_num_seqs for search in searches),
         head_busy=head_busy,
-        replicas=sum(search.replicas.count for search in searches),
+        replicas=sum(search.replicas.instances for search in searches),
         stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
-        uses=tuple(chain.from_iterable(map(_first_uses, searches, outcomes))),
+        uses=tuple(_uses((search.replicas.names[:1] for search in searches), outcomes)),
         watts=watts,
         price=price,
         tokens_per_joule=tokens_per_s / watts if watts else None,
@@ -278,7 +281,7 @@ def _served_per_s(search: Search, outcome: Outcome, rate: float) -> float:
 
 def _at_rate(searches: Sequence[Search], rate: float) -> list[Found]:
     """Return what is measured at a rate, of which each replica gets its share by its predicted throughput."""
-    speeds = [search.replicas.plan.prediction.tokens_per_s for search in searches]
+    speeds = [search.replicas.tokens_per_s for search in searches]
     each = zip(searches, speeds, strict=True)
     total = sum(speed * search.replicas.count for search, speed in each)
     return [search.at(rate * speed / total) for search, speed in zip(searches, speeds, strict=True)]
@@ -296,19 +299,26 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _stage_texts(replicas: Replicas) -> Iterator[str]:
-    times = f"{replicas.count} x " if replicas.count > 1 else ""
-    for stage, names in zip(replicas.plan.stages, replicas.names[0], strict=True):
-        yield f"{times}{'+'.join(names)} {stage.layers.start}-{stage.layers.end - 1}"
+    """Yield the machines and layers of each stage of one replica, with the number of alike ones."""
+    stages = chain.from_iterable(member.plan.stages for member in replicas.members)
+    layers = (f"{stage.layers.start}-{stage.layers.end - 1}" for stage in stages)
+    texts = Counter(
+        f"{'+'.join(names)} {each}" for names, each in zip(replicas.names[0], layers, strict=True)
+    )
+    for text, count in texts.items():
+        times = count * replicas.count
+        yield f"{times} x {text}" if times > 1 else text
 
 
-def _first_uses(search: Search, outcome: Outcome) -> Iterator[Use]:
-    return _uses(search.replicas.names[0], outcome)
-
-
-def _uses(names: Sequence[Sequence[str]], outcome: Outcome) -> Iterator[Use]:
-    for stage, machines in enumerate(names):
-        for machine in machines:
-            yield Use(machine, outcome.busy(stage), outcome.prefill_s[stage] / outcome.span_s)
+def _uses(names: Iterable[Names], outcomes: Sequence[Outcome]) -> Iterator[Use]:
+    """Yield the use of each machine, by the machines of the stages of replicas, and what is measured of these."""
+    busy, prefill = defaultdict[str, float](float), defaultdict[str, float](float)
+    for replicas, outcome in zip(names, outcomes, strict=True):
+        for stage, machines in (pair for replica in replicas for pair in enumerate(replica)):
+            for machine in set(machines):
+                busy[machine] += outcome.busy(stage)
+                prefill[machine] += outcome.prefill_s[stage] / outcome.span_s
+    yield from (Use(name, min(1.0, share), min(1.0, prefill[name])) for name, share in busy.items())
 
 
 def _upkeep(
@@ -317,14 +327,12 @@ def _upkeep(
     """Return the power and the price of all machines with layers; None for what is not known of one."""
     watts: list[float | None] = []
     prices: list[float | None] = []
-    for search, outcome in zip(searches, outcomes, strict=True):
-        for names in search.replicas.names:
-            for use in _uses(names, outcome):
-                upkeep = question.upkeep.get(use.machine) or question.upkeep.get(
-                    use.machine.partition("#")[0], Upkeep()
-                )
-                watts.append(upkeep.power_watts(use.busy))
-                prices.append(upkeep.price)
+    for use in _uses((search.replicas.names for search in searches), outcomes):
+        upkeep = question.upkeep.get(use.machine) or question.upkeep.get(
+            use.machine.partition("#")[0], Upkeep()
+        )
+        watts.append(upkeep.power_watts(use.busy))
+        prices.append(upkeep.price)
     return _sum(watts), _sum(prices)
 
 
@@ -358,10 +366,11 @@ def _why(found: Found, search: Search, *, is_given: bool) -> str:
 
 def _busiest(search: Search, outcome: Outcome) -> str:
     """Return what is in use most, or what requests wait for."""
-    names = ["+".join(each) for each in search.replicas.names[0]]
-    stage = max(range(len(names)), key=outcome.busy)
+    machines = search.replicas.names[0]
+    names = ["+".join(each) for each in machines]
     link = max(range(len(names)), key=lambda place: outcome.link_s[place])
-    busy, linked = outcome.busy(stage), outcome.link_s[link] / outcome.span_s
+    use = max(_uses([[machines]], [outcome]), key=lambda use: use.busy)
+    busy, linked = use.busy, outcome.link_s[link] / outcome.span_s
     if (
         max(outcome.waits_for_memory_s, outcome.waits_for_place_s) > _WAITING * outcome.span_s
         and max(busy, linked) < _BUSY
@@ -371,5 +380,6 @@ def _busiest(search: Search, outcome: Outcome) -> str:
         return f"{search.policy.max_num_seqs} requests run at the same time, and others wait (--max-num-seqs)"
     if linked > busy:
         return f"the link behind {names[link]} is busy {linked:.0%} of the time"
-    prompts = outcome.prefill_s[stage] / max(1e-9, outcome.prefill_s[stage] + outcome.decode_s[stage])
-    return f"{names[stage]} computes {busy:.0%} of the time, {prompts:.0%} of that prompts"
+    stages = [name for name, each in zip(names, machines, strict=True) if use.machine in each]
+    name = stages[0] if len(set(stages)) == 1 else use.machine
+    return f"{name} computes {busy:.0%} of the time, {use.prefill / max(1e-9, busy):.0%} of that prompts"

@@ -1,33 +1,30 @@
-"""Loads, and the search for the highest rate at which replicas of one kind keep a service level. Pure and deterministic.
+"""Replicas of a plan, and the search for the highest rate at which replicas of one kind keep a service level. Pure and deterministic.
 
 The same requests arrive at every rate, only sooner or later, so that rates are compared on the same load.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import islice, pairwise
-from typing import Any, Literal, NamedTuple, cast, get_args
-
-import numpy as np
+from itertools import chain, islice
+from typing import NamedTuple
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedRequest, Span
+from mlx_ring.engine.shared_stages import SharedMachines
+from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedInstance, Span
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.forecast import StepTable, forecast_plan
-from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.replicas import alike_plans, likeness
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.plan import Plan, RankPlan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.replicas import likeness
+from mlx_ring.planner.request import Load, PlanRequest, SimulatedRequest
 
 MOST_RUNNING = 256
 """Most requests that run at the same time in a replica, if no number is given."""
@@ -48,177 +45,20 @@ _QUEUED_SHARE = 0.05
 """Share of a run's requests that may wait: beyond it, the queue grows."""
 _FEW_QUEUED = 16
 
-# ---- load
-
-Arrivals = Literal["poisson", "even", "burst"]
-ARRIVALS: tuple[Arrivals, ...] = get_args(Arrivals)
-
-
-class Lengths(NamedTuple):
-    """Numbers of tokens from `low` to `high`, all equally likely."""
-
-    low: int
-    high: int
-
-    @property
-    def mean(self) -> float:
-        return (self.low + self.high) / 2
-
-    def draw(self, random: np.random.Generator) -> int:
-        """Return one of them."""
-        return int(random.integers(self.low, self.high + 1))
-
-
-class Recorded(NamedTuple):
-    """A recorded request."""
-
-    prompt: int
-    answer: int
-    at_s: float | None = None
-
-
-def read_recorded(text: str, where: str) -> tuple[Recorded, ...]:
-    """Return the requests of a file of CSV or JSON lines.
-
-    Raises:
-        ConfigError: a line is no request, or they are not in order of arrival.
-    """
-    lines = [line for line in text.splitlines() if line.strip()]
-    is_json = bool(lines) and lines[0].lstrip().startswith("{")
-    entries = map(_json_line, lines) if is_json else csv.DictReader(lines)
-    found = [_one_recorded(entry, f"{where}, request {number}") for number, entry in enumerate(entries, 1)]
-    if not found:
-        raise ConfigError(f"{where} has no requests: give the columns prompt and answer.")
-    times = [each.at_s for each in found if each.at_s is not None]
-    if len(times) not in (0, len(found)) or any(later < sooner for sooner, later in pairwise(times)):
-        raise ConfigError(
-            f"{where}: `at` must be the seconds of every request, in order of arrival, or of none."
-        )
-    return tuple(found)
-
-
-def _json_line(line: str) -> object:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def _one_recorded(entry: object, where: str) -> Recorded:
-    try:
-        fields = cast("Mapping[str, Any]", entry)
-        at = fields.get("at")
-        found = Recorded(
-            int(fields["prompt"]), int(fields["answer"]), None if at in (None, "") else float(at)
-        )
-    except (TypeError, KeyError, ValueError, AttributeError):
-        raise ConfigError(
-            f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
-        ) from None
-    if min(found.prompt, found.answer) < 1:
-        raise ConfigError(
-            f"{where}: prompt {found.prompt} and answer {found.answer} must be 1 token or more."
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests and how they arrive."""
-
-    prompt: Lengths
-    answer: Lengths
-    arrivals: Arrivals = "poisson"
-    burst: int = 8
-    """Number of requests that arrive at once, with bursts."""
-    prefix_hits: float = 0.0
-    """Share of each prompt that the prefix cache supplies."""
-    recorded: tuple[Recorded, ...] = ()
-    """Requests that are repeated in their order, in place of the lengths; with times, they arrive as recorded."""
-    seed: int = 0
-
-    @property
-    def mean_prompt(self) -> float:
-        return self._mean([each.prompt for each in self.recorded], self.prompt)
-
-    @property
-    def mean_answer(self) -> float:
-        return self._mean([each.answer for each in self.recorded], self.answer)
-
-    @staticmethod
-    def _mean(recorded: Sequence[int], lengths: Lengths) -> float:
-        return sum(recorded) / len(recorded) if recorded else lengths.mean
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
-        if not self.recorded:
-            return self.prompt.high + self.answer.high
-        return max(each.prompt + each.answer for each in self.recorded)
-
-    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
-        """Return requests in order of arrival.
-
-        Args:
-            count: number of requests.
-            rate: requests per second on average.
-        """
-        return [each._replace(at_s=each.at_s / rate) for each in islice(self.at_one_per_second(), count)]
-
-    def at_one_per_second(self) -> Iterator[SimulatedRequest]:
-        """Yield the requests without end, one per second on average."""
-        random, moments = np.random.default_rng(self.seed), self._moments()
-        for number, at_s in enumerate(moments):
-            if self.recorded:
-                prompt, answer, _ = self.recorded[number % len(self.recorded)]
-            else:
-                prompt, answer = self.prompt.draw(random), self.answer.draw(random)
-            cached = min(prompt - 1, int(self.prefix_hits * prompt))
-            yield SimulatedRequest(at_s, prompt, answer, cached)
-
-    def _moments(self) -> Iterator[float]:
-        """Yield the times of arrival for one request per second."""
-        random, at = np.random.default_rng(self.seed + 1), 0.0
-        recorded = [each.at_s for each in self.recorded if each.at_s is not None]
-        if recorded:
-            # The pause between two rounds is a mean one.
-            pause = (recorded[-1] - recorded[0]) / max(1, len(recorded) - 1) or 1.0
-            each = [later - sooner for sooner, later in pairwise(recorded)]
-            while True:
-                for gap in (pause, *each):
-                    at += gap / pause
-                    yield at
-        while True:
-            if self.arrivals == "burst":
-                at += float(random.exponential()) * self.burst
-                yield from (at for _ in range(self.burst))
-            else:
-                at += 1.0 if self.arrivals == "even" else float(random.exponential())
-                yield at
-
-
 # ---- replicas
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """Replicas of the same kind."""
+class Replica:
+    """An instance with its predicted steps and its KV memory."""
 
     plan: Plan
     costs: StepTable
     kv: Mapping[RankId, RankKv]
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Machines of each stage, for each replica."""
-    kind: object
-    """Value that replicas have in common whose steps take as long."""
 
     @property
     def stages(self) -> int:
         return len(self.plan.stages)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
 
     def room(self, tokens: int) -> int:
         """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
@@ -228,28 +68,169 @@ class Replicas:
         )
 
 
+class Shares(NamedTuple):
+    """Machines that compute several stages: how many workers each runs at once, and of each stage its workers by machine."""
+
+    most: tuple[float, ...]
+    parts: tuple[Mapping[int, float], ...]
+
+    @property
+    def slower(self) -> float:
+        """Factor by which a step takes longer while all stages compute."""
+        workers = Counter[int]()
+        for parts in self.parts:
+            workers.update(parts)
+        return max([1.0, *(workers[machine] / most for machine, most in enumerate(self.most))])
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas of the same kind: each is one instance, or several that slow each other down on their machines."""
+
+    members: tuple[Replica, ...]
+    """Instances of one of them."""
+    names: tuple[tuple[tuple[str, ...], ...], ...]
+    """Machines of each stage, of one instance after the other, for each replica."""
+    shares: Shares
+    """Shared machines of these stages; without machines if none has more stages than it runs at once."""
+    kind: object
+    """Value that replicas have in common whose steps take as long."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the longest instance."""
+        return max(member.stages for member in self.members)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @property
+    def instances(self) -> int:
+        """Number of all instances."""
+        return self.count * len(self.members)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted throughput of one of them."""
+        return sum(member.plan.prediction.tokens_per_s for member in self.members)
+
+    def machine_seconds(self, each: Sequence[Sequence[float]]) -> list[dict[int, float]]:
+        """Return the seconds for which each instance takes shared machines, of all that they can compute."""
+        found: list[dict[int, float]] = []
+        stage = 0
+        for seconds in each:
+            loads = dict[int, float]()
+            for one in seconds:
+                for machine, part in self.shares.parts[stage].items():
+                    loads[machine] = loads.get(machine, 0.0) + one * part / self.shares.most[machine]
+                stage += 1
+            found.append(loads)
+        return found
+
+
 def replicas_of(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
 ) -> list[Replicas]:
-    """Return the replicas of these plans by kind: with the same layers on alike machines and links."""
-    return [_replicas(model, cluster, request, members) for members in alike_plans(cluster, plans)]
+    """Return the replicas of these plans by kind: with the same layers on alike machines and links.
+
+    Instances on one machine have equal parts of its memory. Those that also slow each other down there are one replica.
+    """
+    instances = Counter(name for plan in plans for name in {rank.node for rank in _ranks(plan)})
+    nodes = {
+        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
+        for node in cluster.nodes
+    }
+    parted = replace(cluster, nodes=tuple(nodes.values()))
+    kinds: dict[object, list[Sequence[Plan]]] = {}
+    for together in _together(nodes, plans):
+        places = {name: place for place, name in enumerate(dict.fromkeys(_names(together)))}
+        alike = tuple(likeness(parted, plan) for plan in together)
+        kinds.setdefault((alike, tuple(places[name] for name in _names(together))), []).append(together)
+    return [_replicas(model, parted, request, kind, members) for kind, members in kinds.items()]
+
+
+def _ranks(plan: Plan) -> Iterator[RankPlan]:
+    return chain.from_iterable(stage.ranks for stage in plan.stages)
+
+
+def _names(plans: Sequence[Plan]) -> Iterator[str]:
+    return (rank.node for plan in plans for rank in _ranks(plan))
+
+
+def _workers(nodes: Mapping[str, NodeProfile], plan: Plan) -> list[Counter[str]]:
+    """Return the number of workers of each stage by machine, at most as many as it runs at once."""
+    each = (Counter(rank.node for rank in stage.ranks) for stage in plan.stages)
+    return [
+        Counter({name: min(count, _most(nodes[name])) for name, count in workers.items()}) for workers in each
+    ]
+
+
+def _most(node: NodeProfile) -> int:
+    """Return the number of workers that a machine runs at once; all of them share a CPU quota."""
+    return 1 if node.cpu_quota is not None else node.workers_at_once
+
+
+def _together(nodes: Mapping[str, NodeProfile], plans: Sequence[Plan]) -> list[list[Plan]]:
+    """Return the plans in lists of those that share machines with more workers than these run at once."""
+    total = Counter[str]()
+    for plan in plans:
+        for workers in _workers(nodes, plan):
+            total.update(workers)
+    crowded = {name for name, count in total.items() if count > _most(nodes[name])}
+    found: list[tuple[set[str], list[Plan]]] = []
+    for plan in plans:
+        names = crowded.intersection(_names([plan]))
+        joined = [each for each in found if each[0] & names] if names else []
+        if not joined:
+            found.append((names, [plan]))
+            continue
+        first, *others = joined
+        for other in others:
+            first[0].update(other[0])
+            first[1].extend(other[1])
+        first[0].update(names)
+        first[1].append(plan)
+        found = [each for each in found if not any(each is other for other in others)]
+    return [members for _, members in found]
 
 
 def _replicas(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    request: PlanRequest,
+    kind: object,
+    alike: Sequence[Sequence[Plan]],
 ) -> Replicas:
-    forecast, rooms = forecast_plan(model, cluster, request.demand, plans[0])
-    kv = {
-        RankId(stage, place): RankKv(*room)
-        for stage, ranks in enumerate(rooms)
-        for place, room in enumerate(ranks)
-    }
-    head = cluster.nodes[0].name
-    machines = [rank.node for stage in plans[0].stages for rank in stage.ranks]
-    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in machines)
-    names = tuple(tuple(tuple(rank.node for rank in stage.ranks) for stage in plan.stages) for plan in plans)
-    kind = likeness(cluster, plans[0]), head_s
-    return Replicas(plans[0], StepTable(forecast, head_s), kv, names, kind)
+    first, head = alike[0], cluster.nodes[0].name
+    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in _names(first))
+    members: list[Replica] = []
+    for plan in first:
+        forecast, rooms = forecast_plan(model, cluster, request.demand, plan)
+        kv = {
+            RankId(stage, place): RankKv(*room)
+            for stage, ranks in enumerate(rooms)
+            for place, room in enumerate(ranks)
+        }
+        members.append(Replica(plan, StepTable(forecast, head_s), kv))
+    names = tuple(
+        tuple(tuple(rank.node for rank in stage.ranks) for plan in plans for stage in plan.stages)
+        for plans in alike
+    )
+    return Replicas(tuple(members), names, _shares(cluster, first), (kind, head_s))
+
+
+def _shares(cluster: ClusterProfile, plans: Sequence[Plan]) -> Shares:
+    nodes = {node.name: node for node in cluster.nodes}
+    stages = [workers for plan in plans for workers in _workers(nodes, plan)]
+    names = list(dict.fromkeys(_names(plans)))
+    if all(sum(workers[name] for workers in stages) <= _most(nodes[name]) for name in names):
+        return Shares((), ({},) * len(stages))
+    parts = tuple(
+        {place: float(workers[name]) for place, name in enumerate(names) if workers[name]}
+        for workers in stages
+    )
+    return Shares(tuple(float(_most(nodes[name])) for name in names), parts)
 
 
 # ---- the highest rate
@@ -316,39 +297,61 @@ class Search:
         return self._simulation(None, lambda _: False).run(spread)
 
     def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
-        costs, stages, kv = self.replicas.costs, self.replicas.stages, self.replicas.kv
-        return Simulation(costs, stages, self.policy, kv=kv, most_waiting=queued, is_over=is_over)
+        instances = [
+            SimulatedInstance(member.costs, member.stages, member.kv) for member in self.replicas.members
+        ]
+        shares = self.replicas.shares
+        shared = SharedMachines(*shares) if shares.most else None
+        return Simulation(instances, self.policy, shared=shared, most_waiting=queued, is_over=is_over)
 
     def _request_s(self, rows: int) -> float:
         """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
-        return sum(self._occupied_s(rows, 1))
+        stages, links = zip(
+            *(self._occupied_s(member, rows, 1) for member in self.replicas.members), strict=True
+        )
+        return self.replicas.shares.slower * max(
+            sum(one) + sum(other) for one, other in zip(stages, links, strict=True)
+        )
 
-    def _occupied_s(self, rows: int, prompts: int) -> Iterator[float]:
-        """Yield the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
-        costs, load = self.replicas.costs, self.load
+    def _occupied_s(self, member: Replica, rows: int, prompts: int) -> tuple[list[float], list[float]]:
+        """Return the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
+        costs, load = member.costs, self.load
         answer, prompt = load.mean_answer, load.mean_prompt
         cached = int(prompt * load.prefix_hits)
         computed = max(1, int(prompt) - cached)
-        for stage in range(self.replicas.stages):
+        stages: list[float] = []
+        for stage in range(member.stages):
             decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
-            yield answer * decode_s + costs.chunk_s(stage, [Span(cached, computed)] * prompts) / prompts
-            if stage < self.replicas.stages - 1:
-                yield costs.hop_s(stage, int(computed + answer))[1]
+            prefill_s = costs.chunk_s(stage, [Span(cached, computed)] * prompts) / prompts
+            stages.append(answer * decode_s + prefill_s)
+        return stages, [costs.hop_s(stage, int(computed + answer))[1] for stage in range(member.stages - 1)]
 
     @cached_property
     def most(self) -> float:
-        """Requests per second that the busiest stage or link can take, in steps as full as they may be."""
+        """Requests per second that the busiest stages, machines or links can take, in steps as full as they may be."""
         return 1 / min(self._busiest_s.values())
 
     @cached_property
     def _busiest_s(self) -> dict[int, float]:
-        """Seconds that a request takes of the busiest stage or link, by the rows of a step, fewest first."""
+        """Seconds from request to request as the busiest stages can take them, by the rows of a step, fewest first."""
         cached = int(self.load.mean_prompt * self.load.prefix_hits)
         computed = max(1, int(self.load.mean_prompt) - cached)
         prompts = max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // computed)
         rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
         fuller = sorted({rows >> shift or 1 for shift in range(rows.bit_length())})
-        return {count: max(self._occupied_s(count, prompts)) for count in fuller}
+        return {count: self._apart_s(count, prompts) for count in fuller}
+
+    def _apart_s(self, rows: int, prompts: int) -> float:
+        """Return the least seconds from request to request of all instances together, with so many rows or prompts in a step."""
+        each = [self._occupied_s(member, rows, prompts) for member in self.replicas.members]
+        loads = self.replicas.machine_seconds([stages for stages, _ in each])
+        busiest = [
+            max([*stages, *links, *load.values()]) for (stages, links), load in zip(each, loads, strict=True)
+        ]
+        apart_s = 1 / sum(1 / seconds for seconds in busiest)
+        # All requests take their time on a machine of all instances.
+        common = set(loads[0]).intersection(*loads)
+        return max([apart_s, *(min(load[machine] for load in loads) for machine in common)])
 
     def at(self, rate: float) -> Found:
         """Return what is measured at a rate."""
@@ -358,16 +361,22 @@ class Search:
     def _streams(self, rate: float) -> float:
         """Return about as many requests as come at a rate until their number no longer rises."""
         rows = max(1, self.policy.max_num_seqs // self.replicas.stages)
-        most = min(float(self.policy.max_num_seqs), rate * self._request_s(rows) * rows)
+        most = min(self._most_running, rate * self._request_s(rows) * rows)
         if most <= MOST_RUNNING or rate >= self.most:
             return most
         # Steps just as full as serves them; near the highest rate, it takes much longer until they are.
         rows = next(rows for rows, busiest_s in self._busiest_s.items() if rate * busiest_s <= 1)
+        rows *= len(self.replicas.members)
         return min(most, max(MOST_RUNNING, rows * self.replicas.stages / (1 - rate / self.most)))
+
+    @property
+    def _most_running(self) -> float:
+        """Most requests that run at the same time in all instances of a replica."""
+        return float(self.policy.max_num_seqs * len(self.replicas.members))
 
     def _count(self, rate: float) -> int:
         """Return the number of requests to measure at about a rate."""
-        streams = min(float(self.policy.max_num_seqs), rate * self._request_s(1))
+        streams = min(self._most_running, rate * self._request_s(1))
         few = min(_MANY, max(_FEW, _STEPS * streams / self.load.mean_answer))
         return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
 
@@ -406,14 +415,24 @@ def fitting_policy(search: Search, most_running: int | None) -> Policy:
         return replace(search.policy, max_num_seqs=most_running)
     replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
     context = load.mean_prompt + load.mean_answer / 2
-    most = max(1, min(MOST_RUNNING, replicas.room(round(load.mean_prompt + load.mean_answer))))
+    tokens = round(load.mean_prompt + load.mean_answer)
+    most = max(1, min(MOST_RUNNING, *(member.room(tokens) for member in replicas.members)))
 
     def keeps(rows: int) -> bool:
-        stages = range(replicas.stages)
-        each = [replicas.costs.decode_s(stage, rows, context) for stage in stages]
-        hops = [sum(replicas.costs.hop_s(stage, rows)) for stage in stages[:-1]]
-        round_s = sum(each) + sum(hops)
-        return limit_s is None or max(round_s, replicas.stages * max(each)) <= limit_s
+        """Return True if a token comes in time where each micro-batch of all instances has so many rows."""
+        each = [
+            [member.costs.decode_s(stage, rows, context) for stage in range(member.stages)]
+            for member in replicas.members
+        ]
+        hops = [
+            sum(sum(member.costs.hop_s(stage, rows)) for stage in range(member.stages - 1))
+            for member in replicas.members
+        ]
+        rounds = [max(sum(one) + hop, len(one) * max(one)) for one, hop in zip(each, hops, strict=True)]
+        cycles = Counter[int]()
+        for one, loads in zip(each, replicas.machine_seconds(each), strict=True):
+            cycles.update({machine: len(one) * seconds for machine, seconds in loads.items()})
+        return limit_s is None or max([*rounds, *cycles.values()]) <= limit_s
 
     rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
     return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))

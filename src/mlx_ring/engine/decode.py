@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
@@ -52,6 +53,9 @@ class MicroBatch(Generic[Member]):
         return self.in_flight > 0 or any(member.can_step(steps_ahead) for member in self.members.values())
 
 
+_last_step = attrgetter("last_step")
+
+
 class MicroBatches(Generic[Member]):
     """As many micro-batches as stages. Their sizes differ by one at most."""
 
@@ -71,9 +75,9 @@ class MicroBatches(Generic[Member]):
 
     def __iter__(self) -> Iterator[MicroBatch[Member]]:
         """Iterate over those with members, the one that has waited longest first."""
-        return iter(
-            sorted((batch for batch in self._batches if batch.members), key=lambda batch: batch.last_step)
-        )
+        active = [batch for batch in self._batches if batch.members]
+        active.sort(key=_last_step)
+        return iter(active)
 
     def in_turn(self, steps_ahead: int) -> Iterator[MicroBatch[Member]]:
         """Yield the micro-batches that may send a step, the one that has waited longest first.

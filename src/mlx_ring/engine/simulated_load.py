@@ -10,22 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mlx_ring.core.engine_stats import BLOCK, Policy
+from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefill import BURST_S, Prefilling, PromptKv, SentSteps
 from mlx_ring.engine.step_times import ChunkSizer
-
-
-class SimulatedRequest(NamedTuple):
-    """A request that arrives at a time."""
-
-    at_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache supplies; fewer than all."""
+from mlx_ring.planner.request import SimulatedRequest
 
 
 class Span(NamedTuple):
@@ -34,6 +27,40 @@ class Span(NamedTuple):
     start: int
     """Tokens before it."""
     tokens: int
+
+
+class StepCosts(Protocol):
+    """Seconds of steps and messages."""
+
+    def decode_s(self, stage: int, rows: int, context_tokens: float) -> float:
+        """Return the seconds of a decode step on a stage, by its rows and their mean context."""
+        ...
+
+    def chunk_s(self, stage: int, spans: Sequence[Span]) -> float:
+        """Return the seconds of a prefill step on a stage."""
+        ...
+
+    def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
+        """Return the seconds until a step's activations have arrived behind a stage, and for which they occupy the link."""
+        ...
+
+    def back_s(self, rows: int) -> float:
+        """Return the seconds from the last stage to the first, with drawn tokens."""
+        ...
+
+    def head_s(self) -> float:
+        """Return the seconds from the head to a stage, and from there back."""
+        ...
+
+
+class SimulatedInstance(NamedTuple):
+    """Stages of an instance."""
+
+    costs: StepCosts
+    """Times of its stages and links."""
+    stages: int
+    kv: Mapping[RankId, RankKv] | None = None
+    """KV memory of each rank; None for no limit."""
 
 
 # ---- micro-batches
@@ -160,7 +187,8 @@ class Sent:
     """Other streams of which it samples a token, and their generation."""
     compute_us: list[int] = field(default_factory=list[int])
     """Time of each stage."""
-    sampled_at: float = 0.0
+    sampled_at: float = inf
+    """Time at which the last stage has drawn its tokens; infinite as long as it is not known."""
 
 
 # ---- prompts

@@ -9,73 +9,115 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import inf
-from typing import Protocol
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import RankId
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
-from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.simulated_load import Cohort, Gap, Outcome, Prompts, Sent, SimulatedRequest, Span, Stream
+from mlx_ring.engine.kv_budget import KvBudget
+from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
+from mlx_ring.engine.simulated_load import (
+    Cohort,
+    Gap,
+    Outcome,
+    Prompts,
+    Sent,
+    SimulatedInstance,
+    Stream,
+)
 from mlx_ring.engine.step_times import ChunkSizer
-
-_MICRO = 1e6
-
-
-class StepCosts(Protocol):
-    """Seconds of steps and messages."""
-
-    def decode_s(self, stage: int, rows: int, context_tokens: float) -> float:
-        """Return the seconds of a decode step on a stage, by its rows and their mean context."""
-        ...
-
-    def chunk_s(self, stage: int, spans: Sequence[Span]) -> float:
-        """Return the seconds of a prefill step on a stage."""
-        ...
-
-    def hop_s(self, stage: int, tokens: int) -> tuple[float, float]:
-        """Return the seconds until a step's activations have arrived behind a stage, and for which they occupy the link."""
-        ...
-
-    def back_s(self, rows: int) -> float:
-        """Return the seconds from the last stage to the first, with drawn tokens."""
-        ...
-
-    def head_s(self) -> float:
-        """Return the seconds from the head to a stage, and from there back."""
-        ...
+from mlx_ring.planner.request import SimulatedRequest
 
 
 class Simulation:
-    """One run of an instance's scheduler over stages."""
+    """One run of an instance's scheduler over stages, or of several instances whose stages share machines."""
 
     def __init__(
         self,
-        costs: StepCosts,
-        stages: int,
+        instances: Sequence[SimulatedInstance],
         policy: Policy,
         *,
-        kv: Mapping[RankId, RankKv] | None = None,
+        shared: SharedMachines | None = None,
         most_waiting: int | None = None,
         is_over: Callable[[Outcome], bool] = lambda _: False,
     ) -> None:
         """Prepare the run.
 
         Args:
-            costs: times of the stages and links.
-            stages: number of stages.
-            policy: the scheduler's settings; without speculative decoding.
-            kv: KV memory of each rank; None for no limit.
+            instances: stages of each instance; a request goes to the one with the fewest unfinished requests.
+            policy: the scheduler's settings of each; without speculative decoding.
+            shared: machines of all stages, of one instance after the other; None if no machine has several stages.
             most_waiting: number of waiting requests beyond which the run ends; None for no limit.
             is_over: called at each arrival; the run ends if it returns True.
         """
-        self._costs = costs
-        self._stages = stages
-        self._policy = policy
+        self._events = Events()
+        stages = None if shared is None else SharedStages(shared, self._events)
+        firsts = accumulate((instance.stages for instance in instances), initial=0)
+        self._instances = [
+            _Instance(instance, first, policy, self._events, stages)
+            for instance, first in zip(instances, firsts, strict=False)
+        ]
+        self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
-        self._waiting: dict[int, Stream] = {}
-        self._running: dict[int, Stream] = {}
+
+    def run(self, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True) -> Outcome:
+        """Run the requests, in order of arrival, and measure those after the first `skipped` ones.
+
+        With `drains` the run and the measured span end with the last answer, else with the last arrival and its first token.
+        """
+        begin_s = requests[skipped].at_s if skipped < len(requests) else inf
+        outcome = Outcome(begin_s, inf if drains else requests[-1].at_s)
+        for part in (outcome.prefill_s, outcome.decode_s, outcome.link_s):
+            part.extend([0.0] * self._stages)
+        instances, events = self._instances, self._events.heap
+        for instance in instances:
+            instance.measure(outcome)
+        measured, place, now = len(requests) - skipped, 0, 0.0
+        while True:
+            arrives = place < len(requests) and (not events or requests[place].at_s <= events[0][0])
+            if not arrives and not events:
+                break
+            before, now = now, requests[place].at_s if arrives else events[0][0]
+            for instance in instances:
+                if instance.waiting:
+                    instance.note_waiting(now - before, before)
+            if arrives:
+                place += 1
+                if sum(len(one.waiting) for one in instances) > self._most_waiting or self._is_over(outcome):
+                    outcome.is_overrun = True
+                    break
+                min(instances, key=_unfinished).add(place, requests[place - 1], now)
+            else:
+                _, _, call, stage, subject = heapq.heappop(events)
+                call(subject, stage, now)
+            if not drains and place == len(requests) and len(outcome.first_token_s) == measured:
+                break
+        outcome.elapsed_s = now if outcome.is_overrun else max(each.last_s for each in instances)
+        outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
+        return outcome
+
+
+def _unfinished(instance: _Instance) -> int:
+    return len(instance.waiting) + len(instance.running)
+
+
+class _Instance:
+    """Scheduler of one instance."""
+
+    def __init__(
+        self,
+        instance: SimulatedInstance,
+        first: int,
+        policy: Policy,
+        events: Events,
+        shared: SharedStages | None,
+    ) -> None:
+        self._costs, stages, kv = instance
+        self._stages = stages
+        self._policy = policy
+        self.waiting: dict[int, Stream] = {}
+        self.running: dict[int, Stream] = {}
         self._budget = KvBudget(kv)
         self._is_limited = bool(kv)
         self._sizer = ChunkSizer(stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
@@ -89,92 +131,64 @@ class Simulation:
             in_flight=self,
             sizer=self._sizer,
             kv=self,
-            running=self._running,
+            running=self.running,
         )
         self._completed = 0
         self._frees = False
         """True while freed KV memory waits for a step."""
         self._asks_for_rows = False
         """True if prompts were admitted or preempted, which may allow decode rows at the next answer."""
-        self._free_at = [0.0] * stages
-        self._link_free_at = [0.0] * stages
-        self._events: list[tuple[float, int, int, Sent]] = []
-        self._order = 0
-        self._head_s = costs.head_s()
-        self._outcome = Outcome(0.0, inf)
+        self._line = StageLine(instance, first, events, shared, self._on_answer)
+        self.outcome = self._line.outcome
+        self.last_s = 0.0
+        """Time of the last arrival or answer."""
 
-    def run(self, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True) -> Outcome:
-        """Run the requests, in order of arrival, and measure those after the first `skipped` ones.
+    def measure(self, outcome: Outcome) -> None:
+        """Write what is measured to an outcome."""
+        self.outcome = self._line.outcome = outcome
 
-        With `drains` the run and the measured span end with the last answer, else with the last arrival and its first token.
-        """
-        begin_s = requests[skipped].at_s if skipped < len(requests) else inf
-        self._outcome = Outcome(begin_s, inf if drains else requests[-1].at_s)
-        for part in (self._outcome.prefill_s, self._outcome.decode_s, self._outcome.link_s):
-            part.extend([0.0] * self._stages)
-        measured, place, now = len(requests) - skipped, 0, 0.0
-        while True:
-            if place < len(requests) and (not self._events or requests[place].at_s <= self._events[0][0]):
-                if self._waiting:
-                    self._note_waiting(requests[place].at_s - now, now)
-                now, place = requests[place].at_s, place + 1
-                if len(self._waiting) > self._most_waiting or self._is_over(self._outcome):
-                    self._outcome.is_overrun = True
-                    break
-                self._add(place, requests[place - 1])
-                self._schedule(now)
-            elif self._events:
-                at, _, stage, sent = heapq.heappop(self._events)
-                if self._waiting:
-                    self._note_waiting(at - now, now)
-                now = at
-                self._on_answer(sent, stage, now)
+    def note_waiting(self, seconds: float, since: float) -> None:
+        """Note that requests waited for some seconds from a moment on."""
+        if since >= self.outcome.begin_s:
+            if len(self.running) < self._policy.max_num_seqs:
+                self.outcome.waits_for_memory_s += seconds
             else:
-                break
-            if not drains and place == len(requests) and len(self._outcome.first_token_s) == measured:
-                break
-        self._outcome.elapsed_s = now
-        self._outcome.end_s = min(self._outcome.end_s, now)
-        return self._outcome
+                self.outcome.waits_for_place_s += seconds
 
-    def _note_waiting(self, seconds: float, now: float) -> None:
-        if now >= self._outcome.begin_s:
-            if len(self._running) < self._policy.max_num_seqs:
-                self._outcome.waits_for_memory_s += seconds
-            else:
-                self._outcome.waits_for_place_s += seconds
-
-    def _add(self, number: int, request: SimulatedRequest) -> None:
+    def add(self, number: int, request: SimulatedRequest, now: float) -> None:
+        """Receive a request."""
         prompt = request.prompt_tokens
-        self._waiting[number] = Stream(number, request, prompt, prompt + request.answer_tokens)
+        self.waiting[number] = Stream(number, request, prompt, prompt + request.answer_tokens)
+        self.last_s = now
+        self._schedule(now)
 
     # ---- admission, as `Scheduler` has it
 
     def _schedule(self, now: float) -> None:
-        preempted = self._outcome.preemptions
+        preempted = self.outcome.preemptions
         while self._send_rows(now):
             pass
-        running = len(self._running)
-        if self._waiting:
+        running = len(self.running)
+        if self.waiting:
             self._admit(now)
-        has_admitted = len(self._running) > running
+        has_admitted = len(self.running) > running
         while self._prefilling and self._send_chunks(now):
             while self._send_rows(now):
                 pass
-        self._asks_for_rows = has_admitted or self._outcome.preemptions > preempted
+        self._asks_for_rows = has_admitted or self.outcome.preemptions > preempted
         if self._frees and self._completed == self.sent:
             idle = [0.0] * self._stages
-            self._send(Sent(self.sent + 1, 0), now, now + self._head_s, idle, idle)
+            self._send(Sent(self.sent + 1, 0), now, idle, self.outcome.decode_s)
 
     def _admit(self, now: float) -> None:
-        running = self._running
-        while self._waiting and len(running) < self._policy.max_num_seqs:
-            stream = next(iter(self._waiting.values()))
+        running = self.running
+        while self.waiting and len(running) < self._policy.max_num_seqs:
+            stream = next(iter(self.waiting.values()))
             tokens = min(stream.fill_to + 1, stream.max_length)
             if not self._budget.fits(tokens, stream.id, spare_blocks=len(running)):
                 return
             self._budget.charge(stream.id, tokens)
-            del self._waiting[stream.id]
+            del self.waiting[stream.id]
             running[stream.id] = stream
             stream.admitted_at = now
             self._prefilling.add(stream)
@@ -188,7 +202,7 @@ class Simulation:
                 break
             if budget.being_freed:
                 return False
-            newest = self._running[max(self._running)]
+            newest = self.running[max(self.running)]
             self._preempt(newest)
             if newest is stream:
                 return False
@@ -203,16 +217,16 @@ class Simulation:
         stream.scheduled = stream.reused = 0
         stream.has_begun = False
         stream.in_flight.clear()
-        self._waiting[stream.id] = stream
-        in_order = sorted(self._waiting.items())
-        self._waiting.clear()
-        self._waiting.update(in_order)
-        self._outcome.preemptions += 1
+        self.waiting[stream.id] = stream
+        in_order = sorted(self.waiting.items())
+        self.waiting.clear()
+        self.waiting.update(in_order)
+        self.outcome.preemptions += 1
 
     def _remove(self, stream: Stream) -> None:
         """Remove a running stream that is not counted, and free its memory."""
         self._prefilling.remove(stream.id)
-        del self._running[stream.id]
+        del self.running[stream.id]
         if stream.cohort is not None:
             del stream.cohort.single[stream.id]
             stream.cohort = None
@@ -242,9 +256,9 @@ class Simulation:
 
     def _send_rows(self, now: float) -> bool:
         """Send the next decode step; return False if none may go out."""
-        if len(self._running) == 1:
+        if len(self.running) == 1:
             # A lone stream takes all turns.
-            (stream,) = self._running.values()
+            (stream,) = self.running.values()
             cohort = stream.cohort
             if cohort is None or len(cohort.in_flight) >= self._policy.steps_ahead:
                 return False
@@ -266,11 +280,11 @@ class Simulation:
         total = counted + len(rows)
         if not total:
             return False
-        known = in_flight[-1].sampled_at if counted and in_flight else 0.0
+        after = in_flight[-1] if counted and in_flight else None
         for row in rows:
-            if row.in_flight:
-                known = max(known, row.in_flight[-1].sampled_at)
-        back_s = self._costs.back_s(total) if known and self._stages > 1 else 0.0
+            if row.in_flight and (after is None or row.in_flight[-1].step > after.step):
+                after = row.in_flight[-1]
+        back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
         context = (cohort.context + sum(row.scheduled for row in rows)) / total
         sent = Sent(self.sent + 1, total, cohort, number, counted)
         cohort.sent = number
@@ -287,8 +301,7 @@ class Simulation:
                 cohort.count_in(row, needs_blocks=self._is_limited)
         cohort.count_out_until(cohort.ends, number)
         seconds = [self._costs.decode_s(stage, total, context) for stage in range(self._stages)]
-        ready = max(now + self._head_s, known + back_s)
-        self._send(sent, now, ready, seconds, self._outcome.decode_s)
+        self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
         return True
 
     def _single_rows(self, cohort: Cohort, number: int) -> list[Stream]:
@@ -321,41 +334,25 @@ class Simulation:
                 self._join(stream, self._batches.add(stream))
                 self._prefilling.note_decoding(stream)
         seconds = [self._costs.chunk_s(stage, spans) for stage in range(self._stages)]
-        self._send(sent, now, now + self._head_s, seconds, self._outcome.prefill_s)
+        self._send(sent, now, seconds, self.outcome.prefill_s)
         return True
 
     def _send(
-        self, sent: Sent, now: float, ready: float, seconds: Sequence[float], busy: list[float]
+        self,
+        sent: Sent,
+        now: float,
+        seconds: Sequence[float],
+        busy: list[float],
+        after: Sent | None = None,
+        back_s: float = 0.0,
     ) -> None:
-        """Pass a step through the stages; what it waits for was sent before it, so its times are known."""
         self.sent, self._frees = sent.step, False
-        arrives, last, outcome, free_at = now + self._head_s, self._stages - 1, self._outcome, self._free_at
-        for stage, computing_s in enumerate(seconds):
-            begin = max(ready, free_at[stage])
-            end = free_at[stage] = begin + computing_s
-            sent.compute_us.append(round(end * _MICRO) - round(begin * _MICRO))
-            is_within = outcome.begin_s <= begin and end <= outcome.end_s
-            busy[stage] += computing_s if is_within else self._within(begin, end)
-            if sent.tokens or stage == last:
-                self._order += 1
-                heapq.heappush(self._events, (end + self._head_s, self._order, stage, sent))
-            if stage == last:
-                sent.sampled_at = end
-                return
-            latency_s, occupied_s = self._costs.hop_s(stage, sent.tokens)
-            starts = max(end, self._link_free_at[stage])
-            self._link_free_at[stage] = starts + occupied_s
-            self._outcome.link_s[stage] += self._within(starts, starts + occupied_s)
-            # The head sends to every stage itself; a later one has what it needs when the one before hands it on.
-            ready = max(arrives, starts + latency_s)
-
-    def _within(self, begin: float, end: float) -> float:
-        """Return the seconds of a span that are measured."""
-        return max(0.0, min(end, self._outcome.end_s) - max(begin, self._outcome.begin_s))
+        self._line.send(sent, now, seconds, busy, after, back_s)
 
     # ---- answers
 
     def _on_answer(self, sent: Sent, stage: int, now: float) -> None:
+        self.last_s = now
         if sent.tokens and sent.cohort is not None:
             self._sizer.record_decode(stage, sent.tokens, sent.tokens, sent.compute_us[stage])
         elif sent.tokens:
@@ -379,15 +376,15 @@ class Simulation:
     def _answer_cohort(self, sent: Sent, cohort: Cohort, now: float) -> None:
         cohort.batch.in_flight -= 1
         cohort.in_flight.popleft()
-        if self._outcome.begin_s <= now <= self._outcome.end_s:
-            self._outcome.steps += 1
-            self._outcome.rows += sent.tokens
+        if self.outcome.begin_s <= now <= self.outcome.end_s:
+            self.outcome.steps += 1
+            self.outcome.rows += sent.tokens
         if sent.counted:
             self._note_gap(now, now - cohort.answered_at, sent.counted)
         cohort.answered, cohort.answered_at = sent.number, now
 
     def _on_token(self, stream: Stream, sent: Sent, now: float) -> None:
-        outcome = self._outcome
+        outcome = self.outcome
         if not stream.joined:
             stream.in_flight.remove(sent)
         if stream.first_token_at is None:
@@ -405,7 +402,7 @@ class Simulation:
             self._remove(stream)
 
     def _note_gap(self, now: float, gap_s: float, streams: int) -> None:
-        outcome = self._outcome
+        outcome = self.outcome
         if outcome.begin_s <= now <= outcome.end_s:
             outcome.gaps.append(Gap(now, gap_s, streams))
             outcome.tokens += streams

@@ -22,6 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import lt
 from statistics import fmean, median
 
 from mlx_ring.core.engine_stats import StepTiming
@@ -102,17 +103,18 @@ class ChunkTimes:
         kept = self._classes.setdefault(place, deque(maxlen=_OF_A_CLASS))
         kept.append((compute_us, tokens, self._recorded))
         new_us, _, _ = self._middles[place] = _middle(kept)
-        sizes: list[tuple[int, float]] = []
+        oldest, slowest_us = self._recorded - _REMEMBERED, _CONTRADICTS * new_us
+        sizes, times_us = list[int](), list[float]()
         for other, (us, size, _) in sorted(self._middles.items()):
-            slower, faster = (us, new_us) if other < place else (new_us, us)
-            contradicts = other != place and slower > _CONTRADICTS * faster
-            is_old = bool(sizes) and self._classes[other][-1][2] <= self._recorded - _REMEMBERED
+            contradicts = us > slowest_us if other < place else new_us > _CONTRADICTS * us
+            is_old = bool(sizes) and self._classes[other][-1][2] <= oldest
             if contradicts or is_old:
                 del self._classes[other], self._middles[other]
             else:
-                sizes.append((size, us))
-        self._tokens = [size for size, _ in sizes]
-        self._us = _rising([us for _, us in sizes])
+                sizes.append(size)
+                times_us.append(us)
+        is_rising = all(map(lt, times_us, times_us[1:]))
+        self._tokens, self._us = sizes, times_us if is_rising else _rising(times_us)
         self._known.clear()
 
     def us(self, tokens: int) -> float:
@@ -163,7 +165,7 @@ def _middle(chunks: Iterable[tuple[float, int, int]]) -> tuple[float, int, int]:
     return in_order[(len(in_order) - 1) // 2]
 
 
-def _rising(values: Iterable[float]) -> list[float]:
+def _rising(values: list[float]) -> list[float]:
     """Return the values with the mean of neighbours wherever one is less than the one before."""
     means: list[tuple[float, int]] = []
     for value in values:

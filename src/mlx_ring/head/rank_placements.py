@@ -31,7 +31,7 @@ from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Hostfile, is_loopback
-from mlx_ring.settings.named_group import named_addresses, named_machines
+from mlx_ring.settings.rank_settings import named_addresses, named_machines
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,3 +319,86 @@ def _inner_modules(tree: ast.AST) -> Iterator[str]:
             module, _, rest = ast.unparse(each.func).partition(".")
             if rest == "ModelArgs.from_dict":
                 yield module
+
+
+# ---- entries, and layers without KV
+
+_GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35", "olmo_hybrid")
+WITHOUT_KV = ("mamba", "mamba2", "rwkv7")
+"""Modules whose layers all have a recurrent state."""
+_GROUPED = ("bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3")
+"""Modules with full attention in the last layer of each group, and in layers that fill no group."""
+_ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "*")
+CONVOLUTIONS = ("gear", "lfm2", "lfm2_moe")
+"""Modules whose other layers are short convolutions."""
+
+
+def number(folder: ConfiguredModel, *names: str) -> int | None:
+    """Return the first whole number among entries of the configuration, else among mlx-lm's defaults for them."""
+    for found in (folder.entry(*names), *map(folder.entry, names)):
+        if type(found) is int:
+            return found
+    return None
+
+
+def listed_entry(folder: ConfiguredModel, name: str, index: int) -> object:
+    """Return a layer's value in a list of the configuration; None without that."""
+    values = folder.entry(name)
+    if not isinstance(values, (list, str)) or index >= len(listed := cast("Sequence[object]", values)):
+        return None
+    return listed[index]
+
+
+def kind_of_attention(folder: ConfiguredModel, index: int) -> object:
+    """Return the kind of a layer's attention in `layer_types`; None without that."""
+    return listed_entry(folder, "layer_types", index)
+
+
+def is_gated_delta(folder: ConfiguredModel, index: int) -> bool:
+    """Report whether a layer has a gated delta rule instead of attention."""
+    module = language_module(folder.config)
+    if module == "olmo_hybrid" and (kind := kind_of_attention(folder, index)) is not None:
+        return kind == "linear_attention"
+    if module not in _GATED_DELTA or number(folder, "linear_num_value_heads") is None:
+        return False
+    return (index + 1) % (number(folder, "full_attention_interval") or 4) != 0
+
+
+def lacks_kv(folder: ConfiguredModel, index: int) -> bool:
+    """Report whether a layer has no KV, by the entries that each of mlx-lm's modules reads."""
+    module = language_module(folder.config)
+    if module in _GROUPED and (size := number(folder, "layer_group_size")):
+        return (index + 1) % size != 0 and index < (number(folder, "num_hidden_layers") or 0) // size * size
+    if module in ("kimi_linear", "kimi_k3"):
+        given = folder.entry("linear_attn_config")
+        linear = cast("Mapping[str, object]", given).get("kda_layers") if isinstance(given, Mapping) else None
+        return isinstance(linear, list) and index + 1 in linear
+    if module == "plamo2":
+        step = number(folder, "mamba_step") or 2
+        return folder.entry("mamba_enabled") is not False and index % step != step // 2
+    if module in CONVOLUTIONS and isinstance(full := folder.entry("full_attn_idxs"), list):
+        return index not in full
+    kind = mixer_of(folder, module, index)
+    if kind is None and module == "jamba":
+        return index % (number(folder, "attn_layer_period") or 1) != (
+            number(folder, "attn_layer_offset") or 0
+        )
+    return module in WITHOUT_KV or (kind is not None and kind not in _ATTENTION_KINDS)
+
+
+def mixer_of(folder: ConfiguredModel, module: str, index: int) -> object:
+    """Return the kind of a layer in the list of kinds that a module with layers without KV reads; None without that."""
+    if module == "recurrent_gemma":
+        kinds = folder.entry("block_types", "_block_types")
+        return (
+            cast("list[object]", kinds)[index % len(cast("list[object]", kinds))]
+            if isinstance(kinds, list)
+            else None
+        )
+    if module == "nemotron_h":
+        names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    else:
+        names = {"jamba": ("layers_block_type",), "granitemoehybrid": ("layer_types",)}.get(
+            module, ("layer_types",) if module in CONVOLUTIONS else ()
+        )
+    return next((kind for name in names if (kind := listed_entry(folder, name, index)) is not None), None)

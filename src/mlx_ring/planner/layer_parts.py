@@ -1,7 +1,7 @@
 """Matrices of a model's layers and what attention reads back, from a configuration alone. Pure.
 
-Decoders of the usual builds: attention with grouped keys, with latent keys (MLA, with or without an indexer), or a gated
-delta rule; MLPs, experts, or both. Matrices have the names that mlx-lm gives them.
+Attention has grouped keys, latent keys (MLA, with or without an indexer), or a gated delta rule. Some layers are
+state-space models or short convolutions. MLPs, experts, or both follow. Matrices have the names that mlx-lm gives them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from mlx_ring.models.architectures import language_module, module_of
+from mlx_ring.models.architectures import (
+    CONVOLUTIONS,
+    is_gated_delta,
+    kind_of_attention,
+    lacks_kv,
+    language_module,
+    listed_entry,
+    mixer_of,
+    module_of,
+    number,
+)
 from mlx_ring.models.config_limits import HEAD_NAMES, KV_HEAD_NAMES
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.planner.weight_format import WeightFormats
 
 Role = Literal["attention", "mlp", "experts", "router"]
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -21,7 +30,18 @@ ACTIVE_COUNTS = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
     *("moe_topk", "moe_top_k", "moe_k"),
 )
-_WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_bigcode", "gptj", "phi", "starcoder2", "nemotron", "falcon", "opt")
+_WITHOUT_GATE = (
+    "gpt2",
+    "gpt_neox",
+    "gpt_bigcode",
+    "gptj",
+    "phi",
+    "starcoder2",
+    "nemotron",
+    "nemotron_h",
+    "falcon",
+    "opt",
+)
 """Models whose MLPs have two matrices."""
 _FLOAT_BYTES = 4
 _WINDOW_NAMES = ("sliding_window", "window_size")
@@ -62,14 +82,6 @@ class LookBack:
     """Bytes of a recurrent state, whatever the length."""
 
 
-def number(folder: ModelFolder, *names: str) -> int | None:
-    """Return the first whole number among entries of the configuration, else among mlx-lm's defaults for them."""
-    for found in (folder.entry(*names), *map(folder.entry, names)):
-        if type(found) is int:
-            return found
-    return None
-
-
 def experts_of(folder: ModelFolder, index: int) -> tuple[int, int] | None:
     """Return the number of experts of a layer and of those that one token uses; None for a layer without."""
     count, active = number(folder, *EXPERT_COUNTS), number(folder, *ACTIVE_COUNTS)
@@ -88,26 +100,34 @@ def _has_experts(folder: ModelFolder, index: int) -> bool:
             return listed[index] not in (0, "dense")
     if index < (number(folder, "first_k_dense_replace") or 0) or (isinstance(dense, list) and index in dense):
         return False
+    if (of_family := _experts_of_family(folder, index)) is not None:
+        return of_family
     # Qwen's models count from one, DeepSeek's from zero.
     if index % (number(folder, "moe_layer_freq") or 1):
         return False
     return (index + 1) % (number(folder, "decoder_sparse_step") or 1) == 0
 
 
+def _experts_of_family(folder: ModelFolder, index: int) -> bool | None:
+    """Report whether a layer has experts, by entries that only its family reads; None for other families."""
+    module = language_module(folder.config)
+    if module == "nemotron_h":
+        return mixer_of(folder, module, index) in ("E", "moe")
+    if module == "jamba":
+        offset, period = (
+            number(folder, "expert_layer_offset") or 0,
+            number(folder, "expert_layer_period") or 1,
+        )
+        return (index + offset) % period == 0 and (number(folder, "num_experts") or 0) > 1
+    return index >= (number(folder, "num_dense_layers") or 0) if module == "lfm2_moe" else None
+
+
 def layer_matrices(folder: ModelFolder, index: int) -> Sequence[Matrix]:
     """Return the matrices of a layer."""
-    return (*_attention(folder, index), *_feed_forward(folder, index))
-
-
-def small_numbers(folder: ModelFolder, index: int) -> int:
-    """Return the number of weights outside matrices: norms, biases and convolutions, approximately."""
-    biases = sum(
-        matrix.count * matrix.outputs
-        for matrix in layer_matrices(folder, index)
-        if folder.model_type == "gpt_oss"
-        or (folder.model_type.startswith("qwen2") and matrix.name.endswith(("q_proj", "k_proj", "v_proj")))
-    )
-    return 2 * folder.hidden_size + biases
+    mixer, _ = state_space(folder, index)
+    has_attention = language_module(folder.config) not in _KNOWN_MIXERS or not lacks_kv(folder, index)
+    attention = _attention(folder, index) if has_attention else ()
+    return (*mixer, *attention, *_feed_forward(folder, index))
 
 
 def look_back(folder: ModelFolder, index: int) -> LookBack:
@@ -115,6 +135,8 @@ def look_back(folder: ModelFolder, index: int) -> LookBack:
     if (state_bytes := state_bytes_of(folder, index)) is not None:
         return LookBack(state_bytes=state_bytes)
     back = _attended(folder, index)
+    if language_module(folder.config) in _WITH_BOTH:
+        return replace(back, state_bytes=_other_state_bytes(folder, index))
     return replace(back, kept_per_token=0) if _shares_kv(folder, index) else back
 
 
@@ -178,7 +200,7 @@ def window_of(folder: ModelFolder, index: int) -> int | None:
     if module == "mimo_v2_flash":
         return (
             number(folder, "sliding_window_size")
-            if _listed(folder, "hybrid_layer_pattern", index) == 1
+            if listed_entry(folder, "hybrid_layer_pattern", index) == 1
             else None
         )
     if module == "recurrent_gemma":
@@ -189,7 +211,7 @@ def window_of(folder: ModelFolder, index: int) -> int | None:
     elif module in _SLIDES_BY_PATTERN:
         slides = _slides_by_pattern(folder, index)
     elif module in _SLIDES_BY_KIND:
-        kind = _kind_of(folder, index)
+        kind = kind_of_attention(folder, index)
         pattern = _SLIDES_BY_KIND[module] or number(folder, "sliding_window_pattern") or 1
         slides = (index + 1) % pattern != 0 if kind is None else kind == "sliding_attention"
     else:
@@ -204,86 +226,27 @@ def _slides_by_pattern(folder: ModelFolder, index: int) -> bool:
     return isinstance(pattern, int) and pattern > 0 and (index + 1) % pattern != 0
 
 
-def _listed(folder: ModelFolder, name: str, index: int) -> object:
-    """Return a layer's value in a list of the configuration; None without that."""
-    values = folder.entry(name)
-    if not isinstance(values, (list, str)) or index >= len(listed := cast("Sequence[object]", values)):
-        return None
-    return listed[index]
-
-
-def _kind_of(folder: ModelFolder, index: int) -> object:
-    """Return the kind of a layer's attention in `layer_types`; None without that."""
-    return _listed(folder, "layer_types", index)
-
-
 # ---- layers without KV
 
-_GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35", "olmo_hybrid")
-_WITHOUT_KV = ("mamba", "mamba2", "rwkv7")
-"""Modules whose layers all have a recurrent state."""
-_GROUPED = ("bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3")
-"""Modules with full attention in the last layer of each group, and in layers that fill no group."""
-_ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "*")
-_CONVOLUTIONS, _CONVOLVED_BYTES = ("gear", "lfm2", "lfm2_moe"), 3 * 2
-"""Modules whose other layers are short convolutions; bytes that one keeps per channel: three numbers of two bytes."""
+_CONVOLVED_BYTES = 3 * 2
+"""Bytes that a convolution keeps per channel: three numbers of two bytes."""
 
 
 def state_bytes_of(folder: ModelFolder, index: int) -> int | None:
     """Return the bytes of the recurrent state that a layer has instead of KV; None for a layer with attention."""
-    if _is_recurrent(folder, index):
+    if is_gated_delta(folder, index):
         key_heads, value_heads, key, value = _delta_sizes(folder)
         convolved = (2 * key_heads * key + value_heads * value) * 3 * 2
         return value_heads * key * value * _FLOAT_BYTES + convolved
-    return _other_state_bytes(folder, index) if _lacks_kv(folder, index) else None
-
-
-def _lacks_kv(folder: ModelFolder, index: int) -> bool:
-    """Report whether a layer has no KV, by the entries that each of mlx-lm's modules reads."""
-    module = language_module(folder.config)
-    if module in _GROUPED and (size := number(folder, "layer_group_size")):
-        return (index + 1) % size != 0 and index < folder.num_layers // size * size
-    if module in ("kimi_linear", "kimi_k3"):
-        given = folder.entry("linear_attn_config")
-        linear = cast("Mapping[str, object]", given).get("kda_layers") if isinstance(given, Mapping) else None
-        return isinstance(linear, list) and index + 1 in linear
-    if module == "plamo2":
-        step = number(folder, "mamba_step") or 2
-        return folder.entry("mamba_enabled") is not False and index % step != step // 2
-    if module in _CONVOLUTIONS and isinstance(full := folder.entry("full_attn_idxs"), list):
-        return index not in full
-    kind = _mixer_of(folder, module, index)
-    if kind is None and module == "jamba":
-        return index % (number(folder, "attn_layer_period") or 1) != (
-            number(folder, "attn_layer_offset") or 0
-        )
-    return module in _WITHOUT_KV or (kind is not None and kind not in _ATTENTION_KINDS)
-
-
-def _mixer_of(folder: ModelFolder, module: str, index: int) -> object:
-    """Return the kind of a layer in the list of kinds that a module with layers without KV reads; None without that."""
-    if module == "recurrent_gemma":
-        kinds = folder.entry("block_types", "_block_types")
-        return (
-            cast("list[object]", kinds)[index % len(cast("list[object]", kinds))]
-            if isinstance(kinds, list)
-            else None
-        )
-    if module == "nemotron_h":
-        names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
-    else:
-        names = {"jamba": ("layers_block_type",), "granitemoehybrid": ("layer_types",)}.get(
-            module, ("layer_types",) if module in _CONVOLUTIONS else ()
-        )
-    return next((kind for name in names if (kind := _listed(folder, name, index)) is not None), None)
+    return _other_state_bytes(folder, index) if lacks_kv(folder, index) else None
 
 
 def _other_state_bytes(folder: ModelFolder, index: int) -> int:
     """Return the bytes of the state of a convolution, of linear attention, or of a state-space model; of others 0."""
     module, hidden = language_module(folder.config), folder.hidden_size
-    if module in _CONVOLUTIONS:
+    if module in CONVOLUTIONS:
         return hidden * _CONVOLVED_BYTES
-    if module == "nemotron_h" and _mixer_of(folder, module, index) not in ("M", "mamba"):
+    if module == "nemotron_h" and mixer_of(folder, module, index) not in _STATE_KINDS:
         return 0
     heads = number(folder, "mamba_n_heads", "mamba_num_heads")
     width = number(folder, "mamba_d_head", "mamba_head_dim", "head_dim", "hidden_size_per_head")
@@ -296,24 +259,6 @@ def _other_state_bytes(folder: ModelFolder, index: int) -> int:
     else:
         inner = heads * width
     return inner * (states * _FLOAT_BYTES + _CONVOLVED_BYTES)
-
-
-def layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
-    """Return the bytes of a layer's matrices by role, in their formats."""
-    found: dict[Role, float] = {"attention": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0}
-    for matrix in layer_matrices(folder, index):
-        found[matrix.role] += matrix.weights * formats.of(matrix.name, matrix.inputs).nbytes
-    return found
-
-
-def _is_recurrent(folder: ModelFolder, index: int) -> bool:
-    """Report whether a layer has a gated delta rule instead of attention."""
-    module = language_module(folder.config)
-    if module == "olmo_hybrid" and (kind := _kind_of(folder, index)) is not None:
-        return kind == "linear_attention"
-    if module not in _GATED_DELTA or number(folder, "linear_num_value_heads") is None:
-        return False
-    return (index + 1) % (number(folder, "full_attention_interval") or 4) != 0
 
 
 def _delta_sizes(folder: ModelFolder) -> tuple[int, int, int, int]:
@@ -335,7 +280,7 @@ def _head_sizes(folder: ModelFolder, index: int) -> tuple[int, int, int]:
 
 def _attention(folder: ModelFolder, index: int) -> Iterator[Matrix]:
     hidden = folder.hidden_size
-    if _is_recurrent(folder, index):
+    if is_gated_delta(folder, index):
         key_heads, value_heads, key, value = _delta_sizes(folder)
         at = f"model.layers.{index}.linear_attn"
         keys, values = key_heads * key, value_heads * value
@@ -396,16 +341,88 @@ def _grouped_attention(folder: ModelFolder, at: str, groups: int) -> Iterator[Ma
     yield Matrix(f"{at}.wo_b", "attention", hidden, groups * low)
 
 
+# ---- state-space models and convolutions
+
+_MAMBA, _MAMBA_2 = ("mamba", "jamba"), ("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid")
+_STATE_KINDS = ("M", "mamba", "linear_attention", "conv")
+"""Names of Nemotron-H's layers with a state-space model."""
+_WITH_BOTH = ("falcon_h1",)
+"""Modules whose layers have attention and a state-space model."""
+_KNOWN_MIXERS = (*_MAMBA, *_MAMBA_2, "lfm2", "lfm2_moe")
+"""Modules whose layers without KV have the matrices below; those of others count as those of attention."""
+
+
+def state_space(folder: ModelFolder, index: int) -> tuple[Sequence[Matrix], int]:
+    """Return the matrices of a layer's state-space model or convolution, and its other numbers; none for other layers."""
+    module, hidden = language_module(folder.config), folder.hidden_size
+    is_other = module == "nemotron_h" and mixer_of(folder, module, index) not in _STATE_KINDS
+    if module not in _KNOWN_MIXERS or is_other or not (module in _WITH_BOTH or lacks_kv(folder, index)):
+        return (), 0
+    at = f"model.layers.{index}.{'conv' if module in CONVOLUTIONS else 'mamba'}"
+    if module in CONVOLUTIONS:
+        matrices = Matrix(f"{at}.in_proj", "attention", 3 * hidden, hidden), _out(at, hidden, hidden)
+        return matrices, hidden * (number(folder, "conv_L_cache") or 0)
+    kernel = number(folder, "mamba_d_conv", "conv_kernel") or 0
+    states = number(folder, "mamba_d_state", "ssm_state_size", "state_size") or 0
+    if module in _MAMBA:
+        inner = number(folder, "mamba_expand", "expand") if module == "jamba" else None
+        inner = inner * hidden if inner else number(folder, "intermediate_size", "d_inner") or 2 * hidden
+        rank = number(folder, "mamba_dt_rank", "time_step_rank") or -(-hidden // 16)
+        return (
+            Matrix(f"{at}.in_proj", "attention", 2 * inner, hidden),
+            Matrix(f"{at}.x_proj", "attention", rank + 2 * states, inner),
+            Matrix(f"{at}.dt_proj", "attention", inner, rank),
+            _out(at, hidden, inner),
+        ), inner * (kernel + states + 3)
+    heads = number(folder, "mamba_n_heads", "mamba_num_heads", "num_heads") or 1
+    width = number(folder, "mamba_d_head", "mamba_head_dim", "head_dim") or 0
+    inner = (number(folder, "mamba_d_ssm") if module == "falcon_h1" else None) or heads * width
+    convolved = inner + 2 * (number(folder, "mamba_n_groups", "n_groups") or 1) * states
+    projected = Matrix(f"{at}.in_proj", "attention", inner + convolved + heads, hidden)
+    return (projected, _out(at, hidden, inner)), convolved * (kernel + 1) + 3 * heads + inner
+
+
+def _out(at: str, outputs: int, inputs: int) -> Matrix:
+    return Matrix(f"{at}.out_proj", "attention", outputs, inputs)
+
+
+# ---- feed-forward layers
+
+
+def _dense_size(folder: ModelFolder) -> int:
+    """Return the width of a layer's MLP."""
+    module, size = language_module(folder.config), number(folder, "intermediate_size", "n_inner")
+    if module == "lfm2":
+        size = number(folder, "block_ff_dim") or size
+        if size and folder.entry("block_auto_adjust_ff_dim") is True:
+            factor = folder.entry("block_ffn_dim_multiplier")
+            size = int((factor if isinstance(factor, (int, float)) else 1) * int(2 * size / 3))
+            step = number(folder, "block_multiple_of") or 1
+            size = -(-size // step) * step
+    return size or 4 * folder.hidden_size
+
+
 def _feed_forward(folder: ModelFolder, index: int) -> Iterator[Matrix]:
-    hidden, at = folder.hidden_size, f"model.layers.{index}.mlp"
+    hidden, at, module = folder.hidden_size, f"model.layers.{index}.mlp", language_module(folder.config)
     experts = experts_of(folder, index)
+    has_none = module in ("mamba", "mamba2") or (
+        module == "nemotron_h" and mixer_of(folder, module, index) not in ("-", "mlp", "E", "moe")
+    )
+    if has_none:
+        return
     if experts is None or folder.entry("enable_moe_block") is True:
-        yield from _mlp(folder, at, "mlp", number(folder, "intermediate_size", "n_inner") or 4 * hidden)
+        yield from _mlp(folder, at, "mlp", _dense_size(folder))
     if experts is None:
         return
     size = number(folder, "moe_intermediate_size", "expert_intermediate_size", "intermediate_size") or hidden
-    yield from _mlp(folder, f"{at}.switch_mlp", "experts", size, experts[0])
-    shared = number(folder, "shared_expert_intermediate_size")
+    latent = number(folder, "moe_latent_size")
+    yield from _mlp(folder, f"{at}.switch_mlp", "experts", size, experts[0], latent)
+    if latent:
+        yield Matrix(f"{at}.fc1_latent_proj", "mlp", latent, hidden)
+        yield Matrix(f"{at}.fc2_latent_proj", "mlp", hidden, latent)
+    shared = number(folder, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    if shared is None and module == "granitemoehybrid":
+        shared = number(folder, "shared_intermediate_size")
     if shared is None:
         shared = (number(folder, "n_shared_experts") or 0) * size
     if shared:
@@ -413,8 +430,10 @@ def _feed_forward(folder: ModelFolder, index: int) -> Iterator[Matrix]:
     yield Matrix(f"{at}.gate", "router", experts[0], hidden)
 
 
-def _mlp(folder: ModelFolder, at: str, role: Role, size: int, count: int = 1) -> Iterator[Matrix]:
-    hidden = folder.hidden_size
+def _mlp(
+    folder: ModelFolder, at: str, role: Role, size: int, count: int = 1, inputs: int | None = None
+) -> Iterator[Matrix]:
+    hidden = inputs or folder.hidden_size
     if folder.model_type not in _WITHOUT_GATE:
         yield Matrix(f"{at}.gate_proj", role, size, hidden, count)
     yield Matrix(f"{at}.up_proj", role, size, hidden, count)

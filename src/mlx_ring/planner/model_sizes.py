@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TypedDict
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
-from mlx_ring.models.architectures import language_module, quantizes_kv
+from mlx_ring.models.architectures import WITHOUT_KV, language_module, number, quantizes_kv
 from mlx_ring.models.config_limits import HEAD_NAMES
 from mlx_ring.models.layer_tensors import dequantized_bytes, group_by_layers, names_head, path_of_layers
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
@@ -25,10 +25,8 @@ from mlx_ring.planner.layer_parts import (
     Role,
     experts_of,
     layer_matrices,
-    layer_nbytes,
     look_back,
-    number,
-    small_numbers,
+    state_space,
 )
 from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile
 from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
@@ -132,7 +130,7 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
     """Return the profile from a configuration alone."""
     hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
     heads = number(folder, *HEAD_NAMES)
-    if heads is None:
+    if heads is None and language_module(folder.config) not in WITHOUT_KV:
         raise ModelUnsupported(
             f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
         )
@@ -187,14 +185,14 @@ def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
 
 def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProfile:
     weights = formats.usual
-    sizes = layer_nbytes(folder, index, formats)
+    sizes = _layer_nbytes(folder, index, formats)
     counts: Counter[Role] = Counter()
     for matrix in layer_matrices(folder, index):
         counts[matrix.role] += matrix.weights
     experts = experts_of(folder, index)
     share = experts[1] / experts[0] if experts else 0.0
     plain_bytes = weights.plain_bits // 8
-    small = small_numbers(folder, index) * plain_bytes
+    small = _small_numbers(folder, index) * plain_bytes
     back = look_back(folder, index)
     kv = back.kept_per_token * plain_bytes
     held = sum(sizes.values()) + small
@@ -213,6 +211,25 @@ def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProf
         attention_bytes=int(sizes["attention"]),
         whole_bytes=int(sizes["router"]) + small,
     )
+
+
+def _small_numbers(folder: ModelFolder, index: int) -> int:
+    """Return the number of weights outside matrices: norms, biases and convolutions, approximately."""
+    biases = sum(
+        matrix.count * matrix.outputs
+        for matrix in layer_matrices(folder, index)
+        if folder.model_type == "gpt_oss"
+        or (folder.model_type.startswith("qwen2") and matrix.name.endswith(("q_proj", "k_proj", "v_proj")))
+    )
+    return 2 * folder.hidden_size + biases + state_space(folder, index)[1]
+
+
+def _layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
+    """Return the bytes of a layer's matrices by role, in their formats."""
+    found: dict[Role, float] = {"attention": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0}
+    for matrix in layer_matrices(folder, index):
+        found[matrix.role] += matrix.weights * formats.of(matrix.name, matrix.inputs).nbytes
+    return found
 
 
 # ---- bytes that a decode step reads, from the names and sizes of tensors

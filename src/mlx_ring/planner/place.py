@@ -24,7 +24,7 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
-from mlx_ring.planner.tensor_groups import SharedModel, given_group
+from mlx_ring.planner.tensor_groups import SharedModel, crowded, given_group
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor, plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import Timetable
@@ -322,7 +322,7 @@ def plan_loaded(
 ) -> list[Plan]:
     """Return the plan of each loaded instance, with its part of the sequences.
 
-    Instances on one machine have equal parts of its memory.
+    Instances on one machine have equal parts of its memory, and of its speed while they compute at the same time.
 
     Raises:
         PlanError: the stages need more memory than a machine has, or the model cannot have the context or the KV cache.
@@ -331,23 +331,32 @@ def plan_loaded(
     instances = Counter(
         name for stages in replicas for name in {name for _, ranks in stages for name, _ in ranks}
     )
-    nodes = {
-        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
-        for node in cluster.nodes
-    }
-    shared = replace(cluster, nodes=tuple(nodes.values()))
     part, users = (-(-count // len(replicas)) for count in (request.demand.sequences, request.users))
     each = replace(request, demand=replace(request.demand, sequences=part), users=users)
-    return [
-        plan_given(
-            model,
-            shared,
-            each,
-            [(layers, [(nodes[name], share) for name, share in ranks]) for layers, ranks in stages],
-            "as they are loaded",
-        )
-        for stages in replicas
-    ]
+
+    def planned(stages: LoadedStages, at_once: int) -> Plan:
+        """Return the plan of an instance while so many of them compute."""
+        nodes = {node.name: _beside(node, instances[node.name], at_once) for node in cluster.nodes}
+        ranks = [(layers, [(nodes[name], share) for name, share in ranks]) for layers, ranks in stages]
+        shared = replace(cluster, nodes=tuple(nodes.values()))
+        return plan_given(model, shared, each, ranks, "as they are loaded")
+
+    plans: list[Plan] = []
+    for stages in replicas:
+        plan = planned(stages, request.users)
+        together = planned(stages, request.demand.sequences).prediction.tokens_per_s
+        plans.append(replace(plan, prediction=replace(plan.prediction, tokens_per_s=together)))
+    return plans
+
+
+def _beside(node: NodeProfile, instances: int, at_once: int) -> NodeProfile:
+    """Return a machine as one of several instances on it finds it, while at most so many compute."""
+    if instances <= 1:
+        return node
+    computing = min(instances, max(1, at_once))
+    workers_at_once = max(1, node.workers_at_once // computing)
+    part = replace(node, memory_bytes=node.memory_bytes // instances)
+    return replace(crowded(part, computing), workers_at_once=workers_at_once)
 
 
 def plan_instances(

@@ -149,14 +149,6 @@ def _streams(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
     return sorted({most, max(nodes, most // 8), nodes}, reverse=True)
 
 
-def alike_plans(cluster: ClusterProfile, plans: Sequence[Plan]) -> list[list[Plan]]:
-    """Return the plans in lists of those with the same layers on alike machines and links."""
-    kinds: dict[object, list[Plan]] = {}
-    for plan in plans:
-        kinds.setdefault(likeness(cluster, plan), []).append(plan)
-    return list(kinds.values())
-
-
 def likeness(cluster: ClusterProfile, plan: Plan) -> object:
     """Return what two plans with the same steps have in common: layers, shares, machines apart from names, and links."""
     nodes = {node.name: node for node in cluster.nodes}

@@ -1,12 +1,17 @@
-"""Request for a plan: the promised load, the strategy, the objective, and given numbers of layers. Pure."""
+"""Request for a plan: the promised load, the strategy, the objective, and given numbers of layers; and loads of many requests. Pure."""
 
 from __future__ import annotations
 
+import csv
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, get_args
+from itertools import islice, pairwise
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
 
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.settings.strategies import Strategy
@@ -154,3 +159,163 @@ def request_within(request: PlanRequest, most_tokens: int, context_tokens: int |
         prompt = max(1, context - answer)
     demand = replace(request.demand, context_tokens=context, sequences=request.users)
     return replace(request, demand=demand, prompt_tokens=prompt, answer_tokens=answer)
+
+
+# ---- load of many requests
+
+
+class SimulatedRequest(NamedTuple):
+    """A request that arrives at a time."""
+
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache supplies; fewer than all."""
+
+
+Arrivals = Literal["poisson", "even", "burst"]
+ARRIVALS: tuple[Arrivals, ...] = get_args(Arrivals)
+
+
+class Lengths(NamedTuple):
+    """Numbers of tokens from `low` to `high`, all equally likely."""
+
+    low: int
+    high: int
+
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+    def draw(self, random: np.random.Generator) -> int:
+        """Return one of them."""
+        return int(random.integers(self.low, self.high + 1))
+
+
+class Recorded(NamedTuple):
+    """A recorded request."""
+
+    prompt: int
+    answer: int
+    at_s: float | None = None
+
+
+def read_recorded(text: str, where: str) -> tuple[Recorded, ...]:
+    """Return the requests of a file of CSV or JSON lines.
+
+    Raises:
+        ConfigError: a line is no request, or they are not in order of arrival.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    is_json = bool(lines) and lines[0].lstrip().startswith("{")
+    entries = map(_json_line, lines) if is_json else csv.DictReader(lines)
+    found = [_one_recorded(entry, f"{where}, request {number}") for number, entry in enumerate(entries, 1)]
+    if not found:
+        raise ConfigError(f"{where} has no requests: give the columns prompt and answer.")
+    times = [each.at_s for each in found if each.at_s is not None]
+    if len(times) not in (0, len(found)) or any(later < sooner for sooner, later in pairwise(times)):
+        raise ConfigError(
+            f"{where}: `at` must be the seconds of every request, in order of arrival, or of none."
+        )
+    return tuple(found)
+
+
+def _json_line(line: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _one_recorded(entry: object, where: str) -> Recorded:
+    try:
+        fields = cast("Mapping[str, Any]", entry)
+        at = fields.get("at")
+        found = Recorded(
+            int(fields["prompt"]), int(fields["answer"]), None if at in (None, "") else float(at)
+        )
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ConfigError(
+            f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
+        ) from None
+    if min(found.prompt, found.answer) < 1:
+        raise ConfigError(
+            f"{where}: prompt {found.prompt} and answer {found.answer} must be 1 token or more."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests and how they arrive."""
+
+    prompt: Lengths
+    answer: Lengths
+    arrivals: Arrivals = "poisson"
+    burst: int = 8
+    """Number of requests that arrive at once, with bursts."""
+    prefix_hits: float = 0.0
+    """Share of each prompt that the prefix cache supplies."""
+    recorded: tuple[Recorded, ...] = ()
+    """Requests that are repeated in their order, in place of the lengths; with times, they arrive as recorded."""
+    seed: int = 0
+
+    @property
+    def mean_prompt(self) -> float:
+        return self._mean([each.prompt for each in self.recorded], self.prompt)
+
+    @property
+    def mean_answer(self) -> float:
+        return self._mean([each.answer for each in self.recorded], self.answer)
+
+    @staticmethod
+    def _mean(recorded: Sequence[int], lengths: Lengths) -> float:
+        return sum(recorded) / len(recorded) if recorded else lengths.mean
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        if not self.recorded:
+            return self.prompt.high + self.answer.high
+        return max(each.prompt + each.answer for each in self.recorded)
+
+    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
+        """Return requests in order of arrival.
+
+        Args:
+            count: number of requests.
+            rate: requests per second on average.
+        """
+        return [each._replace(at_s=each.at_s / rate) for each in islice(self.at_one_per_second(), count)]
+
+    def at_one_per_second(self) -> Iterator[SimulatedRequest]:
+        """Yield the requests without end, one per second on average."""
+        random, moments = np.random.default_rng(self.seed), self._moments()
+        for number, at_s in enumerate(moments):
+            if self.recorded:
+                prompt, answer, _ = self.recorded[number % len(self.recorded)]
+            else:
+                prompt, answer = self.prompt.draw(random), self.answer.draw(random)
+            cached = min(prompt - 1, int(self.prefix_hits * prompt))
+            yield SimulatedRequest(at_s, prompt, answer, cached)
+
+    def _moments(self) -> Iterator[float]:
+        """Yield the times of arrival for one request per second."""
+        random, at = np.random.default_rng(self.seed + 1), 0.0
+        recorded = [each.at_s for each in self.recorded if each.at_s is not None]
+        if recorded:
+            # The pause between two rounds is a mean one.
+            pause = (recorded[-1] - recorded[0]) / max(1, len(recorded) - 1) or 1.0
+            each = [later - sooner for sooner, later in pairwise(recorded)]
+            while True:
+                for gap in (pause, *each):
+                    at += gap / pause
+                    yield at
+        while True:
+            if self.arrivals == "burst":
+                at += float(random.exponential()) * self.burst
+                yield from (at for _ in range(self.burst))
+            else:
+                at += 1.0 if self.arrivals == "even" else float(random.exponential())
+                yield at
