@@ -14,7 +14,7 @@ from tests.worker.kv.passes import HEADS, feed, to_list, visible_keys
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
-from mlx_ring.worker.kv.grouping import STEP_BYTES
+from mlx_ring.worker.kv.bank_memory import STEP_BYTES
 
 pytestmark = pytest.mark.usefixtures("writing")
 
