@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import MappingProxyType
 
 from mlx_ring.core.engine_stats import BLOCK, RankKvUse, kv_blocks
@@ -120,6 +121,20 @@ class KvBudget:
         """Limit of each rank in bytes."""
         return {place: rank.limit_bytes for place, rank in self._ranks.items()}
 
+    @property
+    def even_limits(self) -> Mapping[RankId, int]:
+        """Limit of each rank in bytes, which those of a stage reach with the same tokens.
+
+        They decide by it which rows share a pass, and must decide alike. So the limit of the rank that holds the fewest
+        tokens counts for all of its stage.
+        """
+        even: dict[RankId, int] = {}
+        for place, rank in self._ranks.items():
+            group = [other for at, other in self._ranks.items() if at.stage == place.stage]
+            least = min(group, key=lambda other: Fraction(other.limit_bytes, _size(other)))
+            even[place] = least.limit_bytes * _size(rank) // _size(least)
+        return even
+
     def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
         """Set new limits in bytes; one sequence of `longest` tokens always fits."""
         for place, nbytes in limits.items():
@@ -191,6 +206,11 @@ class KvBudget:
     @staticmethod
     def _bytes(rank: RankKv, blocks: int, sequences: int) -> int:
         return blocks * BLOCK * rank.bytes_per_token + sequences * rank.bytes_per_sequence
+
+
+def _size(rank: RankKv) -> int:
+    """Return a size in proportion to the KV heads of a rank, among those of its stage."""
+    return rank.bytes_per_token or rank.bytes_per_sequence or 1
 
 
 def sequence_bytes(rank: RankKv, tokens: int) -> int:

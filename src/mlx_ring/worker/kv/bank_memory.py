@@ -182,7 +182,7 @@ class BankMemory:
         """Finish within a number of steps, if the usual speed is too slow."""
         if steps < STEPS:
             behind = sum(planes[position].nbytes for planes, position, _ in self._behind())
-            self._bring(behind // steps)
+            self._bring(-(-behind // steps))
 
     def grows(self, window: int | None, need: int, limit: int) -> bool:
         """Report whether `reserve` would copy."""
@@ -192,7 +192,7 @@ class BankMemory:
 
     def continue_resizing(self) -> None:
         """Resize some arrays to the target."""
-        self._bring(max(self._growth.step_bytes, self.nbytes // STEPS))
+        self._bring(max(self._growth.step_bytes, -(-self.nbytes // STEPS)))
 
     def finish(self) -> None:
         """Resize all arrays to the target, one by one."""
