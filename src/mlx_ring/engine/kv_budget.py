@@ -49,6 +49,8 @@ class KvBudget:
         self._freeing: deque[tuple[int, int]] = deque()
         """Step and blocks of each pending free."""
         self._freeing_blocks = 0
+        self._awaited: dict[int, int] = {}
+        """Further blocks of sequences that wait for pending frees."""
         self._held = dict.fromkeys(self._ranks, 0)
 
     @property
@@ -97,6 +99,14 @@ class KvBudget:
             self._used(rank) + self._bytes(rank, blocks, sequences) <= rank.limit_bytes
             for rank in self._ranks.values()
         )
+
+    def awaits(self, tokens: int, sequence: int) -> bool:
+        """Return True if pending frees will make room for a sequence's `tokens`, beside others that wait for theirs."""
+        others = sum(blocks for other, blocks in self._awaited.items() if other != sequence)
+        if not self._freeing or not self.fits(tokens, sequence, spare_blocks=others, freed=True):
+            return False
+        self._awaited[sequence] = kv_blocks(tokens) - self._blocks.get(sequence, 0)
+        return True
 
     def holds(self, tokens: int, sequence: int) -> bool:
         """Return True if a sequence has the memory of `tokens` already, and no rank's account is over its limit."""
@@ -159,11 +169,13 @@ class KvBudget:
     def charge(self, sequence: int, tokens: int) -> None:
         """Set the number of tokens that a sequence holds."""
         blocks = kv_blocks(tokens)
+        self._awaited.pop(sequence, None)
         self._total_blocks += blocks - self._blocks.get(sequence, 0)
         self._blocks[sequence] = blocks
 
     def release(self, sequence: int, step: int) -> None:
         """Free a sequence's memory once every rank has answered `step`."""
+        self._awaited.pop(sequence, None)
         blocks = self._blocks.pop(sequence, None)
         if blocks is not None:
             self._total_blocks -= blocks
@@ -172,6 +184,7 @@ class KvBudget:
 
     def drop(self, sequence: int) -> None:
         """Forget a sequence that never had its memory, or whose memory another one took over."""
+        self._awaited.pop(sequence, None)
         self._total_blocks -= self._blocks.pop(sequence, 0)
 
     def settle(self, completed: int) -> None:

@@ -186,7 +186,7 @@ class Simulation:
             if budget.fits(tokens, stream.id):
                 budget.charge(stream.id, tokens)
                 break
-            if budget.being_freed:
+            if budget.awaits(tokens, stream.id):
                 return False
             newest = self._running[max(self._running)]
             self._preempt(newest)
