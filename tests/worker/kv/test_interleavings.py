@@ -154,6 +154,20 @@ class Interleavings(RuleBasedStateMachine):
         self.store.free(sequence)
         del self.tokens[sequence]
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.tokens)
+    def retain_and_free_several(self, data: st.DataObject) -> None:
+        ended = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+        for sequence in ended:
+            self.store.retain(sequence)
+        for sequence in ended:
+            tokens = self.tokens.pop(sequence)
+            if tokens:
+                keys, values = self.store.read(sequence, 2, (0, HEADS), (0, len(tokens)))
+                assert to_list(keys[1, :, 0]) == [token + 20_000 for token in tokens]
+                assert mx.array_equal(keys, -values)
+        self.store.free(*ended)
+
     @rule()
     def reset(self) -> None:
         self.store.reset()
