@@ -135,22 +135,16 @@ def test_rows_that_are_freed_together_are_taken_out_of_a_bank_once(monkeypatch: 
 
 
 def test_a_lower_limit_frees_the_room_that_no_row_needs() -> None:
-    store = store_with(3)
-    for sequence in (0, 1):
-        store.free(sequence)
-    for _ in range(3):
-        append(store, {2: [7]})
-    needed = -(-(store.length(2) + 1) // 256) * 256 * store.nbytes // (bank_of(store).memory.capacity(None))
-    store.limit(needed // bank_of(store).memory.slots)
-    assert bank_of(store).memory.slots == 1
-    assert store.nbytes <= needed
-    append(store, {2: range(600)})
-    check_content(store, 2, store.length(2), 2)
-
-
-def bank_of(store: KVStore) -> Bank:
-    (bank,) = store._banks._banks  # pyright: ignore[reportPrivateUsage] - nothing else shows its banks
-    return bank
+    store = store_with(1)
+    needed = store.nbytes
+    append(store, {0: [7] * 100})
+    for _ in range(2 * LAYERS):
+        append(store, {0: [7]})
+    assert store.nbytes > needed, "there is room ahead"
+    store.limit(needed)
+    assert store.nbytes == needed
+    append(store, {0: range(600)})
+    check_content(store, 0, store.length(0), 0)
 
 
 def test_rows_are_lost_if_a_layer_cannot_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
