@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from tests.default_settings import make_policy
@@ -28,13 +29,17 @@ def blocks(count: int) -> int:
 
 
 class LimitedEngine:
-    """Engine over one rank with an initial limit of twelve blocks."""
+    """Engine over the ranks of one stage; by default one, with an initial limit of twelve blocks."""
 
-    def __init__(self, policy: Policy = make_policy(num_speculative_tokens=0)) -> None:  # noqa: B008 - frozen
-        self.twin = TwinExecutor([1])
+    def __init__(
+        self,
+        policy: Policy = make_policy(num_speculative_tokens=0),  # noqa: B008 - frozen
+        kv: Mapping[RankId, RankKv] | None = None,
+    ) -> None:
+        kv = kv or {PLACE: RankKv(limit_bytes=blocks(12), bytes_per_token=TOKEN)}
+        self.twin = TwinExecutor([len(kv)])
         vocabulary = Vocabulary(lambda tokens: bytes(tokens).decode("latin-1"), frozenset(), 256)
         limits = Limits(context_length=8 * BLOCK, vocab_size=256, eos=frozenset({0}))
-        kv = {PLACE: RankKv(limit_bytes=blocks(12), bytes_per_token=TOKEN)}
         self.engine = Engine(self.twin, vocabulary, limits, instance="i", epoch=1, policy=policy, kv=kv)
 
     async def answer(self, prompt: int, answer: int, first: int = 1) -> list[int]:
@@ -132,5 +137,17 @@ def test_a_lower_limit_applies_once_a_longer_request_has_ended() -> None:
         await task
         assert limited.engine.stats().cache.ranks[PLACE].limit_bytes == blocks(2)
         assert limited.twin.kv_limits == {PLACE: blocks(2)}
+
+    asyncio.run(run())
+
+
+def test_ranks_that_share_layers_get_limits_in_proportion_to_their_parts() -> None:
+    async def run() -> None:
+        limited = LimitedEngine(
+            kv={RankId(0, 0): RankKv(blocks(12), TOKEN), RankId(0, 1): RankKv(blocks(12), 3 * TOKEN)}
+        )
+        assert limited.twin.kv_limits == {RankId(0, 0): blocks(4), RankId(0, 1): blocks(12)}
+        limited.engine.limit_kv({RankId(0, 0): blocks(3), RankId(0, 1): blocks(27)})
+        assert limited.twin.kv_limits == {RankId(0, 0): blocks(3), RankId(0, 1): blocks(9)}
 
     asyncio.run(run())

@@ -39,6 +39,19 @@ def test_kv_is_charged_in_whole_blocks() -> None:
     assert not kv.fits(3 * BLOCK + 1, 1)
 
 
+def test_ranks_of_a_stage_reach_their_limits_with_the_same_tokens() -> None:
+    kv = KvBudget(
+        {
+            RankId(0, 0): RankKv(1000, 30),
+            RankId(0, 1): RankKv(340, 10),
+            RankId(1, 0): RankKv(999, 7),
+            RankId(2, 0): RankKv(500, 0, 12),
+            RankId(2, 1): RankKv(101, 0, 4),
+        }
+    )
+    assert [*kv.even_limits.values()] == [1000, 333, 999, 303, 101]
+
+
 def test_held_memory_needs_no_search_unless_a_rank_is_over_its_limit() -> None:
     kv = budget(3)
     kv.charge(1, BLOCK + 1)

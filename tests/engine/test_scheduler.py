@@ -15,6 +15,7 @@ from tests.engine.pipeline import EOS, PLAIN, Pipeline, budget
 from tests.engine.twin_rank import Reach
 from tests.examples import examples
 
+from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ProtocolError, StepFailed
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.rpc.failures import error_to_failure
@@ -186,6 +187,23 @@ def test_padded_rows_cause_preemption_and_all_sequences_end(*, prefix_cache: boo
     assert prefilled <= 2 * sum(sequence.prompt_length for sequence in pipeline.sequences.values()), (
         "a preempted sequence returns when another has ended, and not at once"
     )
+    pipeline.check_nothing_is_left()
+
+
+def test_sequences_that_must_give_way_to_the_rows_of_a_step_are_freed_in_one_step() -> None:
+    policy = replace(PLAIN, max_num_seqs=9, prefill_chunk=512)
+    pipeline = Pipeline(
+        (1,), policy, kv=budget((1,), 18), context=1000, next_token=lambda tokens: 1 + len(tokens) % 7
+    )
+    # The first one is a step ahead of the others. At the end of their second blocks all of the memory is taken.
+    added = [pipeline.add(200, SamplingParams(max_tokens=2 * BLOCK - 180)) for _ in range(9)]
+    pipeline.run_out()
+    freed = [
+        [one.free.sequence for one in step.operations if one.HasField("free")] for step in pipeline.twin.sent
+    ]
+    assert [sequences for sequences in freed if sequences][:2] == [[9], [8, 7]]
+    assert pipeline.scheduler.stats().num_preemptions == 3
+    assert all(sequence.output == pipeline.alone(sequence) for sequence in added)
     pipeline.check_nothing_is_left()
 
 

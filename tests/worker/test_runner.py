@@ -276,6 +276,20 @@ def test_group_is_notified_at_the_end_of_every_step(
     assert group.ended == 3
 
 
+def test_rank_of_a_group_keeps_within_its_limit_until_it_is_reset(folder: Path) -> None:
+    (runner,) = make_stages(folder, CUTS[1], group=CountingGroup())
+    steps, prompt = Steps(), PROMPT * 31
+    opened = step_pb2.CacheOperation(open=step_pb2.Open(sequence=1, max_length=2000))
+    runner.run(steps.make(chunk(1, 0, prompt), operations=[opened]), 0)
+    with_room = runner.kv_bytes
+    runner.limit_kv(with_room - 1)
+    runner.run(steps.make(decode(1, len(prompt), 5)), 0)
+    assert runner.kv_bytes == with_room // 2, "a block of 256 tokens holds all, and no other is held ahead"
+    runner.reset()
+    runner.run(Steps().make(chunk(1, 0, prompt), operations=[opened]), 0)
+    assert runner.kv_bytes == with_room
+
+
 @pytest.mark.parametrize(("count", "is_computed"), [(1, True), (2, False)])
 def test_ranks_compute_all_sums_of_single_tokens_whose_values_nobody_wants(
     folder: Path, *, count: int, is_computed: bool

@@ -137,3 +137,20 @@ def test_sequences_freed_meanwhile_get_no_token(stage: Stage0) -> None:
     stage.arrive(1, 7, 8)
     stage.feedback.collect()
     assert stage.feedback.token(2) == 8
+
+
+def test_sequences_that_are_freed_one_after_the_other_leave_the_kv_together(
+    stage: Stage0, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed, free = list[tuple[int, ...]](), KVStore.free
+
+    def record(store: KVStore, *sequences: int) -> None:
+        freed.append(sequences)
+        free(store, *sequences)
+
+    monkeypatch.setattr(KVStore, "free", record)
+    operations = [step_pb2.CacheOperation(free=step_pb2.Free(sequence=sequence)) for sequence in (1, 9, 2)]
+    failed = stage.table.apply(operations)
+    assert freed == [(1, 2)]
+    assert {sequence: str(error) for sequence, error in failed.items()} == {9: "Sequence 9 is not open here."}
+    assert len(stage.table) == 0

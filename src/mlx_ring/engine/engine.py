@@ -104,7 +104,7 @@ class Engine:
         self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
         executor.set_listener(self)
-        executor.limit_kv(self._scheduler.kv_limits)
+        executor.limit_kv(self._scheduler.kv.budget.even_limits)
 
     # ---- from the API
 
@@ -402,7 +402,7 @@ class Engine:
         before = self.context_length
         self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
         log_new_context(self._instance, before, self.context_length)
-        self._executor.limit_kv(self._scheduler.kv_limits)
+        self._executor.limit_kv(self._scheduler.kv.budget.even_limits)
 
     def load_for(self, prompts: Iterable[tuple[int, ...]]) -> EngineLoad:
         """Return the instance's load, and the cost of prompts on it."""

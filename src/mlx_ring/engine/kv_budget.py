@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import MappingProxyType
 
 from mlx_ring.core.engine_stats import BLOCK, RankKvUse, kv_blocks
@@ -48,6 +49,8 @@ class KvBudget:
         self._freeing: deque[tuple[int, int]] = deque()
         """Step and blocks of each pending free."""
         self._freeing_blocks = 0
+        self._awaited: dict[int, int] = {}
+        """Further blocks of sequences that wait for pending frees."""
         self._held = dict.fromkeys(self._ranks, 0)
 
     @property
@@ -97,6 +100,14 @@ class KvBudget:
             for rank in self._ranks.values()
         )
 
+    def awaits(self, tokens: int, sequence: int) -> bool:
+        """Return True if pending frees will make room for a sequence's `tokens`, beside others that wait for theirs."""
+        others = sum(blocks for other, blocks in self._awaited.items() if other != sequence)
+        if not self._freeing or not self.fits(tokens, sequence, spare_blocks=others, freed=True):
+            return False
+        self._awaited[sequence] = kv_blocks(tokens) - self._blocks.get(sequence, 0)
+        return True
+
     def holds(self, tokens: int, sequence: int) -> bool:
         """Return True if a sequence has the memory of `tokens` already, and no rank's account is over its limit."""
         return self._blocks.get(sequence) == kv_blocks(tokens) and all(
@@ -119,6 +130,20 @@ class KvBudget:
     def limits(self) -> Mapping[RankId, int]:
         """Limit of each rank in bytes."""
         return {place: rank.limit_bytes for place, rank in self._ranks.items()}
+
+    @property
+    def even_limits(self) -> Mapping[RankId, int]:
+        """Limit of each rank in bytes, which those of a stage reach with the same tokens.
+
+        They decide by it which rows share a pass, and must decide alike. So the limit of the rank that holds the fewest
+        tokens counts for all of its stage.
+        """
+        even: dict[RankId, int] = {}
+        for place, rank in self._ranks.items():
+            group = [other for at, other in self._ranks.items() if at.stage == place.stage]
+            least = min(group, key=lambda other: Fraction(other.limit_bytes, _size(other)))
+            even[place] = least.limit_bytes * _size(rank) // _size(least)
+        return even
 
     def limit(self, limits: Mapping[RankId, int], longest: int) -> None:
         """Set new limits in bytes; one sequence of `longest` tokens always fits."""
@@ -144,11 +169,13 @@ class KvBudget:
     def charge(self, sequence: int, tokens: int) -> None:
         """Set the number of tokens that a sequence holds."""
         blocks = kv_blocks(tokens)
+        self._awaited.pop(sequence, None)
         self._total_blocks += blocks - self._blocks.get(sequence, 0)
         self._blocks[sequence] = blocks
 
     def release(self, sequence: int, step: int) -> None:
         """Free a sequence's memory once every rank has answered `step`."""
+        self._awaited.pop(sequence, None)
         blocks = self._blocks.pop(sequence, None)
         if blocks is not None:
             self._total_blocks -= blocks
@@ -157,6 +184,7 @@ class KvBudget:
 
     def drop(self, sequence: int) -> None:
         """Forget a sequence that never had its memory, or whose memory another one took over."""
+        self._awaited.pop(sequence, None)
         self._total_blocks -= self._blocks.pop(sequence, 0)
 
     def settle(self, completed: int) -> None:
@@ -191,6 +219,11 @@ class KvBudget:
     @staticmethod
     def _bytes(rank: RankKv, blocks: int, sequences: int) -> int:
         return blocks * BLOCK * rank.bytes_per_token + sequences * rank.bytes_per_sequence
+
+
+def _size(rank: RankKv) -> int:
+    """Return a size in proportion to the KV heads of a rank, among those of its stage."""
+    return rank.bytes_per_token or rank.bytes_per_sequence or 1
 
 
 def sequence_bytes(rank: RankKv, tokens: int) -> int:

@@ -213,9 +213,12 @@ class Scheduler:
         return step
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Reserve `tokens` for a running sequence, ending restores or preempting the newest; return False if it must wait."""
+        """Reserve `tokens` for a running sequence, ending restores or preempting the newest; return False if it must wait.
+
+        As many are preempted at once as all rows of a step need, so that ranks take them out of their batch together.
+        """
         while not (self._is_relieved() and self._kv.grow(sequence, tokens)):
-            if self._kv.budget.being_freed:
+            if self._kv.budget.awaits(tokens, sequence.id):
                 return False
             if not self.ways.give_up_restore() and self._preempt_newest() is sequence:
                 return False

@@ -200,7 +200,7 @@ class _Instance:
             if budget.fits(tokens, stream.id):
                 budget.charge(stream.id, tokens)
                 break
-            if budget.being_freed:
+            if budget.awaits(tokens, stream.id):
                 return False
             newest = self.running[max(self.running)]
             self._preempt(newest)

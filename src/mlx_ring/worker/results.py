@@ -69,8 +69,7 @@ class StepDraws:
     ) -> None:
         """Build the draws of a step.
 
-        In a group all ranks use rank 0's tokens, because unlike hardware may compute different bits.
-        With `head`, the passes' values are each rank's part of the logits.
+        In a group all ranks use rank 0's tokens. With `head`, the passes' values are each rank's part of the logits.
         """
         self._draws: list[_Draw] = []
         parts = [part for item in passes if (part := self._take(step, item)) is not None]
@@ -87,9 +86,7 @@ class StepDraws:
             for draw in self._draws
             for offset in draw.row.wants.draws
         ]
-        self._sample = LazySample(logits, rows, head)
-        if group is not None and not self._sample.is_agreed:
-            self._sample.tokens = group.from_first(self._sample.tokens)
+        self._sample = LazySample(logits, rows, head, group)
         self._logits = logits
         self._logprobs = self._look(self._sample.tokens)
         self._publish(self._sample.tokens)

@@ -162,18 +162,19 @@ class StageRunner:
     def limit_kv(self, limit_bytes: int) -> None:
         """Limit the KV memory of this rank, as the head asks.
 
-        The ranks of a group ignore it: a pass must have the same rows on all of them, however much memory each has
-        left.
-        There the head counts, and preempts sequences when a rank holds too much.
+        A pass must have the same rows on all ranks of a group. So the head gives them limits in proportion to their
+        shares, all before the same step.
         """
-        if self._group is None:
-            self._kv.limit(limit_bytes or None)
+        self._kv.limit(limit_bytes or None)
 
     def reset(self, kept: Sequence[worker_pb2.KeptSequence] = ()) -> None:
         """Free every sequence for a new head, except the part to keep of some."""
         for _ in self.finish():
             pass
-        # The ranks of a group may have ended in different steps, so they bring what they keep into one order.
+        # The ranks of a group may have ended in different steps, so they bring what they keep into one order. Not all of
+        # them may have the last limit.
+        if self._group is not None:
+            self._kv.limit(None)
         self._sequences.reset(kept, moves=self._group is not None)
         self._token_feedback.reset()
         self._traces = StepTraces()

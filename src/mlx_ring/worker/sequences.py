@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -130,18 +131,19 @@ class SequenceTable:
             The error of each sequence whose operation failed. The other operations were run.
         """
         failed: dict[int, RingError] = {}
-        for operation in operations:
-            try:
-                self._apply(operation)
-            except Exception as error:
-                sequences = self._concerned(operation)
-                if not sequences:
-                    raise
-                failure = (
-                    error if isinstance(error, RingError) else StepFailed(f"{type(error).__name__}: {error}")
-                )
-                for sequence in sequences:
-                    failed.setdefault(sequence, failure)
+        for frees, several in groupby(operations, lambda each: each.HasField("free")):
+            if frees:
+                failed |= self._free([each.free.sequence for each in several]) | failed
+                continue
+            for operation in several:
+                try:
+                    self._apply(operation)
+                except Exception as error:
+                    sequences = self._concerned(operation)
+                    if not sequences:
+                        raise
+                    for sequence in sequences:
+                        failed.setdefault(sequence, _failure(error))
         return failed
 
     def _apply(self, operation: step_pb2.CacheOperation) -> None:
@@ -152,8 +154,6 @@ class SequenceTable:
                 self._fork(operation.fork)
             case "trim":
                 self._trim(operation.trim)
-            case "free":
-                self._free(operation.free.sequence)
             case "retain":
                 self._retain(operation.retain.sequence)
             case "reset":
@@ -180,8 +180,6 @@ class SequenceTable:
                 return (fork.destination, fork.source) if is_kept else (fork.destination,)
             case "trim":
                 return (operation.trim.sequence,)
-            case "free":
-                return (operation.free.sequence,)
             case "retain" | "adopt" as name:
                 return (getattr(operation, name).sequence,)
             case _:
@@ -207,7 +205,7 @@ class SequenceTable:
         except Exception as error:
             if fork.take:
                 # The head has given up the source already.
-                self._free(fork.source)
+                self._free([fork.source])
             # The head then prefills the sequence from its start.
             raise ProtocolError(str(error) or type(error).__name__) from error
         destination.tokens = source.tokens[: fork.length]
@@ -253,10 +251,23 @@ class SequenceTable:
         self.transfers.adopt(self._kv, adopt)
         self.feed(self[adopt.sequence], adopt.start, adopt.tokens)
 
-    def _free(self, sequence: int) -> None:
-        if self._refused.pop(sequence, None) is None:
+    def _free(self, sequences: Iterable[int]) -> dict[int, RingError]:
+        """Free sequences, all at once, so that rows leave a batch together. Return the errors."""
+        failed: dict[int, RingError] = {}
+        found: dict[int, None] = {}
+        for sequence in sequences:
+            if self._refused.pop(sequence, None) is not None:
+                continue
             self._open.pop(sequence, None)
-            self._kv.free(sequence)
+            if sequence in found or not self._kv.has(sequence):
+                failed[sequence] = ProtocolError(f"Sequence {sequence} is not open here.")
+            else:
+                found[sequence] = None
+        try:
+            self._kv.free(*found)
+        except Exception as error:  # noqa: BLE001 - MLX raises any error of the copies
+            failed |= dict.fromkeys(found, _failure(error))
+        return failed
 
     def reset(self, kept: Sequence[worker_pb2.KeptSequence] = (), *, moves: bool = False) -> None:
         """Free every sequence, except the part to keep of some.
@@ -308,6 +319,10 @@ class SequenceTable:
         state.tokens[start:] = tokens
         state.history.cut(start)
         state.sampled = state.drawing = None
+
+
+def _failure(error: Exception) -> RingError:
+    return error if isinstance(error, RingError) else StepFailed(f"{type(error).__name__}: {error}")
 
 
 class TokenFeedback:

@@ -10,8 +10,9 @@ from mlx_lm.models.cache import KVCache
 from tests.worker.kv.test_kv_store import TOKEN_BYTES, append, content
 
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.kv.bank import Bank, resized
-from mlx_ring.worker.kv.grouping import GROWS_AHEAD
+from mlx_ring.worker.kv.bank import Bank
+from mlx_ring.worker.kv.bank_memory import GROWS_AHEAD
+from mlx_ring.worker.kv.layers import resized
 
 pytestmark = pytest.mark.usefixtures("writing")
 
@@ -43,7 +44,7 @@ def copied_bytes(monkeypatch: pytest.MonkeyPatch, tokens: int, fill_length: int,
         copied += plane.nbytes if size != plane.shape[axis] else 0
         return resize(plane, axis, size)
 
-    monkeypatch.setattr("mlx_ring.worker.kv.bank.resized", count)
+    monkeypatch.setattr("mlx_ring.worker.kv.bank_memory.resized", count)
     store.open(1, tokens + 100, fill_length)
     for begin in range(0, tokens, chunk):
         append(store, {1: range(begin, begin + chunk)})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ring.worker.kv.grouping import (
+from mlx_ring.worker.kv.bank_memory import SHORT_TOKENS
+from mlx_ring.worker.kv.passes import (
     DECODE_TOKENS,
     SHORT_PROMPT_TOKENS,
-    SHORT_TOKENS,
     Candidate,
     group_even_rows,
     group_rows,

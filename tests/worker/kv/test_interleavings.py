@@ -14,7 +14,7 @@ from tests.worker.kv.passes import HEADS, feed, to_list, visible_keys
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.worker.kv import Batch, KVStore
-from mlx_ring.worker.kv.grouping import STEP_BYTES
+from mlx_ring.worker.kv.bank_memory import STEP_BYTES
 
 pytestmark = pytest.mark.usefixtures("writing")
 
@@ -153,6 +153,20 @@ class Interleavings(RuleBasedStateMachine):
         sequence = self.pick(data)
         self.store.free(sequence)
         del self.tokens[sequence]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.tokens)
+    def retain_and_free_several(self, data: st.DataObject) -> None:
+        ended = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), min_size=1, unique=True))
+        for sequence in ended:
+            self.store.retain(sequence)
+        for sequence in ended:
+            tokens = self.tokens.pop(sequence)
+            if tokens:
+                keys, values = self.store.read(sequence, 2, (0, HEADS), (0, len(tokens)))
+                assert to_list(keys[1, :, 0]) == [token + 20_000 for token in tokens]
+                assert mx.array_equal(keys, -values)
+        self.store.free(*ended)
 
     @rule()
     def reset(self) -> None:

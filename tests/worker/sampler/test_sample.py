@@ -78,6 +78,14 @@ def test_lazy_sample_reads_the_same_tokens_and_reports_changed_rows(
     assert changed == [index for index, token in enumerate(tokens) if token != before[index]]
 
 
+def test_rows_with_and_without_a_grammar_are_drawn_again_in_one_step() -> None:
+    sampling = Parameters(temperature=1.0, top_p=0.99)
+    rows = [SamplerRow(sampling, seed, 4, [3, 1, 4, 1], 2) for seed in range(8)]
+    rows[4:] = [replace(each, allowed=np.arange(4096) % 2 == 0) for each in rows[4:]]
+    logits = mx.zeros((8, 4096))
+    assert LazySample(logits, rows).read()[0] == drawn(logits, *rows)
+
+
 @examples(0.6)
 @given(st.lists(sampler_rows(), min_size=2, max_size=6), st.integers(0, 1000))
 def test_row_draws_the_same_token_in_any_batch(rows: list[SamplerRow], seed: int) -> None:

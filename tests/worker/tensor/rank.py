@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from mlx_ring.core.lean_imports import import_mlx_lm
 import_mlx_lm()
 
 import mlx.core as mx  # noqa: E402 - what is left out of mlx-lm must be left out first
+import numpy as np  # noqa: E402 - as above
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402 - as above
 from mlx_lm.utils import load_model  # noqa: E402 - as above # pyright: ignore[reportUnknownVariableType]
 
@@ -120,7 +122,7 @@ def _run_shard(case: dict[str, Any], joined: mx.distributed.Group) -> Arrays:
     return arrays
 
 
-def _run_group(group: Group) -> Arrays:
+def _run_group(group: Group, report: Callable[[Any], None]) -> Arrays:
     rank = group.rank
     number = mx.array([rank + 1])
     ties = mx.zeros((2, 3, rank + 2))
@@ -137,6 +139,7 @@ def _run_group(group: Group) -> Arrays:
     for dtype in (mx.int32, mx.uint32, mx.float32, mx.float16, mx.bfloat16):
         arrays[f"first {dtype}"] = group.from_first(number.astype(dtype))
     mx.eval(arrays)
+    report(_draws_of_unlike_ranks(group))
     return arrays | _draws(group) | {"bytes of the next step": mx.array(_bytes_after_unused_sum(group))}
 
 
@@ -158,6 +161,22 @@ def _draws(group: Group) -> Arrays:
     logits, own = mx.random.normal((len(_ROWS), vocabulary)).astype(mx.bfloat16), heads[group.rank]
     parts = LazySample(logits[:, own.start : own.end], _ROWS, SplitHead(group, heads))
     return {"drawn": mx.array(parts.read()[0]), "drawn alone": mx.array(LazySample(logits, _ROWS).read()[0])}
+
+
+def _draws_of_unlike_ranks(group: Group) -> dict[str, list[list[int]]]:
+    """Draw from logits that differ between ranks, by rows that rank 0 alone, the others alone or all draw again."""
+    vocabulary = 4096
+    flat, steep = mx.zeros((1, vocabulary)), mx.zeros((1, vocabulary))
+    steep[0, 10 * group.rank] = 40.0
+    first, others = (flat, steep) if group.rank == 0 else (steep, flat)
+    mx.random.seed(group.rank)
+    noise = 0.1 * mx.random.normal((1, vocabulary))
+    rows = [_row(temperature=1.0, top_p=0.99) for _ in range(3)]
+    rows[2] = replace(rows[2], allowed=np.arange(vocabulary) % 2 == 0)
+    logits = mx.concatenate([first, others, noise])
+    drawn, alone = LazySample(logits, rows, None, group), LazySample(logits, rows)
+    mx.eval(drawn.arrays, alone.arrays)
+    return {"drawn": list(drawn.read()), "drawn alone": list(alone.read())}
 
 
 def _row(**parameters: Any) -> SamplerRow:
@@ -193,7 +212,7 @@ def main() -> None:
             (folder / f"{name}.{group.rank}.json").write_text(json.dumps(value))
 
         if case["kind"] == "group":
-            arrays = _run_group(group)
+            arrays = _run_group(group, report)
         elif case["kind"] in {"native", "mixed", "layer by layer"}:
             arrays = _run_native(case, group, report)
         elif case["kind"] == "shard":

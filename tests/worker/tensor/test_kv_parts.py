@@ -12,7 +12,7 @@ from tests.examples import examples
 
 from mlx_ring.models.tensor_shares import TensorSizes, part_of_kv, share_out
 from mlx_ring.worker.kv import KVStore
-from mlx_ring.worker.kv.grouping import STEP_BYTES
+from mlx_ring.worker.kv.bank_memory import STEP_BYTES
 
 HEADS = 8
 SHARES = share_out(TensorSizes(HEADS, HEADS, 64, 128, 0, 320), (6, 1, 1))

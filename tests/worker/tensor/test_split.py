@@ -124,8 +124,8 @@ class RankResults:
         """Report whether the ranks could run the case."""
         return (self.folder / str(size) / f"{case.name}.safetensors").exists()
 
-    def reports(self, case: Case, size: int, entry: str) -> list[int]:
-        """Return what each rank reported: `bytes` of memory that its part of the weights took, or `prepared` layers."""
+    def reports(self, case: Case, size: int, entry: str) -> list[Any]:
+        """Return what each rank reported: `bytes` of memory that its part of the weights took, `prepared` layers, or draws."""
         ranks = self.folder / str(size)
         return [json.loads((ranks / f"{case.name}.{rank}.json").read_text())[entry] for rank in range(size)]
 
@@ -248,6 +248,15 @@ def test_drawing_from_parts_of_the_logits_gives_the_tokens_of_all_logits(
     assert found["drawn"].tolist() == alone
     assert (alone[2], alone[5]) == (299, 3)
     assert alone[4] != 299
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_draws_again_where_the_first_does_and_takes_its_tokens(
+    results: RankResults, size: int
+) -> None:
+    drawn, alone = (results.reports(GROUP, size, entry) for entry in ("drawn", "drawn alone"))
+    assert drawn == [alone[0]] * size
+    assert all(other != alone[0] for other in alone[1:]), "the ranks draw other tokens by themselves"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

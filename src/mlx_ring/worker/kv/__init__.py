@@ -1,6 +1,6 @@
 """KV cache of one rank. Its rows have any length; each one joins, leaves, is cut and forked by itself."""
 
-from mlx_ring.worker.kv.grouping import STEP_BYTES
+from mlx_ring.worker.kv.bank_memory import STEP_BYTES
 from mlx_ring.worker.kv.kv_store import KVStore
 from mlx_ring.worker.kv.passes import Batch
 

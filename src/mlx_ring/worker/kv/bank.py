@@ -5,224 +5,21 @@ A row that joins, leaves or moves is copied alone. Slots `[0, len(rows))` are ta
 A copy within a bank uses an evaluated temporary. A lazy view of the array that it is written to
 would make MLX copy the whole array.
 
-A bank is one array for each plane of each layer, `(slots, heads, capacity, width)`. Another size means copying
-them all. So a bank has a target size, and each step resizes some arrays to it; the usable size is what all of them
-have. Only tokens that have no other place are not kept waiting.
+Rows move layer by layer. Each layer is freed where it was before the next one is copied, so that no more than one is held
+twice. Over the limit of memory, room that no row needs is freed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
 
-from mlx_cpu_kernels.decoder_layers import append
-from mlx_ring.worker.kv.grouping import BLOCK, GROWS_AHEAD, STEPS, Growth, blocks
-from mlx_ring.worker.kv.layers import Layout, RowPart, RowStates
-
-
-def write(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
-    """Write `(slots, heads, tokens, width)` into a plane, from a slot and an index in it on.
-
-    Return the plane to use from then on. The native kernels change it in place, whatever else has it: a slot is read
-    only up to its row's length.
-    """
-    written = append(plane, rows.astype(plane.dtype), slot, begin)
-    if written is not None:
-        return written
-    plane[slot : slot + rows.shape[0], :, begin : begin + rows.shape[2]] = rows
-    return plane
-
-
-def write_each(plane: mx.array, rows: mx.array, slots: mx.array, begins: mx.array) -> mx.array:
-    """Write one token of each row, `(rows, heads, 1, width)`, at its own slot and index. Return the plane to use.
-
-    It is one operation, which a GPU starts sooner than one for each row.
-    """
-    plane[slots, :, begins] = rows[:, :, 0].astype(plane.dtype)
-    return plane
-
-
-class BankMemory:
-    """Planes of one bank. Capacities are by window, in tokens; the window None is for full attention."""
-
-    def __init__(self, layout: Layout, growth: Growth) -> None:
-        self._layout = layout
-        self._growth = growth
-        self.planes: list[list[mx.array]] = [[] for _ in layout.row_parts]
-        self.nbytes = 0
-        self.slots = 0
-        self._capacities: dict[int | None, int] = {}
-        self._target_slots = 0
-        self._targets: dict[int | None, int] = {}
-        self.is_changing = False
-        """True if some arrays do not have the target size."""
-
-    @property
-    def target_slots(self) -> int:
-        return self._target_slots
-
-    def capacity(self, window: int | None) -> int:
-        """Return the number of tokens for which every slot has room, in the layers with this window."""
-        return self._capacities.get(window, 0)
-
-    def target_capacity(self, window: int | None) -> int:
-        return self._targets.get(window, 0)
-
-    def ensure(self, part: RowPart) -> list[mx.array]:
-        """Return the part's arrays; make them when its first keys and values come."""
-        planes = self.planes[part.index]
-        if not planes and part.planes:
-            slots, capacity = self._target_slots, self._targets[part.window]
-            planes = [
-                mx.zeros((slots, plane.heads, capacity, plane.width), plane.dtype) for plane in part.planes
-            ]
-            self.planes[part.index] = planes
-            self._take_stock()
-        return planes
-
-    def set_target_slots(self, slots: int) -> None:
-        """Set the target number of rows."""
-        self._target_slots = slots
-        self.continue_resizing()
-
-    def set_target_capacity(self, window: int | None, capacity: int) -> None:
-        """Set the target number of tokens in every slot."""
-        self._targets[window] = capacity
-        self.continue_resizing()
-
-    def reserve(self, window: int | None, need: int, limit: int, count: int = 1, soon: int = 0) -> None:
-        """Make room for `need` tokens now, and for more soon if few are left. No row will hold more than `limit`.
-
-        Args:
-            window: the window of the layers.
-            need: tokens, those of this step included.
-            limit: the most that a row will ever hold.
-            count: tokens of this step; the next steps may need as many each.
-            soon: tokens that are about to be needed. There is room for them at once, if memory allows it.
-        """
-        target = self._target(window, need, limit)
-        ahead = min(limit, blocks(soon + GROWS_AHEAD))
-        if need < soon and target < ahead and self._growth.allows(self._new_bytes(window, ahead)):
-            target = ahead
-        if target > self.target_capacity(window):
-            self.set_target_capacity(window, target)
-        if need > self.capacity(window):
-            for planes, position, part in self._behind():
-                if part.window == window:
-                    self._resize(planes, position, part)
-            self._take_stock()
-        elif self.is_changing:
-            self._hurry((self.capacity(window) - need) // count + 1)
-
-    def _target(self, window: int | None, need: int, limit: int) -> int:
-        """Return the target capacity."""
-        current = self.target_capacity(window)
-        if need <= current and (current >= limit or need + GROWS_AHEAD <= current):
-            return current
-        return self._growth.capacity(current, need, limit, lambda capacity: self.more_bytes(window, capacity))
-
-    def more_bytes(self, window: int | None, capacity: int) -> int:
-        """Return the bytes that another capacity would add to the target size."""
-        return self._bytes(self._target_slots, {**self._targets, window: capacity}) - self.target_bytes
-
-    def _new_bytes(self, window: int | None, capacity: int) -> int:
-        """Return the bytes that a larger capacity would add, those of parts without arrays included."""
-        return sum(
-            self._target_slots * plane.heads * plane.width * plane.dtype.size * (capacity - present)
-            for part in self._layout.row_parts
-            if part.window == window
-            for present in [self._targets.get(window, 0) if self.planes[part.index] else 0]
-            for plane in part.planes
-        )
-
-    def more_bytes_for_slots(self, slots: int) -> int:
-        """Return the bytes that another number of slots would add to the target size."""
-        return self._bytes(slots, self._targets) - self.target_bytes
-
-    @property
-    def target_bytes(self) -> int:
-        """Bytes of the arrays at the target size."""
-        return self._bytes(self._target_slots, self._targets)
-
-    def _bytes(self, slots: int, capacities: Mapping[int | None, int]) -> int:
-        """Return the bytes of the parts that have arrays."""
-        return slots * sum(
-            plane.heads * plane.width * plane.dtype.size * capacities.get(part.window, 0)
-            for part in self._layout.row_parts
-            if self.planes[part.index]
-            for plane in part.planes
-        )
-
-    def _hurry(self, steps: int) -> None:
-        """Finish within a number of steps, if the usual speed is too slow."""
-        if steps < STEPS:
-            behind = sum(planes[position].nbytes for planes, position, _ in self._behind())
-            self._bring(behind // steps)
-
-    def grows(self, window: int | None, need: int, limit: int) -> bool:
-        """Report whether `reserve` would copy."""
-        return need > self.capacity(window) or self._target(window, need, limit) > self.target_capacity(
-            window
-        )
-
-    def continue_resizing(self) -> None:
-        """Resize some arrays to the target."""
-        self._bring(max(self._growth.step_bytes, self.nbytes // STEPS))
-
-    def _bring(self, most: int) -> None:
-        """Resize arrays of `most` bytes, or a little more, to the target."""
-        written = 0
-        for planes, position, part in self._behind():
-            if written >= most:
-                break
-            written += self._resize(planes, position, part)
-        self._take_stock()
-
-    def drop(self) -> None:
-        """Free the memory."""
-        self.planes = [[] for _ in self._layout.row_parts]
-        self._target_slots = 0
-        self._take_stock()
-
-    def _behind(self) -> Iterator[tuple[list[mx.array], int, RowPart]]:
-        for part in self._layout.row_parts:
-            planes = self.planes[part.index]
-            for position, plane in enumerate(planes):
-                if (plane.shape[0], plane.shape[2]) != (self._target_slots, self._targets[part.window]):
-                    yield planes, position, part
-
-    def _resize(self, planes: list[mx.array], position: int, part: RowPart) -> int:
-        """Resize one array, so that no more than one is held twice. Return the new one's bytes."""
-        planes[position] = resized(planes[position], 0, self._target_slots)
-        planes[position] = resized(planes[position], 2, self._targets[part.window])
-        mx.eval(planes[position])
-        return planes[position].nbytes
-
-    def _take_stock(self) -> None:
-        """Set the usable size to what all arrays have."""
-        self.slots, self._capacities = self._target_slots, dict(self._targets)
-        self.is_changing = False
-        self.nbytes = sum(plane.nbytes for planes in self.planes for plane in planes)
-        for planes, position, part in self._behind():
-            slots, _, capacity, _ = planes[position].shape
-            self.slots = min(self.slots, slots)
-            self._capacities[part.window] = min(self._capacities[part.window], capacity)
-            self.is_changing = True
-
-
-def resized(plane: mx.array, axis: int, size: int) -> mx.array:
-    """Cut off or pad with zeros along an axis."""
-    present = plane.shape[axis]
-    if size == present:
-        return plane
-    if size < present:
-        return mx.contiguous(plane[:size] if axis == 0 else plane[:, :, :size])
-    shape = list(plane.shape)
-    shape[axis] = size - present
-    return mx.concatenate([plane, mx.zeros(shape, plane.dtype)], axis=axis)
+from mlx_ring.worker.kv.bank_memory import BLOCK, BankMemory, Growth, blocks
+from mlx_ring.worker.kv.layers import Layout, RowPart, RowStates, write
 
 
 @dataclass(slots=True, eq=False)
@@ -261,11 +58,14 @@ class Bank:
 
     def __init__(self, layout: Layout, slots: int, growth: Growth) -> None:
         """Make room for `slots` rows."""
-        self._layout = layout
+        self.layout = layout
         self._growth = growth
         self.memory = BankMemory(layout, growth)
-        self.memory.set_target_slots(slots)
+        self.memory.aim(slots, {})
+        self.memory.take_stock()
         self.rows: list[Row] = []
+        self.needed = 0
+        """Tokens of the longest row in layers with full attention, those of this step included."""
         self._used = 0
         """First slot that was never written to."""
 
@@ -282,71 +82,69 @@ class Bank:
         return [plane for planes in self.planes for plane in planes]
 
     def make_room(self, rows: Sequence[Row], limits: Mapping[int | None, int]) -> bool:
-        """Report whether rows that join and their next tokens have room now.
+        """Report whether rows that join and their next tokens have room now, or get it while they move.
 
-        If not, they will have it some steps later.
+        If not, they will have it some steps later. Over the limit of memory, they do not wait, because they would be held
+        beside that room.
 
         `limits` gives, by window, the most that any row will ever hold. Until the target is reached, the rows can
         continue elsewhere.
         """
         memory, slots = self.memory, len(self.rows) + len(rows)
-        if slots > memory.target_slots:
-            memory.set_target_slots(
-                self._growth.slots(memory.target_slots, slots, memory.more_bytes_for_slots)
-            )
         needs = {
             window: min(limit, max(row.held(window) for row in rows) + 1) for window, limit in limits.items()
         }
+        has_changed = slots > memory.target_slots
+        if has_changed:
+            memory.aim(self._growth.slots(memory.target_slots, slots, memory.more_bytes_for_slots), {})
         for window, need in needs.items():
             current = memory.target_capacity(window)
             if need > current:
                 more = partial(memory.more_bytes, window)
-                memory.set_target_capacity(window, self._growth.capacity(current, need, limits[window], more))
+                capacity = self._growth.capacity(current, need, limits[window], more)
+                memory.aim(memory.target_slots, {window: capacity})
+                has_changed = True
+        if not self._growth.allows(0):
+            return True
+        if has_changed:
+            memory.continue_resizing()
         return slots <= memory.slots and all(
             need <= memory.capacity(window) for window, need in needs.items()
         )
 
-    def take(self, row: Row) -> None:
-        """Move a row in from its bank, or give a new row a slot. The caller has made room."""
-        source, origin = row.bank, row.slot
-        slot = len(self.rows)
-        if source is not None:
-            self._copy_in(slot, row, source, origin)
-            source.remove(row)
-        self._set_slot(slot, row)
-
     def take_copy(self, row: Row, source: Bank, origin: int) -> None:
         """Give a new row a slot with a copy of another row's content."""
         slot = len(self.rows)
-        self._copy_in(slot, row, source, origin)
-        self._set_slot(slot, row)
+        for part in self.layout.row_parts:
+            self.copy_in(part, slot, row, source, origin)
+        self.set_slot(slot, row)
 
-    def _set_slot(self, slot: int, row: Row) -> None:
+    def set_slot(self, slot: int, row: Row) -> None:
+        """Give a row the next slot, which has its content."""
         self._clear(slot, row)
         row.bank, row.slot = self, slot
         self.rows.append(row)
 
-    def _copy_in(self, slot: int, row: Row, source: Bank, origin: int) -> None:
-        """Copy the content of `row` from another bank's slot."""
-        for part in self._layout.row_parts:
-            held = row.held(part.window)
-            if not source.planes[part.index] or not held:
-                continue
-            planes = self.memory.ensure(part)
-            for position, (plane, other) in enumerate(zip(planes, source.planes[part.index], strict=True)):
-                content = other[origin : origin + 1, :, :held]
-                if content.shape == plane.shape:
-                    # MLX would let the plane share the other's memory, and then copy it at its next change.
-                    content = content + mx.zeros((), content.dtype)
-                planes[position] = write(plane, content, slot, 0)
-            mx.eval(planes)
+    def copy_in(self, part: RowPart, slot: int, row: Row, source: Bank, origin: int) -> None:
+        """Copy a part of the content of `row` from another bank's slot."""
+        held = row.held(part.window)
+        if not source.planes[part.index] or not held:
+            return
+        planes = self.memory.ensure(part)
+        for position, (plane, other) in enumerate(zip(planes, source.planes[part.index], strict=True)):
+            content = other[origin : origin + 1, :, :held]
+            if content.shape == plane.shape:
+                # MLX would let the plane share the other's memory, and then copy it at its next change.
+                content = content + mx.zeros((), content.dtype)
+            planes[position] = write(plane, content, slot, 0)
+        mx.eval(planes)
 
     def _clear(self, slot: int, row: Row) -> None:
         """Zero a used slot behind its new row's tokens. Padding must be finite, whatever the last row left."""
         if slot >= self._used:
             self._used = slot + 1
             return
-        for part in self._layout.row_parts:
+        for part in self.layout.row_parts:
             held = row.held(part.window)
             planes = self.planes[part.index]
             for position, plane in enumerate(planes):
@@ -360,28 +158,45 @@ class Bank:
         row.bank, successor.bank, successor.slot = None, self, row.slot
         self.rows[successor.slot] = successor
 
-    def remove(self, row: Row) -> None:
-        """Remove a row; the last row fills its slot."""
-        last = self.rows.pop()
-        row.bank = None
-        if last is not row:
-            self._rearrange([(last, row.slot)])
-            self.rows[row.slot] = last
-            last.slot = row.slot
-        if not self.rows:
-            self.drop()
-            return
-        if len(self.rows) <= self.memory.target_slots // 2:
-            self.memory.set_target_slots(len(self.rows))
-            if not self.memory.is_changing:
-                self._used = len(self.rows)
-        self.tighten()
+    def aim_at(self, rows: Sequence[Row], slots: int, *, at_once: bool) -> bool:
+        """Set the size that these rows need as the target; report whether it changes.
+
+        Slots lose room for tokens if they are four times as long as any row; all that no row needs with `at_once`.
+        """
+        memory = self.memory
+        longest = max(max(row.length, *row.written.values(), 0) for row in rows)
+        capacity, need = memory.target_capacity(None), longest + 1
+        if at_once:
+            soon = rows[0].fill_length if len(rows) == 1 and not rows[0].retained else 0
+            need = max(need, self.needed, soon)
+        if capacity > (blocks(need) if at_once else 4 * (longest + BLOCK)):
+            capacity = blocks(need)
+        if (slots, capacity) == (memory.target_slots, memory.target_capacity(None)):
+            return False
+        memory.aim(slots, {None: capacity} if capacity else {})
+        return True
 
     def tighten(self) -> None:
         """Free most of the slots' room if they are four times as long as any row."""
-        longest = max(max(row.length, *row.written.values(), 0) for row in self.rows)
-        if self.memory.target_capacity(None) > 4 * (longest + BLOCK):
-            self.memory.set_target_capacity(None, blocks(longest + 1))
+        if self.aim_at(self.rows, self.memory.target_slots, at_once=False):
+            self.memory.continue_resizing()
+
+    def free_room(self) -> None:
+        """Free all room that no row needs, at once."""
+        self.aim_at(self.rows, len(self.rows), at_once=True)
+        self.memory.finish()
+        self.note_size()
+
+    def shrink_to(self, row: Row) -> None:
+        """Free all room but that of its only row's tokens."""
+        self.memory.aim(1, {window: row.held(window) for window in self.layout.kinds})
+        self.memory.finish()
+        self.note_size()
+
+    def note_size(self) -> None:
+        """Note that no slot has leftovers of earlier rows, if all are taken."""
+        if not self.memory.is_changing and self.memory.slots == len(self.rows):
+            self._used = len(self.rows)
 
     def drop(self) -> None:
         """Free the memory."""
@@ -398,31 +213,32 @@ class Bank:
         orders = ([*inside, *outside], [*outside, *inside])
         order = min(orders, key=lambda rows: sum(row.slot != slot for slot, row in enumerate(rows)))
         moves = [(row, slot) for slot, row in enumerate(order) if row.slot != slot]
-        self._rearrange(moves)
+        for part in self.layout.row_parts:
+            self.rearrange(part, moves)
         self.rows = order
         for row, slot in moves:
             row.slot = slot
 
-    def _rearrange(self, moves: list[tuple[Row, int]]) -> None:
-        """Copy rows to other slots of this bank, all at once, whole slots."""
-        for index, planes in enumerate(self.planes):
-            for position, plane in enumerate(planes):
-                rows = [mx.contiguous(plane[row.slot : row.slot + 1]) for row, _ in moves]
-                mx.eval(rows)
-                for (_, slot), content in zip(moves, rows, strict=True):
-                    plane[slot : slot + 1] = content
-                del rows
-                self.planes[index][position] = plane
-            mx.eval(planes)
+    def rearrange(self, part: RowPart, moves: Sequence[tuple[Row, int]]) -> None:
+        """Copy a part of rows to other slots of this bank, all at once, whole slots."""
+        planes = self.planes[part.index]
+        for position, plane in enumerate(planes):
+            rows = [mx.contiguous(plane[row.slot : row.slot + 1]) for row, _ in moves]
+            mx.eval(rows)
+            for (_, slot), content in zip(moves, rows, strict=True):
+                plane[slot : slot + 1] = content
+            del rows
+            planes[position] = plane
+        mx.eval(planes)
 
     def shift(self, row: Row, window: int) -> None:
         """Move a sliding row's tokens to the front of its slot, and drop those before window and slack."""
-        keep = min(row.held(window), self._layout.keep(window))
+        keep = min(row.held(window), self.layout.keep(window))
         drop = row.held(window) - keep
         if drop <= 0:
             return
         slot = row.slot
-        for part in self._layout.row_parts:
+        for part in self.layout.row_parts:
             if part.window != window:
                 continue
             for plane in self.planes[part.index]:
@@ -431,3 +247,114 @@ class Bank:
                 plane[slot : slot + 1, :, :keep] = content
                 del content
         row.bases[window] = row.base(window) + drop
+
+
+class Removal:
+    """Rows that leave a bank together, one part after the other. The last rows fill their slots."""
+
+    def __init__(self, bank: Bank, leaving: Sequence[Row], growth: Growth, more_bytes: int = 0) -> None:
+        """Plan it; `more_bytes` are needed meanwhile. Over the limit of memory, each part is resized at once."""
+        ids = set(map(id, leaving))
+        count = len(bank.rows) - len(leaving)
+        order, rest = bank.rows[:count], [row for row in bank.rows[count:] if id(row) not in ids]
+        holes = [slot for slot, row in enumerate(order) if id(row) in ids]
+        self.bank, self._leaving = bank, leaving
+        self._moves = list(zip(rest, holes, strict=True))
+        for row, slot in self._moves:
+            order[slot] = row
+        self._order = order
+        shrinking = max(0, bank.memory.nbytes - bank.memory.target_bytes)
+        self._at_once = not growth.allows(more_bytes + shrinking)
+        bank.needed = 0
+        slots = bank.memory.target_slots
+        if self._at_once or count <= slots // 2:
+            slots = count
+        self._has_changed = bool(order) and bank.aim_at(order, slots, at_once=self._at_once)
+
+    def do(self, part: RowPart) -> None:
+        """Remove the rows from a part."""
+        if not self._order:
+            self.bank.memory.release(part)
+            return
+        if self._moves:
+            self.bank.rearrange(part, self._moves)
+        if self._at_once:
+            self.bank.memory.bring(part)
+
+    def finish(self) -> None:
+        """Record that the rows are removed from every part."""
+        bank, memory = self.bank, self.bank.memory
+        for row in self._leaving:
+            row.bank = None
+        for row, slot in self._moves:
+            row.slot = slot
+        bank.rows = self._order
+        if not bank.rows:
+            bank.drop()
+        elif self._at_once or not self._has_changed:
+            memory.take_stock()
+        else:
+            memory.continue_resizing()
+        bank.note_size()
+
+    def fail(self, error: BaseException) -> None:
+        """Mark all rows of the bank lost, because some parts were changed and others not."""
+        mark_lost(self.bank.rows, str(error) or type(error).__name__)
+        self.bank.drop()
+
+
+def remove(rows: Sequence[Row], growth: Growth) -> None:
+    """Remove rows from their banks, of each bank all at once."""
+    _carry([], [Removal(bank, leaving, growth) for bank, leaving in _by_bank(rows)])
+
+
+def move(places: Sequence[tuple[Row, Bank]], growth: Growth) -> None:
+    """Move rows to banks with room for them, or give new ones a slot there.
+
+    If that fails, the rows and those of the banks that they leave are lost.
+    """
+    count = Counter[int]()
+    slots: list[tuple[Row, Bank, int]] = []
+    for row, bank in places:
+        slots.append((row, bank, len(bank.rows) + count[id(bank)]))
+        count[id(bank)] += 1
+    more = sum(bank.memory.missing_bytes() for bank in {id(bank): bank for _, bank in places}.values())
+    rows = [row for row, _ in places]
+    removals = [Removal(bank, leaving, growth, more) for bank, leaving in _by_bank(rows)]
+    _carry(slots, removals)
+    for row, bank, slot in slots:
+        bank.memory.take_stock()
+        bank.set_slot(slot, row)
+
+
+def _carry(slots: Sequence[tuple[Row, Bank, int]], removals: Sequence[Removal]) -> None:
+    banks = [*(bank for _, bank, _ in slots), *(removal.bank for removal in removals)]
+    parts = banks[0].layout.row_parts if banks else ()
+    try:
+        for part in parts:
+            for row, bank, slot in slots:
+                bank.memory.make_room(part, slot + 1, row.held(part.window))
+                if row.bank is not None:
+                    bank.copy_in(part, slot, row, row.bank, row.slot)
+            for removal in removals:
+                removal.do(part)
+    except BaseException as error:
+        for removal in removals:
+            removal.fail(error)
+        raise
+    for removal in removals:
+        removal.finish()
+
+
+def _by_bank(rows: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
+    banks = {id(row.bank): row.bank for row in rows if row.bank is not None}.values()
+    return [(bank, [row for row in rows if row.bank is bank]) for bank in banks]
+
+
+def mark_lost(rows: Sequence[Row], reason: str) -> None:
+    """Mark rows lost."""
+    for row in rows:
+        row.lost = (
+            f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "
+            "Free it and prefill again."
+        )

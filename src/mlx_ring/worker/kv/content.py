@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Bank, Row
-from mlx_ring.worker.kv.grouping import BLOCK, SHORT_TOKENS, Growth
+from mlx_ring.worker.kv.bank import Bank, Row, move, remove
+from mlx_ring.worker.kv.bank_memory import BLOCK, SHORT_TOKENS, Growth
 from mlx_ring.worker.kv.layers import CachePart, Layer, Layout, ObjectPart, Plane, RowPart
 
 Range = tuple[int, int]
@@ -218,8 +218,7 @@ class Banks:
         limits = {window: self._limit(bank, window, strangers) for window in self._layout.kinds}
         if strangers and not bank.make_room(strangers, limits):
             return [(bank, residents), *self._apart(strangers)]
-        for row in strangers:
-            bank.take(row)
+        move([(row, bank) for row in strangers], self._growth)
         return [(bank, list(group))]
 
     def _apart(self, rows: Sequence[Row]) -> list[tuple[Bank, list[Row]]]:
@@ -235,18 +234,22 @@ class Banks:
         self.reserve(bank, [row], [room])
         return bank
 
-    def retain(self, row: Row) -> None:
-        """Move a row into a bank of its own that has no more room than it needs."""
-        source = row.bank
-        if source is None or self._is_exact(source, row):
-            return
-        bank = self._new_bank(1)
-        for window in self._layout.kinds:
-            held = row.held(window)
-            bank.memory.reserve(window, held, held)
-        bank.take(row)
-        if not source.rows:
-            self._banks.remove(source)
+    def retain(self, rows: Sequence[Row]) -> None:
+        """Move each row into a bank of its own that has no more room than it needs, in this order."""
+        rows = [row for row in rows if row.bank is not None]
+        places: list[tuple[Row, Bank]] = []
+        for row in rows:
+            if row.bank is not None and row.bank.rows == [row]:
+                if not self._is_exact(row.bank, row):
+                    row.bank.shrink_to(row)
+            else:
+                places.append((row, Bank(self._layout, 1, self._growth)))
+        for row, bank in places:
+            bank.memory.aim(1, {window: row.held(window) for window in self._layout.kinds})
+        move(places, self._growth)
+        own = {id(row.bank) for row in rows}
+        self._banks = [bank for bank in self._banks if bank.rows and id(bank) not in own]
+        self._banks += [row.bank for row in rows if row.bank is not None]
 
     def _is_exact(self, bank: Bank, row: Row) -> bool:
         """Return True if a bank has one row, and no more room than that needs."""
@@ -261,16 +264,25 @@ class Banks:
         )
 
     def reserve(self, bank: Bank, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Make room for the rows' tokens and `counts` more in every layer, for a row alone also for its next ones."""
+        """Make room for the rows' tokens and `counts` more in every layer, for a row alone also for its next ones.
+
+        Over the limit of memory, a bank that grows loses its free slots first.
+        """
         alone = rows[0] if len(rows) == 1 and all(row is rows[0] for row in bank.rows) else None
         for window in self._layout.kinds:
             if window is None:
                 need = max(row.length + count for row, count in zip(rows, counts, strict=True))
+                bank.needed = max(bank.needed, need)
             else:
                 need = self._slide(bank, rows, counts, window)
             limit = self._limit(bank, window, rows)
             soon = 0 if alone is None else min(limit, alone.fill_length)
-            bank.memory.reserve(window, need, limit, max(counts), soon)
+            memory = bank.memory
+            if need > memory.target_capacity(window) and not self._growth.allows(
+                memory.more_bytes(window, need)
+            ):
+                memory.aim(max(len(bank.rows), len(rows)), {})
+            memory.reserve(window, need, limit, max(counts), soon)
 
     def _limit(self, bank: Bank, window: int | None, rows: Sequence[Row] = ()) -> int:
         """Return the most tokens that a slot will ever hold, for present and joining rows."""
@@ -287,13 +299,17 @@ class Banks:
             needs.append(min(most, row.held(window) + count))
         return max(needs)
 
-    def leave(self, row: Row) -> None:
-        """Remove a row from its bank; drop a bank without rows."""
-        bank = row.bank
-        if bank is not None:
-            bank.remove(row)
-            if not bank.rows:
-                self._banks.remove(bank)
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Remove rows from their banks, from each bank all at once; drop banks without rows."""
+        remove(rows, self._growth)
+        self._banks = [bank for bank in self._banks if bank.rows]
+
+    def fit(self) -> None:
+        """Free room that no row needs as far as the limit of memory demands it. The step then has its room."""
+        for bank in self._banks:
+            if bank.rows and not self._growth.allows(max(0, self.nbytes - self.target_bytes)):
+                bank.free_room()
+            bank.needed = 0
 
     def _target(self, group: Sequence[Row]) -> Bank:
         """Return the bank with most of the group's tokens, unless its slots are far too long for the others."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_ring.core.errors import ProtocolError, RingError, StepFailed
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.worker.kv.bank import Row
+from mlx_ring.worker.kv.bank_memory import STEP_BYTES, Growth
 from mlx_ring.worker.kv.content import (
     Banks,
     Range,
@@ -23,13 +24,7 @@ from mlx_ring.worker.kv.content import (
     row_planes,
     write_row,
 )
-from mlx_ring.worker.kv.grouping import STEP_BYTES, Growth
-from mlx_ring.worker.kv.layers import (
-    JoinedStates,
-    Layout,
-    RowStates,
-    read_layout,
-)
+from mlx_ring.worker.kv.layers import JoinedStates, Layout, RowStates, read_layout
 from mlx_ring.worker.kv.passes import Assembly, Batch, PassLedger
 from mlx_ring.worker.tensors import dtype_name
 
@@ -84,6 +79,10 @@ class KVStore:
     def limit(self, limit_bytes: int | None) -> None:
         """Limit the memory of this rank. The head enforces the limit; room ahead of need stays within it."""
         self._growth.limit_bytes = limit_bytes
+        self._banks.fit()
+
+    def has(self, sequence: int) -> bool:
+        return sequence in self._rows
 
     def length(self, sequence: int) -> int:
         """Return the number of committed tokens."""
@@ -106,14 +105,15 @@ class KVStore:
             )
         self._rows[sequence] = Row(sequence, max_length, min(fill_length, max_length))
 
-    def free(self, sequence: int) -> None:
-        """Forget a sequence and free its memory."""
+    def free(self, *sequences: int) -> None:
+        """Forget sequences and free their memory, all at once."""
         self._ledger.settle()
-        row = self._row(sequence)
+        rows = [self._row(sequence) for sequence in sequences]
         try:
-            self._empty(row)
+            self._empty(*rows)
         finally:
-            del self._rows[sequence]
+            for sequence in sequences:
+                del self._rows[sequence]
 
     def reset(self) -> None:
         """Forget every sequence."""
@@ -133,17 +133,21 @@ class KVStore:
         """
         self._ledger.settle()
         wanted = {each.sequence: each for each in kept}
-        for sequence in [*self._rows]:
-            if sequence not in wanted or not self._can_keep(sequence, wanted[sequence].length):
-                self.free(sequence)
+        self.free(
+            *(
+                sequence
+                for sequence in [*self._rows]
+                if sequence not in wanted or not self._can_keep(sequence, wanted[sequence].length)
+            )
+        )
         rows, self._rows = self._rows, {}
         for sequence, each in wanted.items():
             row = rows.get(sequence)
             if row is not None:
                 row.sequence = each.kept_as
                 self._rows[each.kept_as] = row
-                if moves:
-                    self._banks.retain(row)
+        if moves:
+            self._banks.retain([*self._rows.values()])
         return frozenset(self._rows)
 
     def _can_keep(self, sequence: int, length: int) -> bool:
@@ -183,7 +187,7 @@ class KVStore:
         self._ledger.settle()
         row = self._sound(sequence)
         row.retained = True
-        self._banks.retain(row)
+        self._banks.retain([row])
         if row.states is not None:
             row.states = row.states.owned(self._layout.object_parts)
 
@@ -433,9 +437,11 @@ class KVStore:
                     "Free it and prefill again."
                 )
 
-    def _empty(self, row: Row) -> None:
-        """Reset to an empty sequence that holds nothing."""
-        if row.states is not None:
-            self._state_bytes = max(self._state_bytes, row.states.nbytes)
-        self._banks.leave(row)
-        row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""
+    def _empty(self, *rows: Row) -> None:
+        """Reset to empty sequences that hold nothing."""
+        for row in rows:
+            if row.states is not None:
+                self._state_bytes = max(self._state_bytes, row.states.nbytes)
+        self._banks.leave(rows)
+        for row in rows:
+            row.length, row.bases, row.written, row.states, row.lost = 0, {}, {}, None, ""

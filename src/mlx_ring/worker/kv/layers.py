@@ -15,6 +15,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_cpu_kernels.decoder_layers import append
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import BLOCK_TOKENS
 
@@ -35,6 +36,40 @@ class Plane:
     heads: int
     width: int
     dtype: mx.Dtype
+
+
+def write(plane: mx.array, rows: mx.array, slot: int, begin: int) -> mx.array:
+    """Write `(slots, heads, tokens, width)` into a plane, from a slot and an index in it on.
+
+    Return the plane to use from then on. The native kernels change it in place, whatever else has it: a slot is read
+    only up to its row's length.
+    """
+    written = append(plane, rows.astype(plane.dtype), slot, begin)
+    if written is not None:
+        return written
+    plane[slot : slot + rows.shape[0], :, begin : begin + rows.shape[2]] = rows
+    return plane
+
+
+def write_each(plane: mx.array, rows: mx.array, slots: mx.array, begins: mx.array) -> mx.array:
+    """Write one token of each row, `(rows, heads, 1, width)`, at its own slot and index. Return the plane to use.
+
+    It is one operation, which a GPU starts sooner than one for each row.
+    """
+    plane[slots, :, begins] = rows[:, :, 0].astype(plane.dtype)
+    return plane
+
+
+def resized(plane: mx.array, axis: int, size: int) -> mx.array:
+    """Cut off or pad with zeros along an axis."""
+    present = plane.shape[axis]
+    if size == present:
+        return plane
+    if size < present:
+        return mx.contiguous(plane[:size] if axis == 0 else plane[:, :, :size])
+    shape = list(plane.shape)
+    shape[axis] = size - present
+    return mx.concatenate([plane, mx.zeros(shape, plane.dtype)], axis=axis)
 
 
 @dataclass(slots=True)

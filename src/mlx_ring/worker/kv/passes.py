@@ -1,5 +1,10 @@
 """Forward passes over rows of a step: grouped, built, and then committed, undone or failed.
 
+Rows share a pass if that costs less padding than a pass of their own. So decoding rows share one, and so do short
+prompts or what remains of them after a cached prefix. Lengths in one batch stay within a factor of two. A row that
+already lies with the others may fall back to a quarter before it is separated. So groups do not change with every
+token.
+
 A pass begins when it is built: from then on its tokens count, so that another can be built on top of it. It is
 committed once it was evaluated. A pass that the device did not get can be undone completely. After a
 pass has failed there, its banks are checked, and rows whose content was destroyed are lost.
@@ -14,11 +19,89 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.bank import Bank, Row, mark_lost
+from mlx_ring.worker.kv.bank_memory import SHORT_TOKENS
 from mlx_ring.worker.kv.content import Banks
-from mlx_ring.worker.kv.grouping import SHORT_PROMPT_TOKENS, Candidate, group_even_rows, group_rows
 from mlx_ring.worker.kv.layers import JoinedStates, Layer, Layout, RowPart, RowStates, join_states
 from mlx_ring.worker.kv.row_views import BatchRows, row_cache
+
+DECODE_TOKENS = 16
+"""Number of tokens up to which a row counts as decoding: drafts to verify come with the last token."""
+SHORT_PROMPT_TOKENS = 256
+"""Length above which a chunk keeps a device busy alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Row of a step."""
+
+    index: int
+    start: int
+    count: int
+    bank: int
+    """Identity of its bank; 0: none yet."""
+    bases: tuple[int, ...] = ()
+    """Position of the first token held, in sliding layers."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def group_rows(candidates: Sequence[Candidate], longest_chunk: int = SHORT_PROMPT_TOKENS) -> list[list[int]]:
+    """Return the row indices of each forward pass. A chunk of more than `longest_chunk` tokens has a pass alone."""
+    decoding: list[Candidate] = []
+    short: list[Candidate] = []
+    alone: list[Candidate] = []
+    for row in candidates:
+        if row.count <= DECODE_TOKENS:
+            decoding.append(row)
+        elif row.count <= longest_chunk:
+            short.append(row)
+        else:
+            alone.append(row)
+    chunks = [group for rows in _by_count(short) for group in _by_length(rows)]
+    groups = [*_by_length(decoding), *chunks, *([row] for row in alone)]
+    return [[row.index for row in group] for group in groups]
+
+
+def group_even_rows(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """Group rows like `group_rows`, for models that take one offset for the whole batch.
+
+    Only rows with equal start, count and bases share a pass.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for row in candidates:
+        large = row.count > DECODE_TOKENS
+        key = (row.start, row.count, row.bases, row.index if large else None)
+        groups.setdefault(key, []).append(row.index)
+    return list(groups.values())
+
+
+def _by_count(rows: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Group chunks whose lengths differ by a factor of two at most, because every token of padding is computed."""
+    groups: list[list[Candidate]] = []
+    for row in sorted(rows, key=lambda row: -row.count):
+        if groups and 2 * row.count >= groups[-1][0].count:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _by_length(rows: Sequence[Candidate]) -> list[list[Candidate]]:
+    groups: list[list[Candidate]] = []
+    for row in sorted(rows, key=lambda row: -row.end):
+        if groups and _belongs(row, groups[-1][0]):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _belongs(row: Candidate, longest: Candidate) -> bool:
+    settled = row.bank != 0 and row.bank == longest.bank
+    return longest.end <= SHORT_TOKENS or row.end * (4 if settled else 2) >= longest.end
 
 
 @dataclass(slots=True, eq=False)
@@ -86,9 +169,11 @@ class Assembly:
         groups = self._groups(rows, counts)
         placed = self._banks.place([[rows[index] for index in group] for group in groups])
         indices = {id(row): index for index, row in enumerate(rows)}
-        return [
+        batches = [
             self._batch(bank, [indices[id(row)] for row in group], rows, counts) for bank, group in placed
         ]
+        self._banks.fit()
+        return batches
 
     def _groups(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
         if self._layout.object_parts:
@@ -225,7 +310,7 @@ class PassLedger:
         try:
             mx.eval(bank.arrays())
         except Exception as error:  # noqa: BLE001 - MLX raises any error of the failed pass
-            _mark_lost(bank.rows, str(error))
+            mark_lost(bank.rows, str(error))
             bank.drop()
 
     def _roll_back(self, batch: Batch) -> None:
@@ -243,14 +328,6 @@ class PassLedger:
     def _lose_changed(self, batch: Batch) -> None:
         """Mark rows lost whose states the pass changed in place."""
         if not self._can_undo:
-            _mark_lost(
+            mark_lost(
                 [row for row in batch.members.rows if row.states is not None], "its state cannot go back"
             )
-
-
-def _mark_lost(rows: Sequence[Row], reason: str) -> None:
-    for row in rows:
-        row.lost = (
-            f"Sequence {row.sequence} lost its KV in a step that failed ({reason}). "
-            "Free it and prefill again."
-        )

@@ -17,8 +17,8 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_ring.core.errors import StepFailed
-from mlx_ring.worker.kv.bank import Bank, Row, write, write_each
-from mlx_ring.worker.kv.layers import Layout, RowPart
+from mlx_ring.worker.kv.bank import Bank, Row
+from mlx_ring.worker.kv.layers import Layout, RowPart, write, write_each
 
 Mask = mx.array | Literal["causal"] | None
 

@@ -10,7 +10,7 @@ matches OpenAI's API and vLLM's default (`logprobs_mode="raw_logprobs"`).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mlx_ring.worker.sampler.draw import SamplerRow
-    from mlx_ring.worker.tensor import SplitHead
+    from mlx_ring.worker.tensor import Group, SplitHead
 
     _Draw = Callable[[mx.array, Sequence[SamplerRow]], mx.array]
 
@@ -149,16 +149,21 @@ class LazySample:
     `read` draws it again, and everything computed from its lazy token is void.
     """
 
-    def __init__(self, logits: mx.array, rows: Sequence[SamplerRow], head: SplitHead | None = None) -> None:
+    def __init__(
+        self,
+        logits: mx.array,
+        rows: Sequence[SamplerRow],
+        head: SplitHead | None = None,
+        group: Group | None = None,
+    ) -> None:
         """Build the draws.
 
-        With `head`, the logits are this rank's part of the vocabulary; only rows with noise need all parts.
+        With `head`, the logits are this rank's part of the vocabulary; only rows with noise need all parts. With `group`,
+        all ranks use rank 0's tokens, also where it draws again, because unlike hardware may compute different bits.
         """
-        self._in_doubt: _InDoubt | None = None
+        in_doubt: list[_InDoubt] = []
         parts: list[tuple[list[int], mx.array]] = []
         kinds = _kinds(rows, head.vocabulary if head is not None else logits.shape[1])
-        self.is_agreed = head is not None and all(kind is draw.greedy for kind, _ in kinds)
-        """True if every rank has the same tokens on any hardware, because they come from comparisons alone."""
         for (kind, _), chosen in kinds.items():
             theirs = draw.take(logits, chosen)
             members = [rows[index] for index in chosen]
@@ -172,23 +177,41 @@ class LazySample:
             if kind is draw.among_largest:
                 tokens, settled = draw.among_few(theirs, members)
                 if settled is not None:
-                    self._in_doubt = _InDoubt(chosen, settled, theirs, members)
+                    in_doubt.append(_InDoubt(chosen, settled, theirs, members))
             else:
                 tokens = kind(theirs, members)
             parts.append((chosen, tokens))
+        self._in_doubt = in_doubt
+        self._group = group
         self.tokens = draw.reassemble(parts)
         """(rows,) int32."""
+        # The best tokens of all parts come from comparisons alone, which are the same on any hardware.
+        if group is not None and (head is None or any(kind is not draw.greedy for kind, _ in kinds)):
+            self._agree(group)
+
+    def _agree(self, group: Group) -> None:
+        """Take rank 0's tokens, and its finding of where candidates suffice, in one exchange."""
+        flags = [each.settled.astype(mx.int32) for each in self._in_doubt]
+        whole = group.from_first(mx.concatenate([self.tokens, *flags]))
+        self.tokens, begin = whole[: self.tokens.shape[0]], self.tokens.shape[0]
+        for place, each in enumerate(self._in_doubt):
+            end = begin + len(each.chosen)
+            self._in_doubt[place] = replace(each, settled=whole[begin:end] != 0)
+            begin = end
 
     @property
     def arrays(self) -> list[mx.array]:
         """Arrays to evaluate."""
-        return [self.tokens] if self._in_doubt is None else [self.tokens, self._in_doubt.settled]
+        return [self.tokens, *(each.settled for each in self._in_doubt)]
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Evaluate. Return the tokens, and the rows whose token differs from the lazy one."""
+        """Evaluate. Return the tokens, and the rows whose token differs from the lazy one.
+
+        The ranks of a group call it together.
+        """
         tokens = cast("list[int]", self.tokens.tolist())
         changed: list[int] = []
-        for row, token in self._in_doubt.draw_again() if self._in_doubt is not None else ():
+        for row, token in (pair for each in self._in_doubt for pair in each.draw_again(self._group)):
             if tokens[row] != token:
                 tokens[row] = token
                 changed.append(row)
@@ -207,13 +230,18 @@ class _InDoubt:
     """(chosen, vocabulary), adjusted."""
     rows: Sequence[SamplerRow]
 
-    def draw_again(self) -> list[tuple[int, int]]:
-        """Evaluate. Return row number and token of rows whose candidates did not suffice."""
+    def draw_again(self, group: Group | None) -> list[tuple[int, int]]:
+        """Evaluate. Return row number and token of rows whose candidates did not suffice, on all ranks those of rank 0."""
         flags = cast("list[bool]", self.settled.tolist())
         places = [place for place, flag in enumerate(flags) if not flag]
         if not places:
             return []
-        tokens = draw.among_more(draw.take(self.logits, places), [self.rows[place] for place in places])
+        if group is None or group.rank == 0:
+            tokens = draw.among_more(draw.take(self.logits, places), [self.rows[place] for place in places])
+        else:
+            tokens = mx.zeros((len(places),), mx.int32)
+        if group is not None:
+            tokens = group.from_first(tokens)
         numbers = [self.chosen[place] for place in places]
         return list(zip(numbers, cast("list[int]", tokens.tolist()), strict=True))
 
