@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
-from tests.head.moving_heads import NO_ROOM, Head, begin_split, drain, named
+from tests.head.moving_heads import NO_ROOM, FakeHosted, Head, begin_split, drain, named
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import Conflict, PlanError, WorkerLost
-from mlx_ring.head.move_order import unload_for
+from mlx_ring.core.errors import Conflict, ContextKept, NodeLost, NotReady, PlanError, WorkerLost
+from mlx_ring.head import move_order as subject
+from mlx_ring.head.move_order import MoveOrder, RoomAmongModels, unload_for
 
 
 def test_a_model_moves_while_another_one_waits_for_long_answers() -> None:
@@ -69,6 +70,18 @@ def test_machines_are_drained_at_the_same_time() -> None:
         assert head.membership.drained == {"c"}
 
     asyncio.run(run())
+
+
+def test_a_machine_is_readmitted_while_something_is_loaded() -> None:
+    head = Head(named("first", "a"), "a", "b")
+
+    async def run() -> None:
+        await head.drain("b")
+        async with head.order.turn():
+            await head.moves.readmit("b")
+
+    asyncio.run(run())
+    assert head.membership.drained == set()
 
 
 def test_a_model_without_room_waits_for_the_end_of_another_move_and_does_not_pause() -> None:
@@ -216,7 +229,7 @@ def test_a_load_without_room_waits_for_the_end_of_a_move_or_fails_if_there_is_no
     head = Head(first, "a", "b")
     loads: list[str] = []
 
-    async def load() -> None:
+    async def load(_turn: object) -> None:
         loads.append("first waits" if first.answers is not None and not first.answers.is_set() else "free")
         if len(loads) < 3:
             raise NO_ROOM
@@ -251,3 +264,83 @@ def test_no_model_that_moves_is_unloaded_for_another_one() -> None:
     models: Any = [moving, idle]
     assert asyncio.run(unload_for(cast("Any", named("third")), models))
     assert (moving.stopped, len(idle.stopped)) == ([], 1)
+
+
+def idle(name: str) -> FakeHosted:
+    """Return a model that serves and has no requests."""
+    hosted = named(name, "a")
+    hosted.open_requests, hosted.is_idle = 0, True
+    return hosted
+
+
+def test_a_lost_model_gets_the_room_of_an_idle_one_that_serves() -> None:
+    lost, down, serving, busy = named("lost", "a"), idle("down"), idle("serving"), named("busy", "a")
+    down.error, lost.error = NodeLost("b was lost."), NO_ROOM
+    models: Any = [lost, down, serving, busy]
+    lost.open_requests = 0
+
+    async def run() -> None:
+        order = MoveOrder()
+        room, freed = RoomAmongModels(order, cast("Any", lost), lambda: models), order.freed
+        assert not await room.make(ContextKept("The context is kept."), insists=True)
+        assert not await room.make(NO_ROOM, insists=False), "no request waits"
+        assert not serving.stopped
+        lost.open_requests = 1
+        assert await room.make(NO_ROOM, insists=False)
+        assert freed.is_set()
+        assert not await room.make(NO_ROOM, insists=True), "nothing idle is left"
+
+    asyncio.run(run())
+    assert (down.stopped, busy.stopped) == ([], [])
+    assert serving.stopped == ["serving was unloaded for another model."]
+
+
+def test_a_lost_model_unloads_nothing_if_another_one_was_unloaded_while_it_waited() -> None:
+    lost, first, second = named("lost", "a"), idle("first"), idle("second")
+    models: Any = [lost, first, second]
+
+    async def run() -> None:
+        order = MoveOrder()
+        room = RoomAmongModels(order, cast("Any", lost), lambda: models)
+        async with order.turn():
+            unloading = asyncio.create_task(order.unload(cast("Any", first), force=True))
+            await asyncio.sleep(0)  # it is the first to wait for the turn
+            making = asyncio.create_task(room.make(NO_ROOM, insists=True))
+            await asyncio.sleep(0)
+        assert await making
+        await unloading
+
+    asyncio.run(run())
+    assert (len(first.stopped), second.stopped) == (1, [])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_load_beside_busy_models_waits_for_a_while_until_one_is_idle(
+    monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    monkeypatch.setattr(subject, "_LOOK_S", 0.0)
+    if not ends:
+        monkeypatch.setattr(subject, "_BUSY_WAIT_S", 0.0)
+    loaded, busy = named("second"), named("first", "a")
+    models: Any = [loaded, busy]
+
+    async def load(_turn: object) -> None:
+        if busy.replicas:
+            raise NO_ROOM
+
+    async def run() -> None:
+        order = MoveOrder()
+        loading = asyncio.create_task(order.load(cast("Any", loaded), load, lambda: models, may_evict=True))
+        if not ends:
+            with pytest.raises(NotReady, match=r"second was not loaded, because first is busy: .* no room"):
+                await loading
+            return
+        for _ in range(20):
+            await asyncio.sleep(0)
+        async with order.turn():  # others may load meanwhile
+            assert not loading.done()
+        busy.open_requests, busy.is_idle = 0, True
+        await loading
+
+    asyncio.run(run())
+    assert len(busy.stopped) == ends

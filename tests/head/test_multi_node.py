@@ -121,6 +121,39 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
     assert agent.looks == 2
 
 
+def test_a_load_that_finds_only_drained_machines_says_how_to_use_one_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        control: Any = Control(cast("Any", None), cast("Any", None), cast("Any", None), "n1")
+        for node in ("n1", "n2"):
+            await control._happens(Joined(cast("Any", SimpleNamespace(node=node, machine=f"{node}-machine"))))
+        settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+        cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), cast("Any", None))
+        cluster._tending, cluster._own_agent = [None], SimpleNamespace(ensure=do_nothing, attends=do_nothing)
+        assert not cluster.lacks(2)
+        await cluster.drain("n1")
+        lacking = asyncio.create_task(cluster.wait_until_lacking(1))
+        assert (cluster.lacks(2), cluster.lacks(1)) == (True, False)
+        await cluster.drain("n2")
+        await lacking
+        waiting = asyncio.create_task(cluster.attend(1))
+        await run_tasks_until(lambda: caplog.records)
+        assert not waiting.done()
+        await cluster.drain("n1", is_drained=False)
+        with contextlib.suppress(AttributeError):  # the machines have no more than a name
+            await waiting
+        assert not cluster.lacks(1)
+
+    async def do_nothing(*_: object) -> None:
+        pass
+
+    asyncio.run(run())
+    (said,) = caplog.messages
+    assert "all connected machines are drained (n1-machine and n2-machine)" in said
+    assert said.endswith("run: mlx-ring node drain n1 --undo")
+
+
 def test_the_pause_before_the_next_load_ends_when_a_node_joins(tmp_path: Path) -> None:
     control = FakeControl()
     settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})

@@ -119,15 +119,19 @@ class Control:
 
     async def wait_for(self, nodes: int, including: str = "") -> Membership:
         """Wait until that number of usable nodes is connected at the same time, `including` the given one; return them."""
-
-        def are_there() -> bool:
-            members = self.membership.members
-            enough = len(self.membership.usable.members) >= nodes
-            return enough and (not including or including in members)
-
         async with self._changed:
-            await self._changed.wait_for(are_there)
+            await self._changed.wait_for(lambda: not self.lacks(nodes, including))
         return self.membership.usable
+
+    def lacks(self, nodes: int, including: str = "") -> bool:
+        """Report whether fewer usable nodes are connected, or the given one is not."""
+        too_few = len(self.membership.usable.members) < nodes
+        return too_few or bool(including and including not in self.membership.members)
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        """Wait until fewer usable nodes are connected."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.lacks(nodes))
 
     async def settle(self, besides: Container[str] = ()) -> None:
         """Wait while a connected node is silent, except for some, until it speaks or is disconnected.

@@ -347,7 +347,7 @@ class Moves:
         """Let plans use a drained machine again, once its drain has ended."""
         machines = self._machines()
         found = find_node(machines.cluster_view(), node)
-        async with self._order.of_machine(found), self._order.turn():
+        async with self._order.of_machine(found):
             await machines.drain(found, is_drained=False)
 
     @staticmethod

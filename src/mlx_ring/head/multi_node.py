@@ -105,6 +105,15 @@ class Cluster:
         others = self._control.membership.usable.without({self._control.node})
         return max(0, self._awaited - 1 - len(others.members))
 
+    def lacks(self, nodes: int) -> bool:
+        return self._control.lacks(nodes, self._control.node if nodes > 1 else "")
+
+    async def attend(self, nodes: int) -> None:
+        await self._attending(nodes)
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        await self._control.wait_until_lacking(nodes)
+
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
         sites = cluster_sites(self._control, membership, self._port)
@@ -149,8 +158,14 @@ class Cluster:
                 "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
                 "An agent that hangs is ended by `mlx-ring stop`."
             )
-        membership = await control.wait_for(nodes, including=own)
-        self._awaited = 0
+        if (drained := control.membership.members) and not control.membership.usable.members:
+            names, first = " and ".join(member.machine for member in drained.values()), next(iter(drained))
+            problem = f"No model can be loaded: all connected machines are drained ({names})."
+            log.warning("%s To use one again, run: mlx-ring node drain %s --undo", problem, first)
+        try:
+            membership = await control.wait_for(nodes, including=own)
+        finally:
+            self._awaited = 0
         if not self._own_agent.is_own and own:
             self._warn_of(stale_trust(membership.members[own].trusted, self._settings.trusted_interface))
         return membership

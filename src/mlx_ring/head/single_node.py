@@ -69,6 +69,20 @@ class SingleNode:
         self.link_profiles: Mapping[frozenset[str], LinkProfile] = {}
         self.missing = 0
 
+    def lacks(self, nodes: int) -> bool:
+        """Return False: this machine is there."""
+        del nodes
+        return False
+
+    async def attend(self, nodes: int) -> None:
+        """Do nothing: this machine is there."""
+        del nodes
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        """Wait for ever."""
+        del nodes
+        await asyncio.Event().wait()
+
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Return one unrestricted entry for each replica, because there is one machine."""
         del nodes
