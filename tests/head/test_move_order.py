@@ -72,6 +72,62 @@ def test_machines_are_drained_at_the_same_time() -> None:
     asyncio.run(run())
 
 
+def test_no_machine_that_is_to_be_drained_gets_the_layers_of_another_one() -> None:
+    first = named("first", "b")
+    head = Head(first, "a", "b", "c")
+
+    async def run() -> None:
+        async with head.order.turn():
+            draining = [asyncio.create_task(head.moves.drain(node, force=False)) for node in ("b", "c")]
+            await run_tasks_until(lambda: head.membership.drained == {"b", "c"})
+        await asyncio.gather(*draining)
+        await head.moves.readmit("b")
+        async with head.order.turn():
+            refused = asyncio.create_task(head.moves.drain("a", force=False))
+            await run_tasks_until(lambda: "a" in head.membership.drained)
+            await head.drain("b")
+        with pytest.raises(Conflict, match="a is the only machine"):
+            await refused
+        assert head.membership.drained == {"b", "c"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("work", ["drain", "split"])
+def test_a_move_without_room_begins_again_if_another_one_ends_at_the_same_moment(work: str) -> None:
+    first, second = named("first", "a", "b"), named("second", "a", "b")
+    head = Head(first, "a", "b", others=[second])
+    attempts: list[str] = []
+
+    async def run() -> None:
+        first.answers, ends = asyncio.Event(), asyncio.Event()
+
+        async def replace(_old: object, new: Any, _ready: object, loaded: Callable[[], None]) -> int:
+            attempts.append("attempt")
+            if len(attempts) == 1:
+                await ends.wait()
+                raise NO_ROOM
+            second.replicas = [new]
+            loaded()
+            return 0
+
+        second.replace = replace
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        other = (
+            begin_split(head, second, "beside")
+            if work == "split"
+            else asyncio.create_task(head.moves.drain("b", force=False))
+        )
+        await run_tasks_until(lambda: attempts)
+        first.answers.set()
+        ends.set()
+        await asyncio.gather(moving, other)
+        assert len(attempts) == 2
+
+    asyncio.run(run())
+
+
 def test_a_machine_is_readmitted_while_something_is_loaded() -> None:
     head = Head(named("first", "a"), "a", "b")
 

@@ -17,14 +17,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mlx_ring.core.errors import Conflict, ContextKept, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, ContextKept, NodeDrained, NotReady, PlanError, RingError
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.model import JUST_NOW_S, HostedModel
+from mlx_ring.head.replica import Replica
 
 log = logging.getLogger(__name__)
 
 _BUSY_WAIT_S, _LOOK_S = 30.0, 0.1
 """Longest wait of a load for the end of other models' requests, and interval of the looks at these."""
+_MOST_FAILED_LOADS = 5
+"""Failed loads after which a move ends. Of the losses of workers, some are mended first without a whole load."""
 Result = TypeVar("Result")
 
 
@@ -74,6 +77,36 @@ class _Move:
     reason: str = ""
     """Reason why the model is unloaded instead; empty if it is not."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FailedLoads:
+    """Failed loads of a replica during a move."""
+
+    def __init__(self, model: str, replica: Replica) -> None:
+        self._model, self._replica = model, replica
+        self._last: RingError | None = None
+        self._epoch: tuple[str, int] | None = None
+        """Epoch of the last failure that was counted. It may have several errors, of which the last is the best."""
+        self._count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the move waits no longer for the replica."""
+        return self._count >= _MOST_FAILED_LOADS
+
+    def check(self) -> None:
+        """Count the failure of the last load, unless it was counted. Raises `NotReady` after too many."""
+        error = self._replica.service.error
+        if error is None or error is self._last or isinstance(error, NotReady | NodeDrained):
+            return
+        counted, self._last, self._epoch = self._epoch, error, epoch_of(self._replica)
+        if counted == self._epoch:
+            return
+        self._count += 1
+        if self.is_over:
+            raise NotReady(
+                f"{self._model} could not be loaded in {self._count} attempts, and is tried again later: {error}"
+            )
 
 
 class MoveOrder:
@@ -273,6 +306,12 @@ def _check_idle(hosted: HostedModel) -> None:
 
 def _unload_reason(hosted: HostedModel) -> str:
     return f"{hosted.model_id} was unloaded."
+
+
+def epoch_of(replica: Replica) -> tuple[str, int]:
+    """Return the name and the epoch of a replica's instance."""
+    info = replica.service.info
+    return info.name, info.epoch
 
 
 # ---- room
