@@ -79,7 +79,7 @@ def test_no_machine_that_is_to_be_drained_gets_the_layers_of_another_one() -> No
     async def run() -> None:
         async with head.order.turn():
             draining = [asyncio.create_task(head.moves.drain(node, force=False)) for node in ("b", "c")]
-            await run_tasks_until(lambda: head.membership.drained == {"b", "c"})
+            await run_tasks_until(lambda: len(head.membership.drained) == 2)
         await asyncio.gather(*draining)
         await head.moves.readmit("b")
         async with head.order.turn():

@@ -27,7 +27,7 @@ from mlx_ring.cluster.membership import (
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.records import Members, TokenStore
-from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
+from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError, without_number
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine_profile import MachineProfile
@@ -238,10 +238,10 @@ class Control:
         may_return, has_left = True, False
         silence = Silence()
         self._silences[member.session] = member.node, silence
-        log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
-        await self._happens(Joined(member))
-        self._revocations.add(revocations)
         try:
+            log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
+            await self._happens(Joined(member))
+            self._revocations.add(revocations)
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self.members.revoked_serials())
             async with contextlib.aclosing(messages_until_end(requests, revocations)) as saying:
                 async for said in saying:
@@ -259,7 +259,7 @@ class Control:
         finally:
             self._revocations.discard(revocations)
             del self._silences[member.session]
-            if self.members.refusal(peer):
+            if self._was_removed(peer):
                 reason, is_final = "it was removed from the cluster", True
             if may_return and not is_final and self.membership.has_session(member.node, member.session):
                 self._returning.setdefault(member.node, silence)
@@ -271,6 +271,12 @@ class Control:
             await asyncio.shield(
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
+
+    def _was_removed(self, peer: Peer) -> bool:
+        """Report whether a node was removed from the cluster; False if that cannot be read."""
+        with contextlib.suppress(RingError, OSError):
+            return bool(self.members.refusal(peer))
+        return False
 
     async def _refuse_copy(self, member: Member) -> None:
         """Refuse another process with a connected node's identity, once the connected one has proved that it still runs.
@@ -416,11 +422,21 @@ async def _listening(
 
 async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) -> None:
     """End the calls of removed nodes, here and on the other nodes, which get the revoked certificates."""
-    revoked = members.revoked_serials()
+    revoked, is_readable = members.revoked_serials(), True
     while True:
         await asyncio.sleep(_LOOK_S)
-        guard.end_refused()
         await control.look()
-        if (now := members.revoked_serials()) != revoked:
-            revoked = now
-            control.send_revoked()
+        try:
+            members.check_readable()
+            guard.end_refused()
+            if (now := members.revoked_serials()) != revoked:
+                revoked = now
+                control.send_revoked()
+        except (RingError, OSError) as error:
+            if is_readable:
+                log.warning(
+                    "Removed machines stay connected until this is mended: %s", without_number(str(error))
+                )
+            is_readable = False
+        else:
+            is_readable = True
