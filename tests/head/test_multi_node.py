@@ -19,8 +19,8 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.link_survey import FoundLink
-from mlx_ring.cluster.membership import Event, Joined, Membership
-from mlx_ring.core.errors import LinkLost, NodeLost, PlanError
+from mlx_ring.cluster.membership import Drained, Event, Joined, Membership
+from mlx_ring.core.errors import LinkLost, NodeDrained, NodeLost, PlanError
 from mlx_ring.head import left_workers as subject
 from mlx_ring.head import multi_node as subject_of_patches
 from mlx_ring.head.multi_node import Cluster
@@ -62,6 +62,8 @@ class FakeControl:
     """The head's membership, and the watchers of its events."""
 
     node = "n1"
+    wait_for_joined = Control.wait_for_joined
+    wait_until_left, wait_until_lacking = Control.wait_until_left, Control.wait_until_lacking
 
     def __init__(self) -> None:
         there: Any = {"n2": SimpleNamespace(node="n2", session=1, links_port=0)}
@@ -398,6 +400,58 @@ def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
     asyncio.run(run())
     assert (planned.used, planned.plans) == (([2], 2) if change else ([1], 1))
     assert planned.closed == bool(change), "connections of a plan without use are closed"
+
+
+@pytest.mark.parametrize("had", [True, False], ids=["it has layers", "it has none"])
+def test_no_patch_has_layers_on_a_machine_that_was_drained_since_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, had: bool
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster, order = planned.cluster, order_of(tmp_path)
+    before = Placement((), cast("Any", ((SimpleNamespace(site=planned),),)) if had else (), None)
+    remains = Remains("one", 1, before, frozenset(), frozenset())
+
+    async def offer(placement: Any, _offer: object) -> Any:
+        """Read the model, for so long that a machine is drained."""
+        cluster._control.membership = cluster._control.membership.apply(Drained("n2"))
+        return placement
+
+    monkeypatch.setattr(subject_of_patches, "offered", offer)
+    if had:
+        assert asyncio.run(cluster.patch(order, remains, None)).instance == "one"
+    else:
+        with pytest.raises(NodeDrained, match="n2 was drained while its layers were planned"):
+            asyncio.run(cluster.patch(order, remains, None))
+
+
+def test_an_instance_is_planned_again_if_a_machine_was_drained_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster: Any = Planned(monkeypatch, tmp_path).cluster
+    members: Any = {node: SimpleNamespace(node=node, session=1, links_port=0) for node in ("n1", "n2")}
+    cluster._control.membership = Membership(members)
+    placed: list[str] = []
+
+    async def return_usable(*_: object) -> Any:
+        return cluster._control.membership.usable
+
+    async def place(_order: object, membership: Membership, _sites: object) -> Any:
+        placed.append(max(membership.members))
+        return SimpleNamespace(nodes=[SimpleNamespace(node=placed[-1])], plan=None, ranks=())
+
+    async def offer(placement: Any, _offer: object) -> Any:
+        cluster._control.membership = cluster._control.membership.apply(Drained("n2"))
+        return placement
+
+    async def return_none(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(subject_of_patches, "offered", offer)
+    monkeypatch.setattr(subject_of_patches, "new_instance", lambda _: f"demo-{len(placed)}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    cluster._attending, cluster._place = return_usable, place
+    cluster._left.look_once = cluster._left.adopt = return_none
+    epoch = asyncio.run(cluster.next_epoch(order_of(tmp_path)))
+    assert (epoch.instance, placed, {*cluster._live.names}) == ("demo-2", ["n2", "n1"], {"demo-2"})
 
 
 def test_an_early_plan_is_closed_if_the_model_must_be_loaded_as_a_whole(

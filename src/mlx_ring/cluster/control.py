@@ -184,6 +184,12 @@ class Control:
         async with self._changed:
             await self._changed.wait_for(lambda: node not in self.membership.members)
 
+    async def wait_for_joined(self) -> None:
+        """Wait until a node connects."""
+        joined = asyncio.Event()
+        with self.watching(lambda event: joined.set() if isinstance(event, Joined) else None):
+            await joined.wait()
+
     async def look(self) -> None:
         """Look at the silence of each node."""
         for _, silence in self._silences.values():

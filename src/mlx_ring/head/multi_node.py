@@ -16,12 +16,20 @@ from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites, unuse
 from mlx_ring.cluster.membership import Drained, Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
-from mlx_ring.core.errors import LinkLost, PlanError, RingError
+from mlx_ring.core.errors import LinkLost, NodeDrained, PlanError, RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
+from mlx_ring.head.nodes import (
+    Declared,
+    LiveInstances,
+    NodeListener,
+    check_not_drained,
+    drained_remark,
+    invite_one,
+    new_instance,
+)
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
     Order,
@@ -77,6 +85,8 @@ class Cluster:
         """
         self._settings, self._control = settings, control
         self._port = address.port
+        self.has_left, self.wait_until_left = control.has_left, control.wait_until_left
+        self.wait_until_lacking = control.wait_until_lacking
         self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
         self._step_down = StepDown()
@@ -110,9 +120,6 @@ class Cluster:
 
     async def attend(self, nodes: int) -> None:
         await self._attending(nodes)
-
-    async def wait_until_lacking(self, nodes: int) -> None:
-        await self._control.wait_until_lacking(nodes)
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -158,10 +165,8 @@ class Cluster:
                 "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
                 "An agent that hangs is ended by `mlx-ring stop`."
             )
-        if (drained := control.membership.members) and not control.membership.usable.members:
-            names, first = " and ".join(member.machine for member in drained.values()), next(iter(drained))
-            problem = f"No model can be loaded: all connected machines are drained ({names})."
-            log.warning("%s To use one again, run: mlx-ring node drain %s --undo", problem, first)
+        if remark := drained_remark(control.membership):
+            log.warning("%s", remark)
         try:
             membership = await control.wait_for(nodes, including=own)
         finally:
@@ -177,6 +182,12 @@ class Cluster:
             log.warning("%s", problem)
 
     async def next_epoch(self, order: Order) -> Epoch:
+        while True:
+            with contextlib.suppress(NodeDrained):
+                return await self._next_epoch(order)
+
+    async def _next_epoch(self, order: Order) -> Epoch:
+        """Place an instance. Raises `NodeDrained` if one of its machines was drained since it was planned."""
         membership = await self._attending(order.nodes)
         sites = cluster_sites(self._control, membership, self._port, path=str(order.served.folder.path))
         instance = ""
@@ -192,11 +203,12 @@ class Cluster:
                 self._live.add(instance, order, placement)
             # Release the lock first: reading a large model takes minutes.
             placement = await offered(placement, partial(self._offer, order.served))
+            await close_sites(unused(sites, placement.nodes))
+            check_not_drained(placement, self._control.membership)
         except BaseException:
             self._live.remove(instance)
             await close_sites(sites)
             raise
-        await close_sites(unused(sites, placement.nodes))
         return self._epoch(instance, number, placement)
 
     async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan:
@@ -276,10 +288,11 @@ class Cluster:
                 may_return = remains.silent_nodes if remains.may_return else frozenset[str]()
                 self._live.add(remains.instance, order, placement, may_return)
             placement = await offered(placement, partial(self._offer, order.served))
+            await close_sites(unused(sites, placement.nodes))
+            check_not_drained(placement, self._control.membership, remains.placement)
         except BaseException:
             await close_sites(sites)
             raise
-        await close_sites(unused(sites, placement.nodes))
         return self._epoch(remains.instance, number, placement, prepared=prepared)
 
     def _replace_own_agent(self, silent: Container[str]) -> None:
@@ -430,19 +443,7 @@ class Cluster:
         finally:
             self._live.remove(instance)
 
-    def has_left(self, node: str) -> bool:
-        return self._control.has_left(node)
-
-    async def wait_until_left(self, node: str) -> None:
-        await self._control.wait_until_left(node)
-
     async def wait_for_node(self, timeout_s: float) -> None:
-        joined = asyncio.Event()
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, Joined):
-                joined.set()
-
-        with self._control.watching(on_event), contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await joined.wait()
+                await self._control.wait_for_joined()

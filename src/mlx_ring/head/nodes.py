@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.core.errors import PlanError, RingError
+from mlx_ring.cluster.membership import Membership
+from mlx_ring.core.errors import NodeDrained, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.patching import PatchPlan, Presence, Remains
@@ -315,6 +316,29 @@ class MakeToken(Protocol):
 def invite_one(make_token: MakeToken, address: HeadAddress, life_s: float) -> Sequence[str]:
     """Make a token with which one machine can join, and return the commands for each address of the head."""
     return join_lines(address, lan_addresses(), make_token(life_s=life_s, uses=1))
+
+
+def check_not_drained(placement: Placement, membership: Membership, before: Placement | None = None) -> None:
+    """Check that a placement has no layers on drained nodes, except for those that had some before.
+
+    Raises:
+        NodeDrained: it has; a drain that has looked for layers meanwhile did not find these.
+    """
+    had = frozenset(() if before is None else (site.node for site in before.nodes))
+    if drained := {site.node for site in placement.nodes} & membership.drained - had:
+        raise NodeDrained(f"{' and '.join(sorted(drained))} was drained while its layers were planned.")
+
+
+def drained_remark(membership: Membership) -> str:
+    """Return what to do if all connected machines are drained; empty if they are not."""
+    members = membership.members
+    if not members or membership.usable.members:
+        return ""
+    names, first = " and ".join(member.machine for member in members.values()), next(iter(members))
+    return (
+        f"No model can be loaded: all connected machines are drained ({names}). To use one again, run: "
+        f"mlx-ring node drain {first} --undo"
+    )
 
 
 def new_instance(served: ServedModel) -> str:
