@@ -540,7 +540,7 @@ def made_up_control(monkeypatch: pytest.MonkeyPatch, members: MembersFile) -> An
 
 
 async def attend_once(control: Any, goes_on: asyncio.Event) -> None:
-    """Attend until the call is cancelled, or told to end."""
+    """Attend until the call is cancelled, or may end."""
 
     async def requests() -> AsyncGenerator[cluster_pb2.AttendRequest]:
         yield first_message()
