@@ -165,6 +165,21 @@ def test_while_a_load_waits_for_a_machine_others_may_load_and_it_can_be_given_up
     asyncio.run(act())
 
 
+def test_a_request_for_a_model_that_is_being_unloaded_loads_it_again() -> None:
+    async def act() -> None:
+        catalog, machines = make_catalog(), Lacking()
+        hosted: Any = with_unloaded(catalog, machines)
+        hosted.replicas = [cast("Any", None)]
+        hosted._stopping = asyncio.create_task(machines.has_left.wait())
+        asking = asyncio.create_task(catalog.ready(hosted))
+        await run_tasks_until(lambda: asking.done() or machines.awaited)
+        assert not asking.done()
+        asking.cancel()
+        machines.has_left.set()
+
+    asyncio.run(act())
+
+
 def test_others_may_load_once_the_machines_of_a_load_have_left() -> None:
     async def act() -> None:
         catalog, machines = make_catalog(), Lacking()

@@ -400,3 +400,22 @@ def test_a_load_beside_busy_models_waits_for_a_while_until_one_is_idle(
 
     asyncio.run(run())
     assert len(busy.stopped) == ends
+
+
+def test_a_load_is_tried_again_if_room_was_freed_while_it_was_planned() -> None:
+    loaded, other, loads = named("second"), idle("first"), list[str]()
+
+    async def run() -> None:
+        order = MoveOrder()
+
+        async def load(turn: Any) -> None:
+            loads.append("load")
+            if len(loads) == 1:
+                turn.end()  # as while machines are missing
+                await order.unload(cast("Any", other), force=False)
+                raise NO_ROOM
+
+        await order.load(cast("Any", loaded), load, list, may_evict=False)
+
+    asyncio.run(run())
+    assert len(loads) == 2
