@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -90,15 +92,18 @@ def test_a_node_that_does_not_count_is_not_waited_for(tmp_path: Path) -> None:
     async def run() -> None:
         head = HeadAddress("127.0.0.1", free_pair_of_ports())
         async with open_control(tmp_path / "head", head) as control:
-            listed, old = (open_identity(tmp_path / name).node for name in ("listed", "old"))
-            counted = {control.node, listed}
+            names = ("listed", "second", "old")
+            listed, second, old = (open_identity(tmp_path / name).node for name in names)
+            control.counted = {listed, second}
             async with attending(head, control, tmp_path / "old"):
                 assert set((await control.wait_for(1)).members) == {old}
-                waiting = asyncio.create_task(control.wait_for(1, counted=counted))
-                await control.look()
-                assert not waiting.done()
+                waiting = asyncio.create_task(control.wait_for(2))
                 async with attending(head, control, tmp_path / "listed"):
-                    assert set((await waiting).members) == {listed, old}
+                    await control.look()
+                    assert not waiting.done()
+                    assert control.lacks(2)
+                    async with attending(head, control, tmp_path / "second"):
+                        assert set((await waiting).members) == {listed, second, old}
 
     asyncio.run(run())
 
@@ -521,3 +526,116 @@ def test_a_plan_waits_for_a_node_whose_connection_broke_a_moment_ago(
             assert control.has_left(node)
 
     asyncio.run(run())
+
+
+class MembersFile:
+    """The file of members, which can be read, or not."""
+
+    is_readable = True
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def check_readable(self) -> None:
+        self.looks += 1
+        self.refusal(None)
+
+    def revoked_serials(self) -> frozenset[str]:
+        return frozenset()
+
+    def refusal(self, _peer: object) -> str:
+        if not self.is_readable:
+            raise PermissionError(13, "Permission denied")
+        return ""
+
+
+def made_up_control(monkeypatch: pytest.MonkeyPatch, members: MembersFile) -> Any:
+    """Return a control to which each call is one of the node `mini`."""
+    monkeypatch.setattr(subject, "host_of_call", str)
+    monkeypatch.setattr(subject, "peer_of_call", str)
+    control: Any = Control(cast("Any", None), cast("Any", None), cast("Any", members), "head")
+    mini = SimpleNamespace(node="mini", machine="mini", host="10.0.0.2", session=1, process="")
+    control._member = lambda *_: mini  # pyright: ignore[reportUnknownLambdaType]
+    return control
+
+
+async def attend_once(control: Any, goes_on: asyncio.Event) -> None:
+    """Attend until the call is cancelled, or may end."""
+
+    async def requests() -> AsyncGenerator[cluster_pb2.AttendRequest]:
+        yield first_message()
+        await goes_on.wait()
+
+    async for _ in control.attend(requests(), None):
+        pass
+
+
+def test_a_node_leaves_although_the_file_of_members_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        members, ends = MembersFile(), asyncio.Event()
+        control = made_up_control(monkeypatch, members)
+        calling = asyncio.create_task(attend_once(control, ends))
+        await run_tasks_until(lambda: control.membership.members)
+        members.is_readable = False
+        ends.set()
+        await calling
+        assert (control.membership.members, control._silences) == ({}, {})
+
+    asyncio.run(run())
+
+
+def test_a_call_that_ends_before_its_node_has_joined_leaves_no_silence_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        control = made_up_control(monkeypatch, MembersFile())
+        async with control._changed:
+            calling = asyncio.create_task(attend_once(control, asyncio.Event()))
+            await run_tasks_until(lambda: control._silences)
+            calling.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait((calling,))
+        assert (control.membership.members, control._silences) == ({}, {})
+
+    asyncio.run(run())
+
+
+def test_the_head_looks_at_its_nodes_while_the_file_of_members_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subject, "_LOOK_S", 0.0)
+
+    async def run() -> None:
+        members, looks, guard = MembersFile(), list[str](), SimpleNamespace(end_refused=int)
+
+        async def look() -> None:
+            looks.append("look")
+
+        control: Any = SimpleNamespace(look=look, send_revoked=list)
+        members.is_readable = False
+        sweeping = asyncio.create_task(cast("Any", subject)._end_removed(guard, control, members))
+        await run_tasks_until(lambda: sweeping.done() or len(looks) == 3)
+        assert len(caplog.messages) == 1
+        assert "Permission denied" in caplog.messages[0]
+        members.is_readable = True
+        before = members.looks
+        await run_tasks_until(lambda: sweeping.done() or members.looks > before)
+        assert not sweeping.done()
+        sweeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_members_are_as_they_could_last_be_read(tmp_path: Path) -> None:
+    members, file = Members(tmp_path), tmp_path / "members.json"
+    file.write_text("{")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError):
+        members.list()
+    file.unlink()
+    assert members.list() == {}
+    file.write_text("{")
+    file.chmod(0o600)
+    assert (members.list(), members.revoked_serials()) == ({}, frozenset())
+    with pytest.raises(ConfigError):
+        members.check_readable()

@@ -19,6 +19,7 @@ from tests.processes import clean_environment
 from mlx_ring.cluster import own_agent as subject
 from mlx_ring.cluster.membership import Event, FormerMember, Membership, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
+from mlx_ring.core.errors import NotReady
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import trusted_interfaces
 from mlx_ring.settings.config import Settings
@@ -176,6 +177,33 @@ def test_an_agent_that_goes_silent_is_replaced_when_no_model_awaits_it(
 
     asyncio.run(run())
     assert not answers
+
+
+def test_an_agent_that_cannot_be_started_is_started_later(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subject, "_RETRY_S", 0.0)
+    ensure, failures = subject.ensure_head_member, [OSError(24, "Too many open files")] * 2
+
+    def fail_at_first(*arguments: Any) -> subprocess.Popen[bytes] | None:
+        if failures:
+            raise failures.pop()
+        return ensure(*arguments)
+
+    monkeypatch.setattr(subject, "ensure_head_member", fail_at_first)
+
+    async def run() -> None:
+        control: Any = Absent()
+        control.lose()
+        agent = OwnAgent(Settings(), control, HeadAddress("127.0.0.1", 50051))
+        with pytest.raises(NotReady, match=r"cannot be started: Too many open files\."):
+            await agent.ensure()
+        agent.replace_soon()
+        await run_tasks_until(lambda: started)
+        await agent.end()
+
+    asyncio.run(run())
+    assert "It is tried again in" in caplog.text
 
 
 @pytest.mark.parametrize(("code", "expected"), [("1", 2), ("0", 1)])

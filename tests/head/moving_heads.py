@@ -68,6 +68,7 @@ class FakeHosted:
         self.open_requests = 2
         self.stopped: list[str] = []
         self.is_moving, self.is_idle, self.last_requested = False, False, 0.0
+        self.error: RingError | None = None
         self.answers: asyncio.Event | None = None
         """End of answers for which a move waits; None if there are none."""
         self.is_waiting = asyncio.Event()

@@ -9,8 +9,9 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import RingError, WorkerStuck
+from mlx_ring.core.errors import PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.live_request import Hold
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.patching import Remains
 from mlx_ring.head.placing import Placement
@@ -83,6 +84,19 @@ class FakeMachines:
         """Return at once."""
 
 
+class FakeRoom:
+    """Memory that other models leave, of which some is freed on request."""
+
+    def __init__(self, *, can_make: bool = False) -> None:
+        self.freed, self.can_make = asyncio.Event(), can_make
+        self.made: list[tuple[str, bool]] = []
+        """Reasons for which room was to be made, and whether also without a request."""
+
+    async def make(self, error: PlanError, *, insists: bool) -> bool:
+        self.made.append((str(error), insists))
+        return self.can_make
+
+
 class FakeInstance:
     """Instance that cannot be adopted, and serves if it is loaded."""
 
@@ -111,7 +125,9 @@ class FakeInstance:
         await asyncio.get_running_loop().create_future()
 
 
-def make_replica(machines: FakeMachines, meter: Meter) -> Replica:
+def make_replica(
+    machines: FakeMachines, meter: Meter, room: FakeRoom | None = None, hold: Hold | None = None
+) -> Replica:
     folder = SimpleNamespace(num_layers=4)
     watcher = SimpleNamespace(planned=print, loading=print)
     return Replica(
@@ -125,5 +141,6 @@ def make_replica(machines: FakeMachines, meter: Meter) -> Replica:
         replicas=1,
         meter=meter,
         tracing=None,
-        hold=None,
+        hold=hold,
+        room=FakeRoom() if room is None else room,
     )

@@ -184,8 +184,9 @@ def test_a_model_is_not_unloaded_while_a_request_for_it_is_prepared() -> None:
     loaded, other = (
         HostedModel(settings, served, on_crash=lambda _: None, missing=lambda: 0) for _ in range(2)
     )
-    lost = SimpleNamespace(service=SimpleNamespace(error=NotReady("It has no instance.")))
-    loaded.replicas = [cast("Any", lost)]
+    unused = SimpleNamespace(scheduler=SimpleNamespace(running=0, waiting=0))
+    engine = SimpleNamespace(load_for=lambda _: load(is_open=False), stats=lambda: unused, fail=str)  # pyright: ignore[reportUnknownLambdaType]
+    loaded.replicas = [cast("Any", SimpleNamespace(service=SimpleNamespace(error=None, engine=engine)))]
 
     async def prepare(is_prepared: asyncio.Event, *, submits: bool) -> None:
         engine = loaded.engine

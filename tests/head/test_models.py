@@ -13,9 +13,11 @@ from typing import Any, cast
 import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT
+from tests.eventually import run_tasks_until
 
-from mlx_ring.core.errors import Conflict, ModelCorrupt, ModelUnsupported
+from mlx_ring.core.errors import Conflict, ModelCorrupt, ModelUnsupported, NotReady
 from mlx_ring.head import models
+from mlx_ring.head.model import HostedModel
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.host.private_files import is_held
@@ -110,6 +112,90 @@ def test_a_loaded_model_is_not_deleted_whatever_else_is_loaded_or_moves() -> Non
         async with catalog._order.turn():
             with pytest.raises(Conflict, match=f"{HUB_ID} is served by this server: unload it first"):
                 await catalog.delete("qwen3:8b")
+
+    asyncio.run(act())
+
+
+class Lacking:
+    """Machines of which one is missing."""
+
+    def __init__(self) -> None:
+        self.awaited, self.has_joined, self.has_left = list[int](), asyncio.Event(), asyncio.Event()
+        self.is_placing = False
+
+    def lacks(self, nodes: int) -> bool:
+        return bool(nodes) and not self.has_joined.is_set()
+
+    async def attend(self, nodes: int) -> None:
+        self.awaited.append(nodes)
+        await self.has_joined.wait()
+
+    async def wait_until_lacking(self, _nodes: int) -> None:
+        await self.has_left.wait()
+
+    async def candidate_nodes(self, _declared: object, _nodes: int) -> list[None]:
+        self.is_placing = True
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+def with_unloaded(catalog: Any, machines: object) -> HostedModel:
+    """Add an unloaded model to a catalog, and give it machines."""
+    settings = load_settings({"model": "demo"})
+    hosted = HostedModel(settings, prepare_model(settings), print, lambda: 0)
+    catalog._hosted, catalog._machines = [hosted], machines
+    return hosted
+
+
+def test_while_a_load_waits_for_a_machine_others_may_load_and_it_can_be_given_up() -> None:
+    async def act() -> None:
+        catalog, machines = make_catalog(), Lacking()
+        hosted = with_unloaded(catalog, machines)
+        assert hosted.state == "unloaded"
+        asking = asyncio.create_task(catalog.ready(hosted))
+        await run_tasks_until(lambda: machines.awaited)
+        assert hosted.state == "loading"
+        async with cast("Any", catalog)._order.turn():
+            assert not asking.done()
+        await catalog.unload(hosted, force=True)
+        with pytest.raises(NotReady, match=r"demo.* was unloaded\."):
+            await asking
+        assert hosted.state == "unloaded"
+
+    asyncio.run(act())
+
+
+def test_a_request_for_a_model_that_is_being_unloaded_loads_it_again() -> None:
+    async def act() -> None:
+        catalog, machines = make_catalog(), Lacking()
+        hosted: Any = with_unloaded(catalog, machines)
+        hosted.replicas = [cast("Any", None)]
+        hosted._stopping = asyncio.create_task(machines.has_left.wait())
+        asking = asyncio.create_task(catalog.ready(hosted))
+        await run_tasks_until(lambda: asking.done() or machines.awaited)
+        assert not asking.done()
+        asking.cancel()
+        machines.has_left.set()
+
+    asyncio.run(act())
+
+
+def test_others_may_load_once_the_machines_of_a_load_have_left() -> None:
+    async def act() -> None:
+        catalog, machines = make_catalog(), Lacking()
+        machines.has_joined.set()
+        hosted_elsewhere = with_unloaded(catalog, machines)
+        hosted = with_unloaded(catalog, machines)
+        cast("Any", catalog)._hosted.append(hosted_elsewhere)
+        asking = asyncio.create_task(catalog.ready(hosted))
+        await run_tasks_until(lambda: machines.is_placing)
+        other = asyncio.create_task(catalog.unload(hosted_elsewhere, force=False))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not other.done()
+        machines.has_left.set()
+        await other
+        asking.cancel()
 
     asyncio.run(act())
 

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
-from tests.head.moving_heads import NO_ROOM, Head, begin_split, drain, named
+from tests.head.moving_heads import NO_ROOM, FakeHosted, Head, begin_split, drain, named
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import Conflict, PlanError, WorkerLost
-from mlx_ring.head.move_order import unload_for
+from mlx_ring.core.errors import Conflict, ContextKept, NodeLost, NotReady, PlanError, WorkerLost
+from mlx_ring.head import move_order as subject
+from mlx_ring.head.move_order import MoveOrder, RoomAmongModels, unload_for
 
 
 def test_a_model_moves_while_another_one_waits_for_long_answers() -> None:
@@ -69,6 +70,74 @@ def test_machines_are_drained_at_the_same_time() -> None:
         assert head.membership.drained == {"c"}
 
     asyncio.run(run())
+
+
+def test_no_machine_that_is_to_be_drained_gets_the_layers_of_another_one() -> None:
+    first = named("first", "b")
+    head = Head(first, "a", "b", "c")
+
+    async def run() -> None:
+        async with head.order.turn():
+            draining = [asyncio.create_task(head.moves.drain(node, force=False)) for node in ("b", "c")]
+            await run_tasks_until(lambda: len(head.membership.drained) == 2)
+        await asyncio.gather(*draining)
+        await head.moves.readmit("b")
+        async with head.order.turn():
+            refused = asyncio.create_task(head.moves.drain("a", force=False))
+            await run_tasks_until(lambda: "a" in head.membership.drained)
+            await head.drain("b")
+        with pytest.raises(Conflict, match="a is the only machine"):
+            await refused
+        assert head.membership.drained == {"b", "c"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("work", ["drain", "split"])
+def test_a_move_without_room_begins_again_if_another_one_ends_at_the_same_moment(work: str) -> None:
+    first, second = named("first", "a", "b"), named("second", "a", "b")
+    head = Head(first, "a", "b", others=[second])
+    attempts: list[str] = []
+
+    async def run() -> None:
+        first.answers, ends = asyncio.Event(), asyncio.Event()
+
+        async def replace(_old: object, new: Any, _ready: object, loaded: Callable[[], None]) -> int:
+            attempts.append("attempt")
+            if len(attempts) == 1:
+                await ends.wait()
+                raise NO_ROOM
+            second.replicas = [new]
+            loaded()
+            return 0
+
+        second.replace = replace
+        moving = begin_split(head, first, "beside")
+        await first.is_waiting.wait()
+        other = (
+            begin_split(head, second, "beside")
+            if work == "split"
+            else asyncio.create_task(head.moves.drain("b", force=False))
+        )
+        await run_tasks_until(lambda: attempts)
+        first.answers.set()
+        ends.set()
+        await asyncio.gather(moving, other)
+        assert len(attempts) == 2
+
+    asyncio.run(run())
+
+
+def test_a_machine_is_readmitted_while_something_is_loaded() -> None:
+    head = Head(named("first", "a"), "a", "b")
+
+    async def run() -> None:
+        await head.drain("b")
+        async with head.order.turn():
+            await head.moves.readmit("b")
+
+    asyncio.run(run())
+    assert head.membership.drained == set()
 
 
 def test_a_model_without_room_waits_for_the_end_of_another_move_and_does_not_pause() -> None:
@@ -216,7 +285,7 @@ def test_a_load_without_room_waits_for_the_end_of_a_move_or_fails_if_there_is_no
     head = Head(first, "a", "b")
     loads: list[str] = []
 
-    async def load() -> None:
+    async def load(_turn: object) -> None:
         loads.append("first waits" if first.answers is not None and not first.answers.is_set() else "free")
         if len(loads) < 3:
             raise NO_ROOM
@@ -251,3 +320,102 @@ def test_no_model_that_moves_is_unloaded_for_another_one() -> None:
     models: Any = [moving, idle]
     assert asyncio.run(unload_for(cast("Any", named("third")), models))
     assert (moving.stopped, len(idle.stopped)) == ([], 1)
+
+
+def idle(name: str) -> FakeHosted:
+    """Return a model that serves and has no requests."""
+    hosted = named(name, "a")
+    hosted.open_requests, hosted.is_idle = 0, True
+    return hosted
+
+
+def test_a_lost_model_gets_the_room_of_an_idle_one_that_serves() -> None:
+    lost, down, serving, busy = named("lost", "a"), idle("down"), idle("serving"), named("busy", "a")
+    down.error, lost.error = NodeLost("b was lost."), NO_ROOM
+    models: Any = [lost, down, serving, busy]
+    lost.open_requests = 0
+
+    async def run() -> None:
+        order = MoveOrder()
+        room, freed = RoomAmongModels(order, cast("Any", lost), lambda: models), order.freed
+        assert not await room.make(ContextKept("The context is kept."), insists=True)
+        assert not await room.make(NO_ROOM, insists=False), "no request waits"
+        assert not serving.stopped
+        lost.open_requests = 1
+        assert await room.make(NO_ROOM, insists=False)
+        assert freed.is_set()
+        assert not await room.make(NO_ROOM, insists=True), "nothing idle is left"
+
+    asyncio.run(run())
+    assert (down.stopped, busy.stopped) == ([], [])
+    assert serving.stopped == ["serving was unloaded for another model."]
+
+
+def test_a_lost_model_unloads_nothing_if_another_one_was_unloaded_while_it_waited() -> None:
+    lost, first, second = named("lost", "a"), idle("first"), idle("second")
+    models: Any = [lost, first, second]
+
+    async def run() -> None:
+        order = MoveOrder()
+        room = RoomAmongModels(order, cast("Any", lost), lambda: models)
+        async with order.turn():
+            unloading = asyncio.create_task(order.unload(cast("Any", first), force=True))
+            await asyncio.sleep(0)  # it is the first to wait for the turn
+            making = asyncio.create_task(room.make(NO_ROOM, insists=True))
+            await asyncio.sleep(0)
+        assert await making
+        await unloading
+
+    asyncio.run(run())
+    assert (len(first.stopped), second.stopped) == (1, [])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_load_beside_busy_models_waits_for_a_while_until_one_is_idle(
+    monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    monkeypatch.setattr(subject, "_LOOK_S", 0.0)
+    if not ends:
+        monkeypatch.setattr(subject, "_BUSY_WAIT_S", 0.0)
+    loaded, busy = named("second"), named("first", "a")
+    models: Any = [loaded, busy]
+
+    async def load(_turn: object) -> None:
+        if busy.replicas:
+            raise NO_ROOM
+
+    async def run() -> None:
+        order = MoveOrder()
+        loading = asyncio.create_task(order.load(cast("Any", loaded), load, lambda: models, may_evict=True))
+        if not ends:
+            with pytest.raises(NotReady, match=r"second was not loaded, because first is busy: .* no room"):
+                await loading
+            return
+        for _ in range(20):
+            await asyncio.sleep(0)
+        async with order.turn():  # others may load meanwhile
+            assert not loading.done()
+        busy.open_requests, busy.is_idle = 0, True
+        await loading
+
+    asyncio.run(run())
+    assert len(busy.stopped) == ends
+
+
+def test_a_load_is_tried_again_if_room_was_freed_while_it_was_planned() -> None:
+    loaded, other, loads = named("second"), idle("first"), list[str]()
+
+    async def run() -> None:
+        order = MoveOrder()
+
+        async def load(turn: Any) -> None:
+            loads.append("load")
+            if len(loads) == 1:
+                turn.end()  # as while machines are missing
+                await order.unload(cast("Any", other), force=False)
+                raise NO_ROOM
+
+        await order.load(cast("Any", loaded), load, list, may_evict=False)
+
+    asyncio.run(run())
+    assert len(loads) == 2

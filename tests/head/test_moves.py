@@ -21,7 +21,8 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
-from mlx_ring.head.moves import Choice, FailedLoads
+from mlx_ring.head.move_order import FailedLoads
+from mlx_ring.head.moves import Choice
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 

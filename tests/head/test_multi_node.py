@@ -19,8 +19,8 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.link_survey import FoundLink
-from mlx_ring.cluster.membership import Event, Joined, Membership
-from mlx_ring.core.errors import LinkLost, NodeLost, PlanError
+from mlx_ring.cluster.membership import Drained, Event, Joined, Membership
+from mlx_ring.core.errors import LinkLost, NodeDrained, NodeLost, PlanError
 from mlx_ring.head import left_workers as subject
 from mlx_ring.head import multi_node as subject_of_patches
 from mlx_ring.head.multi_node import Cluster
@@ -62,6 +62,8 @@ class FakeControl:
     """The head's membership, and the watchers of its events."""
 
     node = "n1"
+    wait_for_joined = Control.wait_for_joined
+    wait_until_left, wait_until_lacking = Control.wait_until_left, Control.wait_until_lacking
 
     def __init__(self) -> None:
         there: Any = {"n2": SimpleNamespace(node="n2", session=1, links_port=0)}
@@ -119,6 +121,39 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
 
     assert asyncio.run(run()) == ("ended", 7), "a late request ends no worker of a later epoch"
     assert agent.looks == 2
+
+
+def test_a_load_that_finds_only_drained_machines_says_how_to_use_one_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        control: Any = Control(cast("Any", None), cast("Any", None), cast("Any", None), "n1")
+        for node in ("n1", "n2"):
+            await control._happens(Joined(cast("Any", SimpleNamespace(node=node, machine=f"{node}-machine"))))
+        settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+        cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), cast("Any", None))
+        cluster._tending, cluster._own_agent = [None], SimpleNamespace(ensure=do_nothing, attends=do_nothing)
+        assert not cluster.lacks(2)
+        await cluster.drain("n1")
+        lacking = asyncio.create_task(cluster.wait_until_lacking(1))
+        assert (cluster.lacks(2), cluster.lacks(1)) == (True, False)
+        await cluster.drain("n2")
+        await lacking
+        waiting = asyncio.create_task(cluster.attend(1))
+        await run_tasks_until(lambda: caplog.records)
+        assert not waiting.done()
+        await cluster.drain("n1", is_drained=False)
+        with contextlib.suppress(AttributeError):  # the machines have no more than a name
+            await waiting
+        assert not cluster.lacks(1)
+
+    async def do_nothing(*_: object) -> None:
+        pass
+
+    asyncio.run(run())
+    (said,) = caplog.messages
+    assert "all connected machines are drained (n1-machine and n2-machine)" in said
+    assert said.endswith("run: mlx-ring node drain n1 --undo")
 
 
 def test_the_pause_before_the_next_load_ends_when_a_node_joins(tmp_path: Path) -> None:
@@ -365,6 +400,58 @@ def test_a_patch_uses_an_early_plan_if_nothing_has_changed_since(
     asyncio.run(run())
     assert (planned.used, planned.plans) == (([2], 2) if change else ([1], 1))
     assert planned.closed == bool(change), "connections of a plan without use are closed"
+
+
+@pytest.mark.parametrize("had", [True, False], ids=["it has layers", "it has none"])
+def test_no_patch_has_layers_on_a_machine_that_was_drained_since_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, had: bool
+) -> None:
+    planned = Planned(monkeypatch, tmp_path)
+    cluster, order = planned.cluster, order_of(tmp_path)
+    before = Placement((), cast("Any", ((SimpleNamespace(site=planned),),)) if had else (), None)
+    remains = Remains("one", 1, before, frozenset(), frozenset())
+
+    async def offer(placement: Any, _offer: object) -> Any:
+        """Read the model, for so long that a machine is drained."""
+        cluster._control.membership = cluster._control.membership.apply(Drained("n2"))
+        return placement
+
+    monkeypatch.setattr(subject_of_patches, "offered", offer)
+    if had:
+        assert asyncio.run(cluster.patch(order, remains, None)).instance == "one"
+    else:
+        with pytest.raises(NodeDrained, match="n2 was drained while its layers were planned"):
+            asyncio.run(cluster.patch(order, remains, None))
+
+
+def test_an_instance_is_planned_again_if_a_machine_was_drained_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster: Any = Planned(monkeypatch, tmp_path).cluster
+    members: Any = {node: SimpleNamespace(node=node, session=1, links_port=0) for node in ("n1", "n2")}
+    cluster._control.membership = Membership(members)
+    placed: list[str] = []
+
+    async def return_usable(*_: object) -> Any:
+        return cluster._control.membership.usable
+
+    async def place(_order: object, membership: Membership, _sites: object) -> Any:
+        placed.append(max(membership.members))
+        return SimpleNamespace(nodes=[SimpleNamespace(node=placed[-1])], plan=None, ranks=())
+
+    async def offer(placement: Any, _offer: object) -> Any:
+        cluster._control.membership = cluster._control.membership.apply(Drained("n2"))
+        return placement
+
+    async def return_none(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(subject_of_patches, "offered", offer)
+    monkeypatch.setattr(subject_of_patches, "new_instance", lambda _: f"demo-{len(placed)}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    cluster._attending, cluster._place = return_usable, place
+    cluster._left.look_once = cluster._left.adopt = return_none
+    epoch = asyncio.run(cluster.next_epoch(order_of(tmp_path)))
+    assert (epoch.instance, placed, {*cluster._live.names}) == ("demo-2", ["n2", "n1"], {"demo-2"})
 
 
 def test_an_early_plan_is_closed_if_the_model_must_be_loaded_as_a_whole(

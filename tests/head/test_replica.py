@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
-from tests.head.replicas import PLACEMENT, FakeInstance, FakeMachines, make_replica
+from tests.head.replicas import PLACEMENT, FakeInstance, FakeMachines, FakeRoom, make_replica
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady, PlanError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import NodeLost, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.head import replica as subject
@@ -226,6 +226,60 @@ def test_a_replica_that_is_lost_while_it_loads_is_loaded_again_if_others_serve(
     assert machines.loads == (3 if others_serve else 1)
 
 
+class BrieflyServingInstance(FakeInstance):
+    """First instance that serves, and is lost with its machine, and later ones that serve."""
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        ready(1.0)
+        if self._epoch.number > 1:
+            await asyncio.get_running_loop().create_future()
+        self.loss = NodeLost("n2 was lost.")
+
+
+class FullMachines(FakeMachines):
+    """Machines that have room for the first instance, and later only once some was made."""
+
+    def __init__(self, room: FakeRoom, *, may_make: bool) -> None:
+        super().__init__()
+        self.room, self.may_make, self.joined = room, may_make, asyncio.Event()
+
+    async def next_epoch(self, order: Any) -> Epoch:
+        has_room = bool(self.room.made) if self.may_make else self.room.freed.is_set()
+        if order.number > 1 and not has_room:
+            raise PlanError("There is no room for 4 layers.")
+        return await super().next_epoch(order)
+
+    async def wait_for_node(self, _timeout_s: float) -> None:
+        if self.loads > 1 or self.room.made:
+            await self.joined.wait()
+
+
+@pytest.mark.parametrize("may_make", [True, False], ids=["unloads another one", "another one is unloaded"])
+def test_a_lost_model_without_room_is_loaded_again_once_there_is_some(
+    monkeypatch: pytest.MonkeyPatch, *, may_make: bool
+) -> None:
+    monkeypatch.setattr(subject, "Instance", BrieflyServingInstance)
+    served, reasons = list[float](), list[str]()
+
+    async def run() -> None:
+        room = FakeRoom(can_make=may_make)
+        machines = FullMachines(room, may_make=may_make)
+        replica = make_replica(machines, Meter(), room, lambda _, error: reasons.append(str(error)))
+        running = asyncio.create_task(replica.run(served.append, lambda: False))
+        await run_tasks_until(lambda: room.made)
+        if not may_make:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(served) == 1
+            room.freed.set()
+        await run_tasks_until(lambda: len(served) == 2)
+        assert room.made == [("There is no room for 4 layers.", True)]
+        running.cancel()
+
+    asyncio.run(run())
+    assert reasons == ["There is no room for 4 layers."], "requests that wait learn why"
+
+
 class FakeReplica:
     """Replica that serves at once, or is lost while it loads."""
 
@@ -233,7 +287,9 @@ class FakeReplica:
         engine = SimpleNamespace(take_over=len, fail=str)
         recoveries = SimpleNamespace(record_resumed=len, refusal=None)
         error = None if serves else NotReady("It is being loaded.")
-        self.service = SimpleNamespace(engine=engine, recoveries=recoveries, info=None, error=error)
+        self.service = SimpleNamespace(
+            engine=engine, recoveries=recoveries, info=None, error=error, runs=callable
+        )
         self.others_serve: list[bool] = []
 
     async def run(self, ready: Callable[[float], None], others_serve: Callable[[], bool]) -> None:
@@ -286,6 +342,30 @@ def test_new_requests_wait_for_a_lost_model_only_if_answers_are_resumed(resume: 
     asyncio.run(run())
 
 
+def test_a_request_that_waits_in_vain_for_the_next_load_is_refused_with_the_newest_reason() -> None:
+    settings = Settings.model_validate({"model": "demo", "resume_within_s": 0.01})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+    replica = FakeReplica(serves=True)
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        await hosted.run(cast("Any", [replica]), ready)
+        replica.service.error = NodeLost("n2 was lost.")
+        hosted.hold((), replica.service.error)
+        (stream,) = hosted.engine.submit_all(GenerateRequest("r", (5, 6, 7), SamplingParams()))
+        hosted.hold((), PlanError("There is no room for 4 layers."))
+        with pytest.raises(
+            NotReady, match=r"^There is no room for 4 layers\. The model was not loaded again"
+        ):
+            async for _ in stream:
+                pass
+        await hosted.stop("It is unloaded.")
+
+    asyncio.run(run())
+
+
 class SlowlyEndingReplica(FakeReplica):
     """Replica that serves without requests, and whose workers end when a test says so."""
 
@@ -329,5 +409,31 @@ def test_a_move_is_cancelled_at_once_and_unloading_waits_for_the_workers_that_we
         old.may_end.set()
         await stopping
         assert hosted.replicas == []
+
+    asyncio.run(run())
+
+
+def test_a_model_whose_workers_are_ending_counts_as_unloaded_and_is_loaded_once_they_have_ended() -> None:
+    settings = Settings.model_validate({"model": "demo"})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        old, new = SlowlyEndingReplica(), FakeReplica(serves=True)
+        await hosted.run(cast("Any", [old]), ready)
+        stopping = asyncio.create_task(hosted.stop("It is unloaded."))
+        await old.is_ending.wait()
+        assert (hosted.state, hosted.error, hosted.is_loaded) == ("unloaded", None, False)
+        stopping.cancel()
+        loading = asyncio.create_task(hosted.run(cast("Any", [new]), ready))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (stopping.done(), loading.done(), hosted.replicas) == (True, False, [old])
+        old.may_end.set()
+        await loading
+        assert (hosted.state, hosted.replicas) == ("ready", [new])
+        await hosted.stop("It is unloaded.")
 
     asyncio.run(run())

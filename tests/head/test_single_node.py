@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.eventually import run_tasks_until
 
-from mlx_ring.core.errors import WorkerStuck
+from mlx_ring.core.errors import Conflict, NotReady, WorkerStuck
 from mlx_ring.head import single_node as subject
+from mlx_ring.head.move_order import MoveOrder
+from mlx_ring.head.moves import Moves
 from mlx_ring.head.single_node import SingleNode
+from mlx_ring.host.machine import node_name
 from mlx_ring.settings.config import Settings
 
 
@@ -90,6 +93,46 @@ def test_another_agent_starts_while_the_present_one_is_suspect_and_replaces_it_i
     asyncio.run(run())
     assert [agent.with_spare for agent in started] == [False, True, True, True]
     assert all(agent.is_stopped for agent in started)
+
+
+def test_an_agent_that_cannot_be_started_is_started_at_the_next_attempt(
+    tmp_path: Path, started: list[FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = cast("Any", subject).LocalAgent.start
+    failures = [OSError(24, "Too many open files")] * 3
+
+    async def fail_at_first(*_: object, **options: Any) -> FakeAgent:
+        if failures:
+            raise failures.pop()
+        return await starts(**options)
+
+    monkeypatch.setattr(cast("Any", subject).LocalAgent, "start", fail_at_first)
+
+    async def run() -> None:
+        machines: Any = SingleNode(Settings(), tmp_path, 1)
+        for attempt in range(3):
+            if attempt:  # as while the present one is silent
+                machines._begin_replacement()
+            if attempt == 2:
+                machines._drop_replacement()
+                (dropping,) = machines._dropping
+                await dropping
+            else:
+                with pytest.raises(NotReady, match=r"cannot be started: Too many open files\."):
+                    await machines._alive()
+        assert await machines._alive() is started[-1]
+        await machines.stop()
+
+    asyncio.run(run())
+    assert len(started) == 1
+
+
+def test_a_single_machine_is_not_drained_also_before_it_was_measured(tmp_path: Path) -> None:
+    machines = SingleNode(Settings(), tmp_path, 1)
+    assert not machines.cluster_view().membership.members
+    moves = Moves(lambda: machines, list, cast("Any", None), MoveOrder(), cast("Any", None))
+    with pytest.raises(Conflict, match=f"{node_name()} is the only machine of this server"):
+        asyncio.run(moves.drain(node_name(), force=False))
 
 
 def test_only_a_built_in_model_is_loaded_while_native_kernels_are_compiled(

@@ -27,7 +27,7 @@ from mlx_ring.cluster.membership import (
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.records import Members, TokenStore
-from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError
+from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError, without_number
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine_profile import MachineProfile
@@ -80,6 +80,8 @@ class Control:
         self.node = node
         """Node ID of the head's own machine."""
         self.membership = Membership()
+        self.counted: set[str] = set()
+        """Nodes that count where several are waited for; empty for all."""
         self._authority, self._tokens, self.members = authority, tokens, members
         self._serial = count(1)
         self._changed = asyncio.Condition()
@@ -117,25 +119,24 @@ class Control:
         finally:
             self._watchers.remove(watcher)
 
-    async def wait_for(
-        self, nodes: int, including: str = "", counted: Container[str] | None = None
-    ) -> Membership:
-        """Wait until that number of usable nodes is connected at the same time; return all that are.
-
-        Args:
-            nodes: number of nodes.
-            including: node that must be among them; empty for any.
-            counted: nodes that count; None for all.
-        """
-
-        def are_there() -> bool:
-            usable = self.membership.usable.members
-            enough = sum(counted is None or node in counted for node in usable) >= nodes
-            return enough and (not including or including in self.membership.members)
-
+    async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(are_there)
+            await self._changed.wait_for(holds)
+
+    async def wait_for(self, nodes: int, including: str = "") -> Membership:
+        """Wait while nodes are lacking; return all that are usable."""
+        await self._until(lambda: not self.lacks(nodes, including))
         return self.membership.usable
+
+    def lacks(self, nodes: int, including: str = "") -> bool:
+        """Report whether fewer usable nodes are connected, or the given one is not."""
+        usable = self.membership.usable.members
+        counts = len(usable.keys() & self.counted) if self.counted and nodes > 1 else len(usable)
+        return counts < nodes or bool(including and including not in self.membership.members)
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        """Wait until fewer usable nodes are connected."""
+        await self._until(lambda: self.lacks(nodes))
 
     async def settle(self, besides: Container[str] = ()) -> None:
         """Wait while a connected node is silent, except for some, until it speaks or is disconnected.
@@ -149,8 +150,7 @@ class Control:
                 for node, silence in self._silences.values()
             )
 
-        async with self._changed:
-            await self._changed.wait_for(is_settled)
+        await self._until(is_settled)
 
     async def wait_for_reports(self, nodes: Container[str]) -> None:
         """Wait until each of these nodes has reported again, or is disconnected."""
@@ -160,8 +160,7 @@ class Control:
             # A report replaces the member.
             return all(self.membership.members.get(node) is not member for node, member in before.items())
 
-        async with self._changed:
-            await self._changed.wait_for(have_reported)
+        await self._until(have_reported)
 
     def has_left(self, node: str) -> bool:
         """Report whether the node is not connected, and will not be back in a moment."""
@@ -169,8 +168,7 @@ class Control:
 
     async def wait_until_left(self, node: str) -> None:
         """Wait until the node is not connected, and will not be back in a moment."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.has_left(node))
+        await self._until(lambda: self.has_left(node))
 
     async def wait_until_present(self, node: str) -> None:
         """Wait until the node is connected, and not silent."""
@@ -180,13 +178,17 @@ class Control:
                 at == node and silence.seconds < _SETTLED_WITHIN_S for at, silence in self._silences.values()
             )
 
-        async with self._changed:
-            await self._changed.wait_for(is_present)
+        await self._until(is_present)
 
     async def wait_until_absent(self, node: str) -> None:
         """Wait until the node is not connected."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: node not in self.membership.members)
+        await self._until(lambda: node not in self.membership.members)
+
+    async def wait_for_joined(self) -> None:
+        """Wait until a node connects."""
+        joined = asyncio.Event()
+        with self.watching(lambda event: joined.set() if isinstance(event, Joined) else None):
+            await joined.wait()
 
     async def look(self) -> None:
         """Look at the silence of each node."""
@@ -242,10 +244,10 @@ class Control:
         may_return, has_left = True, False
         silence = Silence()
         self._silences[member.session] = member.node, silence
-        log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
-        await self._happens(Joined(member))
-        self._revocations.add(revocations)
         try:
+            log.info("%s (%s) is connected, at %s", member.node, member.machine, member.host)
+            await self._happens(Joined(member))
+            self._revocations.add(revocations)
             yield cluster_pb2.AttendReply(hello=make_hello(), revoked=self.members.revoked_serials())
             async with contextlib.aclosing(messages_until_end(requests, revocations)) as saying:
                 async for said in saying:
@@ -263,7 +265,7 @@ class Control:
         finally:
             self._revocations.discard(revocations)
             del self._silences[member.session]
-            if self.members.refusal(peer):
+            if self._was_removed(peer):
                 reason, is_final = "it was removed from the cluster", True
             if may_return and not is_final and self.membership.has_session(member.node, member.session):
                 self._returning.setdefault(member.node, silence)
@@ -275,6 +277,12 @@ class Control:
             await asyncio.shield(
                 self._happens(SessionEnded(member.node, member.session, reason, time.time(), is_final))
             )
+
+    def _was_removed(self, peer: Peer) -> bool:
+        """Report whether a node was removed from the cluster; False if that cannot be read."""
+        with contextlib.suppress(RingError, OSError):
+            return bool(self.members.refusal(peer))
+        return False
 
     async def _refuse_copy(self, member: Member) -> None:
         """Refuse another process with a connected node's identity, once the connected one has proved that it still runs.
@@ -420,11 +428,21 @@ async def _listening(
 
 async def _end_removed(guard: AioPeerGuard, control: Control, members: Members) -> None:
     """End the calls of removed nodes, here and on the other nodes, which get the revoked certificates."""
-    revoked = members.revoked_serials()
+    revoked, is_readable = members.revoked_serials(), True
     while True:
         await asyncio.sleep(_LOOK_S)
-        guard.end_refused()
         await control.look()
-        if (now := members.revoked_serials()) != revoked:
-            revoked = now
-            control.send_revoked()
+        try:
+            members.check_readable()
+            guard.end_refused()
+            if (now := members.revoked_serials()) != revoked:
+                revoked = now
+                control.send_revoked()
+        except (RingError, OSError) as error:
+            if is_readable:
+                log.warning(
+                    "Removed machines stay connected until this is mended: %s", without_number(str(error))
+                )
+            is_readable = False
+        else:
+            is_readable = True

@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx_ring.cluster.control import Control
 from mlx_ring.cluster.membership import Event, FormerMember, SessionEnded
 from mlx_ring.core.environment import environment_with_grpc_logs, inherited_environment
+from mlx_ring.core.errors import NotReady, RingError, without_number
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, bare_host, bracketed
 from mlx_ring.host.interfaces import TRUST_FLAG, Trust, TrustedInterface
@@ -29,6 +30,8 @@ _MODULE = "mlx_ring.agent.head_member"
 _RETURNS_WITHIN_S = 1.0
 """Time in which an agent that missed the head's messages connects again."""
 _END_WAIT_S = 5.0
+_RETRY_S = 5.0
+"""Time after which an agent that could not be started is started again."""
 
 
 class OwnAgent:
@@ -69,7 +72,12 @@ class OwnAgent:
 
     async def _replace(self) -> None:
         await self._control.wait_until_absent(self._control.node)
-        await self.ensure()
+        while True:
+            try:
+                return await self.ensure()
+            except RingError as error:
+                log.warning("%s It is tried again in %g s.", error, _RETRY_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def keep(self, is_awaited: Callable[[], bool]) -> None:
         """Replace the agent whenever it no longer answers or has crashed, forever, except while `is_awaited`.
@@ -96,6 +104,7 @@ class OwnAgent:
 
         Raises:
             ConfigError: one that serves another address does not end.
+            NotReady: it cannot be started now.
         """
         async with self._starting:
             await self._ensure()
@@ -116,9 +125,13 @@ class OwnAgent:
 
     def _start(self, state: Path) -> subprocess.Popen[bytes] | None:
         host = "127.0.0.1" if self._address.is_every else self._address.host
-        return ensure_head_member(
-            self._settings, state, self._control.node, HeadAddress(host, self._address.port)
-        )
+        head = HeadAddress(host, self._address.port)
+        try:
+            return ensure_head_member(self._settings, state, self._control.node, head)
+        except OSError as error:
+            raise NotReady(
+                f"The agent of this machine cannot be started: {without_number(str(error))}."
+            ) from error
 
     async def attends(self, timeout_s: float) -> bool:
         """Wait until it is connected; return False if it is not in time."""

@@ -83,11 +83,15 @@ class HostedModel:
         self.pooling: Pooling = read_pooling(served.folder.path, settings.pooling)
         self._metadata = describe_model(served.folder)
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self.is_queued = False
+        """True while it is being loaded on request, or waits for its turn."""
         self.is_moving = False
         """True while another replica takes the place of one."""
         self._leaving: Replica | None = None
         """Replica that gets no new requests, because another one takes its place."""
         self._patience: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        """End of its last instances."""
         self._held = HeldRequests(
             Vocabulary.of(served.tokenizer),
             served.limits,
@@ -144,12 +148,17 @@ class HostedModel:
 
     @property
     def state(self) -> State:
-        if not self.replicas:
-            return "loading" if self.is_awaited else "unloaded"
+        if not self.is_loaded:
+            return "loading" if self.is_awaited or self.is_queued else "unloaded"
         error = self.error
         if error is None:
             return "ready"
         return "loading" if isinstance(error, NotReady) else "unavailable"
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if it has replicas that are not being ended; they may be loaded again after a loss."""
+        return bool(self.replicas) and (self._stopping is None or self._stopping.done())
 
     @property
     def engine(self) -> Router:
@@ -159,7 +168,7 @@ class HostedModel:
     @property
     def error(self) -> RingError | None:
         """Reason why it cannot answer now; an unloaded model can, because it is loaded on request."""
-        if not self.replicas:
+        if not self.is_loaded:
             return self._coming() if self.is_awaited else self._failure
         errors = [replica.service.error for replica in self.replicas]
         return None if None in errors else errors[0]
@@ -291,6 +300,8 @@ class HostedModel:
         Raises:
             RingError: a replica could not be loaded; then all are ended.
         """
+        if self._stopping is not None:
+            await asyncio.wait((self._stopping,))
         self.replicas, self._failure = list(replicas), None
         firsts: list[asyncio.Future[None]] = []
         for replica in self.replicas:
@@ -338,7 +349,10 @@ class HostedModel:
             first.set_exception(error)
 
     async def stop(self, reason: str) -> None:
-        """End every instance and its requests, and free their memory."""
+        """End every instance and its requests, and free their memory, also if the caller is cancelled meanwhile.
+
+        Requests that come before the end wait for the next load.
+        """
         tasks, self._tasks = [*self._tasks.values()], {}
         self._has_served = False
         self._held.fail(NotReady(reason))
@@ -346,7 +360,13 @@ class HostedModel:
             service.engine.fail(NotReady(reason))
         for task in tasks:
             task.cancel()
+        self._stopping = asyncio.create_task(self._end_all(tasks, self._stopping))
+        await asyncio.shield(self._stopping)
+
+    async def _end_all(self, tasks: Sequence[asyncio.Task[None]], before: asyncio.Task[None] | None) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
+        if before is not None:
+            await asyncio.wait((before,))
         self.replicas = []
 
     async def replace(

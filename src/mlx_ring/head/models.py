@@ -19,7 +19,7 @@ from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.model import HostedModel, Ready
-from mlx_ring.head.move_order import MoveOrder, check_room, promised_bytes
+from mlx_ring.head.move_order import MoveOrder, RoomAmongModels, Turn, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
 from mlx_ring.head.placing import plan_request
@@ -99,7 +99,7 @@ class Catalog:
         self.replanning = Replanning(
             settings.replan, lambda: self._machines, lambda: self._hosted, self.moves
         )
-        self._only = self._hosted[0] if len(self._hosted) == 1 else None
+        self.only = self._hosted[0] if len(self._hosted) == 1 else None
         for hosted in self._hosted:
             hosted.is_awaited = True
 
@@ -108,10 +108,6 @@ class Catalog:
     @property
     def models(self) -> Sequence[ModelService]:
         return self._hosted
-
-    @property
-    def only(self) -> ModelService | None:
-        return self._only
 
     @property
     def links(self) -> Sequence[LinkInfo]:
@@ -194,7 +190,7 @@ class Catalog:
     async def ready(self, model: ModelService) -> None:
         """Load a model that is not loaded, or wait for its load in progress."""
         hosted = self._own(model)
-        if hosted.is_awaited or (hosted.replicas and hosted.model_id not in self._loads):
+        if hosted.is_awaited or (hosted.is_loaded and hosted.model_id not in self._loads):
             return
         hosted.waiting += 1
         try:
@@ -216,8 +212,13 @@ class Catalog:
         return next((each for each in self._hosted if name in each.served.names), None)
 
     async def unload(self, model: ModelService, *, force: bool) -> None:
-        """Unload a model. By force, this also ends its move in progress."""
-        await self._order.unload(self._own(model), force=force)
+        """Unload a model. By force, this also ends its load or move in progress."""
+        hosted = self._own(model)
+        loading = self._loads.get(hosted.model_id)
+        if force and loading is not None and not hosted.is_awaited:
+            loading.cancel()
+            await asyncio.wait((loading,))
+        await self._order.unload(hosted, force=force)
 
     def _own(self, model: ModelService) -> HostedModel:
         return next(each for each in self._hosted if each is model)
@@ -362,33 +363,42 @@ class Catalog:
         """Wait for a load, which continues without the request."""
         if self._has_ended:
             raise NotReady("The server is shutting down.")
-        if hosted.replicas and hosted.model_id not in self._loads:
+        if hosted.is_loaded and hosted.model_id not in self._loads:
             return
         task = self._loads.get(hosted.model_id)
         if task is None:
             load = partial(self._run, hosted)
             work = self._order.load(hosted, load, lambda: self._hosted, may_evict=may_evict)
+            hosted.is_queued = True
             task = asyncio.create_task(work, name=f"load {hosted.model_id}")
             self._loads[hosted.model_id] = task
-            task.add_done_callback(lambda done: _forget(self._loads, hosted.model_id, done))
+            task.add_done_callback(lambda done: _forget(self._loads, hosted, done))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._has_ended and task.cancelled():
-                raise NotReady("The server is shutting down.") from None
-            raise
+            waiting = asyncio.current_task()
+            if not task.cancelled() or (waiting is not None and waiting.cancelling()):
+                raise
+            why = "The server is shutting down." if self._has_ended else f"{hosted.model_id} was unloaded."
+            raise NotReady(why) from None
 
-    async def _run(self, hosted: HostedModel) -> None:
+    async def _run(self, hosted: HostedModel, turn: Turn) -> None:
         machines = self._begun()
         nodes = 1 if self._has_served else self._settings.nodes
-        candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
-        check_room(hosted, len(candidate_sets), self._hosted, self._settings.model_memory)
-        make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
-        replicas = [
-            make(hosted.meter(number), candidates=candidates)
-            for number, candidates in enumerate(candidate_sets)
-        ]
-        await hosted.run(replicas, self._ready)
+        while machines.lacks(nodes):
+            # Others may load and move meanwhile.
+            turn.end()
+            await machines.attend(nodes)
+            await turn.resume()
+        lacking = asyncio.create_task(turn.end_after(machines.wait_until_lacking(nodes)))
+        try:
+            candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
+            check_room(hosted, len(candidate_sets), self._hosted, self._settings.model_memory)
+            make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
+            replicas = [make(hosted.meter(n), candidates=each) for n, each in enumerate(candidate_sets)]
+            await hosted.run(replicas, self._ready)
+        finally:
+            lacking.cancel()
         self._has_served = True
         hosted.last_requested = time.monotonic()
 
@@ -415,6 +425,7 @@ class Catalog:
             meter=meter,
             tracing=self._tracing,
             hold=hosted.hold if hosted.settings.resume == "on" else None,
+            room=RoomAmongModels(self._order, hosted, lambda: self._hosted),
             replaces=replaces,
         )
 
@@ -429,8 +440,9 @@ class Catalog:
             self.crashed.set_exception(error)
 
 
-def _forget(tasks: dict[str, asyncio.Task[None]], name: str, done: asyncio.Task[None]) -> None:
-    tasks.pop(name, None)
+def _forget(tasks: dict[str, asyncio.Task[None]], hosted: HostedModel, done: asyncio.Task[None]) -> None:
+    tasks.pop(hosted.model_id, None)
+    hosted.is_queued = False
     if not done.cancelled():
         # Retrieve the error: perhaps no request waits for it any more.
         done.exception()

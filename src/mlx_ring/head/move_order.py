@@ -10,17 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mlx_ring.core.errors import Conflict, ContextKept, PlanError, RingError
+from mlx_ring.core.errors import Conflict, ContextKept, NodeDrained, NotReady, PlanError, RingError
 from mlx_ring.head.instance_view import InstanceService
 from mlx_ring.head.model import JUST_NOW_S, HostedModel
+from mlx_ring.head.replica import Replica
 
 log = logging.getLogger(__name__)
+
+_BUSY_WAIT_S, _LOOK_S = 30.0, 0.1
+"""Longest wait of a load for the end of other models' requests, and interval of the looks at these."""
+_MOST_FAILED_LOADS = 5
+"""Failed loads after which a move ends. Of the losses of workers, some are mended first without a whole load."""
 Result = TypeVar("Result")
 
 
@@ -48,6 +55,11 @@ class Turn:
             self.is_held, self.frees = False, frees
             self._loading.release()
 
+    async def end_after(self, lacking: Awaitable[None]) -> None:
+        """Let others load once machines are missing, because the load then waits for these."""
+        await lacking
+        self.end()
+
     async def resume(self) -> None:
         """Wait for another turn, if this one has ended."""
         self.frees = frozenset()
@@ -65,6 +77,36 @@ class _Move:
     reason: str = ""
     """Reason why the model is unloaded instead; empty if it is not."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FailedLoads:
+    """Failed loads of a replica during a move."""
+
+    def __init__(self, model: str, replica: Replica) -> None:
+        self._model, self._replica = model, replica
+        self._last: RingError | None = None
+        self._epoch: tuple[str, int] | None = None
+        """Epoch of the last failure that was counted. It may have several errors, of which the last is the best."""
+        self._count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the move waits no longer for the replica."""
+        return self._count >= _MOST_FAILED_LOADS
+
+    def check(self) -> None:
+        """Count the failure of the last load, unless it was counted. Raises `NotReady` after too many."""
+        error = self._replica.service.error
+        if error is None or error is self._last or isinstance(error, NotReady | NodeDrained):
+            return
+        counted, self._last, self._epoch = self._epoch, error, epoch_of(self._replica)
+        if counted == self._epoch:
+            return
+        self._count += 1
+        if self.is_over:
+            raise NotReady(
+                f"{self._model} could not be loaded in {self._count} attempts, and is tried again later: {error}"
+            )
 
 
 class MoveOrder:
@@ -110,39 +152,88 @@ class MoveOrder:
     async def load(
         self,
         hosted: HostedModel,
-        load: Callable[[], Awaitable[None]],
+        load: Callable[[Turn], Awaitable[None]],
         models: Callable[[], Iterable[HostedModel]],
         *,
         may_evict: bool,
     ) -> None:
         """Load a model. If it does not fit, unload others for it, or wait until a move has ended.
 
+        If the others only answer requests, wait for a while until one has none.
+
         Args:
             hosted: the model.
-            load: loads it.
+            load: loads it in a turn, which ends earlier if machines are missing.
             models: returns all models.
             may_evict: True if others may be unloaded.
 
         Raises:
             PlanError: it does not fit.
+            NotReady: it does not fit beside models that answer requests.
         """
+        until_s: float | None = None
         while True:
-            async with self.turn():
+            busy: list[HostedModel] = []
+            async with self.turn(hosted) as turn:
                 while True:
+                    freed = self.freed
                     try:
-                        return await load()
+                        return await load(turn)
                     except PlanError as error:
-                        # An explicit context reserves the memory: no model is unloaded for it.
-                        may_unload = may_evict and not isinstance(error, ContextKept)
-                        if may_unload and await unload_for(hosted, models()):
-                            log.info("Trying %s again, which did not fit before: %s", hosted.model_id, error)
-                            continue
-                        if not self.may_free():
-                            raise
-                        log.info("%s is loaded once a move has ended: %s", hosted.model_id, error)
-                        freed = self.freed
+                        problem = error
+                    await turn.resume()
+                    # An explicit context reserves the memory: no model is unloaded for it.
+                    may_unload = may_evict and not isinstance(problem, ContextKept)
+                    if may_unload and await unload_for(hosted, models()) is not None:
+                        log.info("Trying %s again, which did not fit before: %s", hosted.model_id, problem)
+                        continue
+                    if freed.is_set() or self.may_free():
                         break
-            await freed.wait()
+                    busy = [other for other in models() if may_unload and _may_give_room(other, hosted)]
+                    if not busy:
+                        raise problem
+                    break
+            if not busy:
+                log.info("%s is loaded once a move has ended: %s", hosted.model_id, problem)
+                await freed.wait()
+                continue
+            until_s = time.monotonic() + _BUSY_WAIT_S if until_s is None else until_s
+            await self._wait_until_idle(hosted, busy, freed, until_s, problem)
+
+    async def _wait_until_idle(
+        self,
+        hosted: HostedModel,
+        busy: Sequence[HostedModel],
+        freed: asyncio.Event,
+        until_s: float,
+        problem: PlanError,
+    ) -> None:
+        """Wait until one of these models may be unloaded for another one, or there may be more room.
+
+        Raises:
+            NotReady: none is idle in time.
+        """
+        names = " and ".join(other.model_id for other in busy)
+        log.info("%s is loaded once %s is idle: %s", hosted.model_id, names, problem)
+        while not freed.is_set() and all(_is_busy(other, hosted) for other in busy):
+            if time.monotonic() >= until_s:
+                raise NotReady(
+                    f"{hosted.model_id} was not loaded, because {names} {'is' if len(busy) == 1 else 'are'} busy: "
+                    f"try again once {'it has' if len(busy) == 1 else 'they have'} no requests. {problem}"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    async def make_room(self, hosted: HostedModel, models: Callable[[], Iterable[HostedModel]]) -> bool:
+        """Unload the least recently used idle model for one that is loaded again after a loss.
+
+        Return True if there may be more room than at the call.
+        """
+        freed = self.freed
+        async with self.turn():
+            if not freed.is_set() and await unload_for(hosted, models()) is None:
+                return False
+        self._free()
+        return True
 
     async def move(self, hosted: HostedModel, turn: Turn, work: Coroutine[Any, Any, Result]) -> Result:
         """Move one model, in its turn. Raises `Unloaded` if it is unloaded instead."""
@@ -217,29 +308,64 @@ def _unload_reason(hosted: HostedModel) -> str:
     return f"{hosted.model_id} was unloaded."
 
 
+def epoch_of(replica: Replica) -> tuple[str, int]:
+    """Return the name and the epoch of a replica's instance."""
+    info = replica.service.info
+    return info.name, info.epoch
+
+
 # ---- room
 
 
-async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> bool:
-    """Unload the least recently used idle model for another one; return False if there is none.
+class RoomAmongModels:
+    """Memory for a model, from others that are idle."""
 
-    A model that moves is not idle, although it may have no requests when its move ends.
+    def __init__(
+        self, order: MoveOrder, hosted: HostedModel, models: Callable[[], Iterable[HostedModel]]
+    ) -> None:
+        """Share the memory with `models`."""
+        self._order, self._hosted, self._models = order, hosted, models
+
+    @property
+    def freed(self) -> asyncio.Event:
+        return self._order.freed
+
+    async def make(self, error: PlanError, *, insists: bool) -> bool:
+        if isinstance(error, ContextKept) or not (insists or self._hosted.open_requests):
+            return False
+        return await self._order.make_room(self._hosted, self._models)
+
+
+async def unload_for(hosted: HostedModel, models: Iterable[HostedModel]) -> HostedModel | None:
+    """Unload the least recently used idle model for another one, and return it; None if there is none.
+
+    A model that moves is not idle, although it may have no requests when its move ends. One that was lost stays: it is
+    loaded again.
     """
 
     def is_quiet(other: HostedModel) -> bool:
-        return bool(other.replicas) and not other.open_requests and not other.is_moving
+        return _may_give_room(other, hosted) and not other.open_requests
 
-    quiet = [other for other in models if other is not hosted and is_quiet(other)]
+    quiet = [other for other in models if is_quiet(other)]
     if quiet and not any(other.is_idle for other in quiet):
         # A request that waited for one of them may be about to begin.
         await asyncio.sleep(JUST_NOW_S)
     idle = [other for other in quiet if other.is_idle and is_quiet(other)]
     oldest = min(idle, key=lambda other: other.last_requested, default=None)
     if oldest is None:
-        return False
+        return None
     log.info("Unloading %s, the least recently used model, for %s", oldest.model_id, hosted.model_id)
     await oldest.stop(f"{oldest.model_id} was unloaded for another model.")
-    return True
+    return oldest
+
+
+def _may_give_room(other: HostedModel, hosted: HostedModel) -> bool:
+    """Report whether a model would be unloaded for another one, if it were idle."""
+    return other is not hosted and bool(other.replicas) and other.error is None and not other.is_moving
+
+
+def _is_busy(other: HostedModel, hosted: HostedModel) -> bool:
+    return _may_give_room(other, hosted) and (bool(other.open_requests) or not other.is_idle)
 
 
 def check_room(hosted: HostedModel, copies: int, models: Iterable[HostedModel], limit: int | None) -> None:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from mlx_ring.api.service import Moved
-from mlx_ring.core.errors import Conflict, NodeDrained, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.head.model import HostedModel, Ready
-from mlx_ring.head.move_order import MoveOrder, NoRoomYet, Turn, Unloaded
+from mlx_ring.head.move_order import FailedLoads, MoveOrder, NoRoomYet, Turn, Unloaded, epoch_of
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import find_node
 from mlx_ring.head.replica import Replica
@@ -31,8 +31,6 @@ from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
-_MOST_FAILED_LOADS = 5
-"""Failed loads after which a move ends. Of the losses of workers, some are mended first without a whole load."""
 Result = TypeVar("Result")
 
 
@@ -55,36 +53,6 @@ class MakeReplica(Protocol):
     """Maker of a replica that takes the place of another one."""
 
     def __call__(self, hosted: HostedModel, old: Replica) -> Replica: ...
-
-
-class FailedLoads:
-    """Failed loads of a replica during a move."""
-
-    def __init__(self, model: str, replica: Replica) -> None:
-        self._model, self._replica = model, replica
-        self._last: RingError | None = None
-        self._epoch: tuple[str, int] | None = None
-        """Epoch of the last failure that was counted. It may have several errors, of which the last is the best."""
-        self._count = 0
-
-    @property
-    def is_over(self) -> bool:
-        """True if the move waits no longer for the replica."""
-        return self._count >= _MOST_FAILED_LOADS
-
-    def check(self) -> None:
-        """Count the failure of the last load, unless it was counted. Raises `NotReady` after too many."""
-        error = self._replica.service.error
-        if error is None or error is self._last or isinstance(error, NotReady | NodeDrained):
-            return
-        counted, self._last, self._epoch = self._epoch, error, _epoch_of(self._replica)
-        if counted == self._epoch:
-            return
-        self._count += 1
-        if self.is_over:
-            raise NotReady(
-                f"{self._model} could not be loaded in {self._count} attempts, and is tried again later: {error}"
-            )
 
 
 class Moves:
@@ -167,6 +135,7 @@ class Moves:
     async def _split_again(self, hosted: HostedModel, choose: Choose, *, may_pause: bool) -> Moved | None:
         while True:
             async with self._order.turn(hosted) as turn:
+                freed = self._order.freed
                 choice = await choose()
                 if choice is None:
                     return None
@@ -179,7 +148,6 @@ class Moves:
                     with contextlib.suppress(NoRoomYet):
                         work = self._move_to_split(hosted, choice, turn, may_pause=may_pause)
                         return await self._order.move(hosted, turn, work)
-                freed = self._order.freed
             log.info("%s moves to another split once another move has ended", hosted.model_id)
             await freed.wait()
 
@@ -228,7 +196,7 @@ class Moves:
         self, hosted: HostedModel, replica: Replica, why: str, *, may_pause: bool
     ) -> Moved:
         """Let workers load the layers that they gain, and change over."""
-        started, before = time.monotonic(), _epoch_of(replica)
+        started, before = time.monotonic(), epoch_of(replica)
         reshaping = await replica.split_again(
             f"Workers of {hosted.model_id} change to another split.", may_pause=may_pause
         )
@@ -239,7 +207,7 @@ class Moves:
             raise reshaping.problem
         now = time.monotonic()
         # After a loss in the pause, it may have been loaded as a whole.
-        way: MoveWay = "ranges" if _epoch_of(replica)[0] == before[0] else "after"
+        way: MoveWay = "ranges" if epoch_of(replica)[0] == before[0] else "after"
         log.warning(
             "%s has changed to another split: it loaded %.1f MB, and paused for %.1f s",
             *(hosted.model_id, reshaping.loaded_bytes / 1e6, now - paused),
@@ -251,7 +219,7 @@ class Moves:
         """End the present instance, and load another one."""
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
-        before = _epoch_of(replica)
+        before = epoch_of(replica)
         replica.drain(nodes_of(replica), f"The layers of {hosted.model_id} are split again.")
         await self._until_served(hosted, replica, before)
         seconds = time.monotonic() - started
@@ -266,7 +234,7 @@ class Moves:
             NotReady: too many loads have failed.
         """
         failed = FailedLoads(hosted.model_id, replica)
-        while (error := replica.service.error) is not None or _epoch_of(replica) == before:
+        while (error := replica.service.error) is not None or epoch_of(replica) == before:
             if isinstance(error, PlanError):
                 raise error
             failed.check()
@@ -275,25 +243,29 @@ class Moves:
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         session = _session(machines, node)
         async with self._order.of_machine(node):
-            async with self._order.turn():
-                if _session(machines, node) != session:
-                    raise Conflict(
-                        f"{name} has left the cluster, or joined it again, before its layers could move."
-                    )
-                if not machines.cluster_view().membership.usable.without({node}).members:
-                    raise Conflict(
-                        f"{name} is the only machine that may have layers, so they cannot move elsewhere."
-                    )
-                await machines.drain(node)
-            log.warning("%s is drained: its layers move to other machines", name)
+            was_drained = _is_drained(machines, node)
+            # At once, so that the layers of another machine that leaves do not go there.
+            await machines.drain(node)
             try:
+                async with self._order.turn():
+                    self._check_drain(machines, node, name, session)
+                log.warning("%s is drained: its layers move to other machines", name)
                 moved = await self._move_all(machines, node, name, force=force)
             except BaseException as error:
-                await machines.drain(node, is_drained=False)
-                log.warning("%s is not drained: %s", name, error)
+                if not was_drained:
+                    await machines.drain(node, is_drained=False)
+                    log.warning("%s is not drained: %s", name, error)
                 raise
         log.warning("%s has no layers any more", name)
         return moved
+
+    @staticmethod
+    def _check_drain(machines: Machines, node: str, name: str, session: int | None) -> None:
+        """Raise `Conflict` if a machine was disconnected since this session, or no other one may have layers."""
+        if _session(machines, node) != session:
+            raise Conflict(f"{name} has left the cluster, or joined it again, before its layers could move.")
+        if not machines.cluster_view().membership.usable.without({node}).members:
+            raise Conflict(f"{name} is the only machine that may have layers, so they cannot move elsewhere.")
 
     async def _move_all(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         """Move all models away from a machine. None waits for the answers of another one, unless it needs its room."""
@@ -326,8 +298,9 @@ class Moves:
         """Move the replicas of a model away from a machine, one after the other."""
         moved: list[Moved] = []
         while True:
-            freed: asyncio.Event | None = None
+            has_room = True
             async with self._order.turn(hosted) as turn:
+                freed = self._order.freed
                 replica = self._using(hosted, node, failed) if _is_drained(machines, node) else None
                 if replica is None:
                     return moved
@@ -339,15 +312,15 @@ class Moves:
                     log.warning("%s has no layers of %s any more: %s", name, hosted.model_id, error)
                 except NoRoomYet as error:
                     log.info("%s moves once another move has ended: %s", hosted.model_id, error)
-                    freed = self._order.freed
-            if freed is not None:
+                    has_room = False
+            if not has_room:
                 await freed.wait()
 
     async def readmit(self, node: str) -> None:
         """Let plans use a drained machine again, once its drain has ended."""
         machines = self._machines()
         found = find_node(machines.cluster_view(), node)
-        async with self._order.of_machine(found), self._order.turn():
+        async with self._order.of_machine(found):
             await machines.drain(found, is_drained=False)
 
     @staticmethod
@@ -426,12 +399,6 @@ class Moves:
             if error is None:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)
-
-
-def _epoch_of(replica: Replica) -> tuple[str, int]:
-    """Return the name and the epoch of a replica's instance."""
-    info = replica.service.info
-    return info.name, info.epoch
 
 
 def _session(machines: Machines, node: str) -> int | None:

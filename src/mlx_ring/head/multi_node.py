@@ -16,12 +16,20 @@ from mlx_ring.cluster.deployment import Site, StartedWorkers, close_sites, unuse
 from mlx_ring.cluster.membership import Drained, Event, Joined, Membership, Reported, SessionEnded
 from mlx_ring.cluster.own_agent import OwnAgent, stale_trust
 from mlx_ring.cluster.quarantine import Pair, QuarantineList
-from mlx_ring.core.errors import LinkLost, PlanError, RingError
+from mlx_ring.core.errors import LinkLost, NodeDrained, PlanError, RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.left_workers import LeftWorkers
-from mlx_ring.head.nodes import Declared, LiveInstances, NodeListener, invite_one, new_instance
+from mlx_ring.head.nodes import (
+    Declared,
+    LiveInstances,
+    NodeListener,
+    check_not_drained,
+    drained_remark,
+    invite_one,
+    new_instance,
+)
 from mlx_ring.head.patching import PatchPlan, Remains, Room, patch_ranks, plan_patch
 from mlx_ring.head.placing import (
     Order,
@@ -76,7 +84,10 @@ class Cluster:
             offer: makes a model's weights available to other machines.
         """
         self._settings, self._control = settings, control
+        control.counted = {control.node, *settings.node_ids} if settings.node_ids else set()
         self._port = address.port
+        self.has_left, self.wait_until_left = control.has_left, control.wait_until_left
+        self.wait_until_lacking = control.wait_until_lacking
         self.join_commands = partial(invite_one, control.make_token, address)
         self._offer = offer
         self._step_down = StepDown()
@@ -103,8 +114,13 @@ class Cluster:
     @property
     def missing(self) -> int:
         others = self._control.membership.usable.without({self._control.node}).members
-        counted = self._settings.node_ids
-        return max(0, self._awaited - 1 - sum(not counted or node in counted for node in others))
+        return max(0, self._awaited - 1 - len(others.keys() & (self._control.counted or others.keys())))
+
+    def lacks(self, nodes: int) -> bool:
+        return self._control.lacks(nodes, self._control.node if nodes > 1 else "")
+
+    async def attend(self, nodes: int) -> None:
+        await self._attending(nodes)
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         membership = await self._attending(nodes)
@@ -150,10 +166,12 @@ class Cluster:
                 "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
                 "An agent that hangs is ended by `mlx-ring stop`."
             )
-        ids = self._settings.node_ids if nodes > 1 else ()
-        counted = {control.node, *ids} if ids else None
-        membership = await control.wait_for(nodes, including=own, counted=counted)
-        self._awaited = 0
+        if remark := drained_remark(control.membership):
+            log.warning("%s", remark)
+        try:
+            membership = await control.wait_for(nodes, including=own)
+        finally:
+            self._awaited = 0
         if not self._own_agent.is_own and own:
             self._warn_of(stale_trust(membership.members[own].trusted, self._settings.trusted_interface))
         return membership
@@ -165,6 +183,12 @@ class Cluster:
             log.warning("%s", problem)
 
     async def next_epoch(self, order: Order) -> Epoch:
+        while True:
+            with contextlib.suppress(NodeDrained):
+                return await self._next_epoch(order)
+
+    async def _next_epoch(self, order: Order) -> Epoch:
+        """Place an instance. Raises `NodeDrained` if one of its machines was drained since it was planned."""
         membership = await self._attending(order.nodes)
         sites = cluster_sites(self._control, membership, self._port, path=str(order.served.folder.path))
         instance = ""
@@ -180,11 +204,12 @@ class Cluster:
                 self._live.add(instance, order, placement)
             # Release the lock first: reading a large model takes minutes.
             placement = await offered(placement, partial(self._offer, order.served))
+            await close_sites(unused(sites, placement.nodes))
+            check_not_drained(placement, self._control.membership)
         except BaseException:
             self._live.remove(instance)
             await close_sites(sites)
             raise
-        await close_sites(unused(sites, placement.nodes))
         return self._epoch(instance, number, placement)
 
     async def plan_patch(self, order: Order, remains: Remains) -> PatchPlan:
@@ -264,10 +289,11 @@ class Cluster:
                 may_return = remains.silent_nodes if remains.may_return else frozenset[str]()
                 self._live.add(remains.instance, order, placement, may_return)
             placement = await offered(placement, partial(self._offer, order.served))
+            await close_sites(unused(sites, placement.nodes))
+            check_not_drained(placement, self._control.membership, remains.placement)
         except BaseException:
             await close_sites(sites)
             raise
-        await close_sites(unused(sites, placement.nodes))
         return self._epoch(remains.instance, number, placement, prepared=prepared)
 
     def _replace_own_agent(self, silent: Container[str]) -> None:
@@ -418,19 +444,7 @@ class Cluster:
         finally:
             self._live.remove(instance)
 
-    def has_left(self, node: str) -> bool:
-        return self._control.has_left(node)
-
-    async def wait_until_left(self, node: str) -> None:
-        await self._control.wait_until_left(node)
-
     async def wait_for_node(self, timeout_s: float) -> None:
-        joined = asyncio.Event()
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, Joined):
-                joined.set()
-
-        with self._control.watching(on_event), contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await joined.wait()
+                await self._control.wait_for_joined()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -11,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.core.errors import RingError
+from mlx_ring.cluster.membership import Membership
+from mlx_ring.core.errors import NodeDrained, PlanError, RingError
 from mlx_ring.head.instance import Epoch
+from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.patching import PatchPlan, Presence, Remains
 from mlx_ring.head.placing import Order, Others, Placement
 from mlx_ring.head.reshaping import NextPlan
@@ -128,6 +131,18 @@ class LiveInstances:
 
 class Machines(Presence, Protocol):
     """The machines of a head."""
+
+    def lacks(self, nodes: int) -> bool:
+        """Report whether fewer nodes are connected that may have layers."""
+        ...
+
+    async def attend(self, nodes: int) -> None:
+        """Wait until so many nodes are connected that may have layers."""
+        ...
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        """Wait until `lacks` is true."""
+        ...
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Choose the nodes that each replica of a model may use, once enough are present; None means any.
@@ -245,6 +260,53 @@ class Machines(Presence, Protocol):
         ...
 
 
+class CurrentWatch:
+    """Watch over the instance of a replica that runs now, which receives what happens to the nodes."""
+
+    def __init__(self, machines: Machines) -> None:
+        """Start without an instance."""
+        self._machines = machines
+        self._watch: InstanceWatch | None = None
+        self.lost_nodes: dict[str, tuple[str, bool]] = {}
+        """Nodes that have left since the last patch was begun, with the reason and whether it is final."""
+
+    def follow(self, watch: InstanceWatch) -> None:
+        """Pass on what happens to another watch, and which nodes have left already."""
+        self._watch = watch
+        for node, (reason, is_final) in self.lost_nodes.items():
+            watch.on_node_left(node, reason, is_final=is_final or self._machines.has_left(node))
+
+    def on_node_message(self, node: str) -> None:
+        """Pass on that a node lives."""
+        self.lost_nodes.pop(node, None)
+        if self._watch is not None:
+            self._watch.on_node_message(node)
+
+    def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
+        """Pass on that a node was disconnected."""
+        self.lost_nodes[node] = reason, is_final
+        if self._watch is not None:
+            self._watch.on_node_left(node, reason, is_final=is_final)
+
+
+class ModelRoom(Protocol):
+    """Memory for a model, which it shares with others."""
+
+    @property
+    def freed(self) -> asyncio.Event:
+        """Event that is set when there may be more: a model was unloaded, or a move has ended."""
+        ...
+
+    async def make(self, error: PlanError, *, insists: bool) -> bool:
+        """Unload another model that is idle for this one, which was lost and does not fit; return False if none is.
+
+        Args:
+            error: reason why it does not fit.
+            insists: True to unload one also if no request waits for this model.
+        """
+        ...
+
+
 class MakeToken(Protocol):
     """Maker of a token with which a number of machines can join within a time."""
 
@@ -254,6 +316,29 @@ class MakeToken(Protocol):
 def invite_one(make_token: MakeToken, address: HeadAddress, life_s: float) -> Sequence[str]:
     """Make a token with which one machine can join, and return the commands for each address of the head."""
     return join_lines(address, lan_addresses(), make_token(life_s=life_s, uses=1))
+
+
+def check_not_drained(placement: Placement, membership: Membership, before: Placement | None = None) -> None:
+    """Check that a placement has no layers on drained nodes, except for those that had some before.
+
+    Raises:
+        NodeDrained: it has; a drain that has looked for layers meanwhile did not find these.
+    """
+    had = frozenset(() if before is None else (site.node for site in before.nodes))
+    if drained := {site.node for site in placement.nodes} & membership.drained - had:
+        raise NodeDrained(f"{' and '.join(sorted(drained))} was drained while its layers were planned.")
+
+
+def drained_remark(membership: Membership) -> str:
+    """Return what to do if all connected machines are drained; empty if they are not."""
+    members = membership.members
+    if not members or membership.usable.members:
+        return ""
+    names, first = " and ".join(member.machine for member in members.values()), next(iter(members))
+    return (
+        f"No model can be loaded: all connected machines are drained ({names}). To use one again, run: "
+        f"mlx-ring node drain {first} --undo"
+    )
 
 
 def new_instance(served: ServedModel) -> str:

@@ -196,6 +196,9 @@ def find_node(view: ClusterView, name: str) -> str:
     """
     members = view.membership.members
     found = [node for node, member in members.items() if name in (node, member.machine)]
+    if not members and name == view.own:
+        # A single machine without a stored profile is no member.
+        return name
     if len(found) == 1:
         return found[0]
     names = ", ".join(sorted(readable_names(view).values())) or "none"

@@ -31,9 +31,8 @@ from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv
 from mlx_ring.head.instance import Epoch, Instance, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
-from mlx_ring.head.instance_watch import InstanceWatch
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.nodes import Machines
+from mlx_ring.head.nodes import CurrentWatch, Machines, ModelRoom
 from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.reshaping import Reshaping
@@ -62,32 +61,6 @@ class Watcher(Protocol):
         ...
 
 
-class _CurrentWatch:
-    """Watch over the instance of a replica that runs now, which receives what happens to the nodes."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-        self._watch: InstanceWatch | None = None
-        self.lost_nodes: dict[str, tuple[str, bool]] = {}
-        """Nodes that have left since the last patch was begun, with the reason and whether it is final."""
-
-    def follow(self, watch: InstanceWatch) -> None:
-        """Pass on what happens to another watch, and which nodes have left already."""
-        self._watch = watch
-        for node, (reason, is_final) in self.lost_nodes.items():
-            watch.on_node_left(node, reason, is_final=is_final or self._machines.has_left(node))
-
-    def on_node_message(self, node: str) -> None:
-        self.lost_nodes.pop(node, None)
-        if self._watch is not None:
-            self._watch.on_node_message(node)
-
-    def on_node_left(self, node: str, reason: str, *, is_final: bool) -> None:
-        self.lost_nodes[node] = reason, is_final
-        if self._watch is not None:
-            self._watch.on_node_left(node, reason, is_final=is_final)
-
-
 class Replica:
     """Replica of a model, which runs until it is cancelled."""
 
@@ -105,6 +78,7 @@ class Replica:
         meter: Meter,
         tracing: Tracing | None,
         hold: Hold | None,
+        room: ModelRoom,
         replaces: str = "",
     ) -> None:
         """Prepare a replica.
@@ -121,9 +95,10 @@ class Replica:
             meter: measurements of its instances.
             tracing: destination of traces.
             hold: receives the requests of a lost instance; None: they end with an error.
+            room: memory for it.
             replaces: instance of another replica that its first one takes the place of; empty: none.
         """
-        self._hold, self._replaces = hold, replaces
+        self._hold, self._room, self._replaces = hold, room, replaces
         self._running: Instance | None = None
         self._order: Order | None = None
         self._reshaping: Reshaping | None = None
@@ -165,7 +140,8 @@ class Replica:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            self._begun_s, is_adopted = time.time(), False
+            self._begun_s, is_adopted, lacks_room = time.time(), False, False
+            freed = self._room.freed
             try:
                 order = Order(
                     self._served,
@@ -194,7 +170,13 @@ class Replica:
                 if not self._retries and not steps_down and not isinstance(error, NodeLost):
                     raise
                 self.service.lose(error)
+                if self._hold is not None:
+                    # Those that wait already give up with the newest reason.
+                    self._hold((), error)
                 self._machines.record_failure(error, self._begun_s)
+                lacks_room = isinstance(error, PlanError)
+                if isinstance(error, PlanError) and await self._room.make(error, insists=not pause_s):
+                    continue
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             limit_s = self._recoveries.pause_s
             longest_s = max(pause_s, limit_s)
@@ -202,7 +184,17 @@ class Replica:
                 "Loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
             )
             await asyncio.sleep(limit_s)
-            await self._machines.wait_for_node(longest_s - limit_s)
+            await self._wait_for_change(longest_s - limit_s, freed if lacks_room else asyncio.Event())
+
+    async def _wait_for_change(self, timeout_s: float, freed: asyncio.Event) -> None:
+        """Wait until another machine joins, or memory is freed, at most this long."""
+        joined = asyncio.create_task(self._machines.wait_for_node(timeout_s))
+        has_room = asyncio.ensure_future(freed.wait())
+        try:
+            await asyncio.wait((joined, has_room), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joined.cancel()
+            has_room.cancel()
 
     @property
     def placement(self) -> Placement | None:
@@ -277,7 +269,7 @@ class Replica:
 
     async def _run(self, order: Order, epoch: Epoch, ready: Callable[[float], None]) -> None:
         """Run an instance, and after each loss what is left of it with new workers in place of the lost ones."""
-        current, self._failed_patches = _CurrentWatch(self._machines), 0
+        current, self._failed_patches = CurrentWatch(self._machines), 0
         remains: Remains | None = None
         early = EarlyPlan(
             lambda remains: self._machines.plan_patch(self._patch_order(order, remains), remains)

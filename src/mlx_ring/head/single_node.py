@@ -15,7 +15,7 @@ from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.membership import Joined, Member, Membership
 from mlx_ring.cluster.relinking import wait_for_answers
-from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
+from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError, without_number
 from mlx_ring.core.folders import state_folder
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.nodes import Declared, NodeListener, new_instance
@@ -68,6 +68,20 @@ class SingleNode:
         """Always empty, because there is one machine."""
         self.link_profiles: Mapping[frozenset[str], LinkProfile] = {}
         self.missing = 0
+
+    def lacks(self, nodes: int) -> bool:
+        """Return False: this machine is there."""
+        del nodes
+        return False
+
+    async def attend(self, nodes: int) -> None:
+        """Do nothing: this machine is there."""
+        del nodes
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        """Wait for ever."""
+        del nodes
+        await asyncio.Event().wait()
 
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Return one unrestricted entry for each replica, because there is one machine."""
@@ -158,14 +172,19 @@ class SingleNode:
 
     async def _start(self, *, with_spare: bool = False) -> LocalAgent:
         run_dir = self._run_dir / f"a{next(self._serial)}"
-        run_dir.mkdir()
-        agent = await LocalAgent.start(
-            self._settings,
-            node=node_name(),
-            run_dir=run_dir,
-            blas_threads=self._settings.blas_threads or share_cores(self._workers),
-            with_spare=with_spare,
-        )
+        try:
+            run_dir.mkdir()
+            agent = await LocalAgent.start(
+                self._settings,
+                node=node_name(),
+                run_dir=run_dir,
+                blas_threads=self._settings.blas_threads or share_cores(self._workers),
+                with_spare=with_spare,
+            )
+        except OSError as error:
+            raise NotReady(
+                f"The agent of this machine cannot be started: {without_number(str(error))}."
+            ) from error
         agent.link.on_suspect, agent.link.on_answer = self._begin_replacement, self._drop_replacement
         return agent
 
@@ -260,5 +279,5 @@ class SingleNode:
 
 
 async def _end(starting: asyncio.Task[LocalAgent]) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(NotReady):
         await (await starting).stop()

@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography import x509
 from pydantic import BaseModel
 
-from mlx_ring.core.errors import ConfigError, PeerRefused, TokenRefused
+from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefused
 from mlx_ring.core.join_token import ID_BYTES, SECRET_BYTES, JoinToken
 from mlx_ring.host.private_files import StateFile
 from mlx_ring.rpc.tls.certificates import key_digest
@@ -188,10 +188,29 @@ class Members:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._file = StateFile(folder / _MEMBERS_FILE, _MembersFile)
         self._clock = clock
+        self._last: _MembersFile | None = None
+
+    def _last_known(self) -> _MembersFile:
+        """Return the content, or if it cannot be read now, the last one."""
+        try:
+            self._last = self._file.read()
+        except (RingError, OSError):
+            if self._last is None:
+                raise
+        return self._last
+
+    def check_readable(self) -> None:
+        """Read the file again if it has changed.
+
+        Raises:
+            ConfigError: it cannot be parsed.
+            OSError: it cannot be read.
+        """
+        self._file.read()
 
     def list(self) -> Mapping[str, KnownNode]:
-        """Return the members by node ID."""
-        return dict(self._file.read().members)
+        """Return the members by node ID, as they could last be read."""
+        return dict(self._last_known().members)
 
     def admit(self, certificate: x509.Certificate) -> None:
         """Record a certificate before it is issued, of a new node or a known one.
@@ -257,8 +276,8 @@ class Members:
         return member
 
     def revoked_serials(self) -> frozenset[str]:
-        """Return the serial numbers that nodes must refuse too, for their `Revoked`."""
-        return frozenset(certificate.serial for certificate in self._file.read().revoked)
+        """Return the serial numbers that nodes must refuse too, for their `Revoked`, as they could last be read."""
+        return frozenset(certificate.serial for certificate in self._last_known().revoked)
 
     def refusal(self, peer: Peer) -> str:
         """Return why the head's servers must refuse this peer; empty for a current member."""
