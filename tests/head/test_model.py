@@ -223,7 +223,7 @@ class LeasedService:
         self.twin = TwinService()
         self.router = Router(self._engines)
         self.leased: list[bool] = []
-        """Whether the model was leased, at each submission."""
+        """At each submission, True if the model was leased."""
 
     def _engines(self) -> list[Routed]:
         self.leased.append(self.router.is_leased)
