@@ -19,7 +19,7 @@ from mlx_ring.api.chat.request import (
     EndReason,
     ReasoningText,
 )
-from mlx_ring.api.generation import Generation
+from mlx_ring.api.generation import AnswerCounts, Generation
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import EventT, JsonStream, QuietReason, StreamFormat, while_connected
 from mlx_ring.core.generation import ChoiceDelta, Delta, RequestTimings
@@ -81,6 +81,8 @@ class AnswerUpdate:
     parts: tuple[AnswerPart, ...]
     logprobs: tuple[TokenLogprob, ...]
     """Log-probabilities of the new tokens, if requested, even if they made no part."""
+    counts: AnswerCounts
+    """Token counts of the answer up to here."""
     end: EndReason | None = None
     """Reason of the answer's end. Only the last update has it."""
     stop_match: str | None = None
@@ -124,10 +126,16 @@ class ChatGeneration:
             piece.index,
             tuple(join_parts(parts)),
             delta.logprobs[:tokens],
+            AnswerCounts(
+                delta.prompt_tokens,
+                answer.completion_tokens + tokens,
+                delta.cached_tokens,
+                answer.reasoning_tokens,
+            ),
             _end(reader, delta.finish_reason),
             reader.stop_match,
         )
-        _add(answer, update, tokens, delta)
+        _add(answer, update, delta.timings)
         return update
 
     def _read_pieces(
@@ -237,10 +245,10 @@ def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason 
     return "tool_calls" if reader.calls else "stop"
 
 
-def _add(answer: ChatAnswer, update: AnswerUpdate, tokens: int, delta: Delta) -> None:
+def _add(answer: ChatAnswer, update: AnswerUpdate, timings: RequestTimings | None) -> None:
     answer.parts += update.parts
     answer.logprobs += update.logprobs
-    answer.prompt_tokens = delta.prompt_tokens
-    answer.cached_tokens = delta.cached_tokens
-    answer.completion_tokens += tokens
-    answer.end, answer.stop_match, answer.timings = update.end, update.stop_match, delta.timings
+    answer.prompt_tokens = update.counts.prompt_tokens
+    answer.cached_tokens = update.counts.cached_tokens
+    answer.completion_tokens = update.counts.completion_tokens
+    answer.end, answer.stop_match, answer.timings = update.end, update.stop_match, timings
