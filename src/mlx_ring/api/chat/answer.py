@@ -94,6 +94,7 @@ class ChatGeneration:
     def __init__(self, generation: Generation, chat: PreparedChat) -> None:
         self._generation = generation
         self._readers = [AnswerReader(rules) for rules in chat.rules]
+        self._stop_tokens = [rules.stop_tokens for rules in chat.rules]
         self.answers = [ChatAnswer() for _ in chat.rules]
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
@@ -119,7 +120,9 @@ class ChatGeneration:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
         if delta.finish_reason is not None:
-            parts += reader.finish(cut_off=delta.finish_reason == "length")
+            # A stop token of the request may come anywhere, as a limit may.
+            is_stopped = not self._stop_tokens[piece.index].isdisjoint(delta.token_ids[-1:])
+            parts += reader.finish(cut_off=delta.finish_reason == "length" or is_stopped)
         elif reader.ended:
             self._generation.stop(piece.index)
         update = AnswerUpdate(
@@ -242,7 +245,7 @@ def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason 
         return None
     if finish_reason == "length" and not reader.ended:
         return "length"
-    return "tool_calls" if reader.calls else "stop"
+    return "tool_calls" if reader.calls and not reader.was_cut_off else "stop"
 
 
 def _add(answer: ChatAnswer, update: AnswerUpdate, timings: RequestTimings | None) -> None:
