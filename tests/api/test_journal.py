@@ -83,7 +83,8 @@ def test_client_of_an_answer_in_progress_gets_its_deltas_without_decoding(
 
     async def run() -> tuple[Events, int, Events]:
         async with running(tmp_path) as head:
-            live = await head.stream(path, request_of(path, n=2))
+            counted = {"include_usage": True, "continuous_usage_stats": True}
+            live = await head.stream(path, request_of(path, n=2, stream_options=counted))
             before = len(decoded)
             return live, before, await head.stream(path, {}, last_event_id=live[0][0])
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import httpx
@@ -44,6 +45,15 @@ def open_requests(service: TwinService) -> int:
     """Return the number of running and waiting requests."""
     stats = service.engine.stats().scheduler
     return stats.running + stats.waiting
+
+
+def sent(url: str, path: str, body: Mapping[str, object]) -> socket.socket:
+    """Send a request over a connection of its own, and return that."""
+    address, content = httpx.URL(url), json.dumps(body).encode()
+    connection = socket.create_connection((address.host, address.port or 0))
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
 
 
 def test_stream_ends_with_its_finish_reason_and_done(twin_url: str) -> None:
@@ -89,11 +99,7 @@ def test_disconnect_before_the_first_token_aborts_the_sequence(
     stuck: tuple[TwinService, str], *, stream: bool
 ) -> None:
     service, url = stuck
-    address = httpx.URL(url)
-    body = httpx.Request("POST", f"{url}/v1/chat/completions", json=CHAT | {"stream": stream})
-    with socket.create_connection((address.host, address.port or 0)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body.content)}\r\n\r\n"
-        connection.sendall(head.encode() + body.content)
+    with sent(url, "/v1/chat/completions", CHAT | {"stream": stream}):
         eventually(lambda: open_requests(service) == 1)
     eventually(lambda: open_requests(service) == 0)
     assert service.engine.stats().finished == {"abort": 1}
@@ -230,6 +236,116 @@ def test_stream_sends_keep_alives_while_its_model_is_loaded(path: str, last: str
         finally:
             catalog.may_load.set()
         assert list(lines)[-1] == f"data: {last}"
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_stream_of_ollama_sends_lines_without_text_while_its_model_is_loaded(path: str) -> None:
+    service, catalog = unloaded_model()
+    body = (
+        {"model": "twin", "prompt": "Hello."}
+        if path == "/api/generate"
+        else {"model": "twin", "messages": [USER]}
+    )
+    with (
+        serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url,
+        httpx.stream("POST", f"{url}{path}", json=body, timeout=20) as response,
+    ):
+        lines = map(json.loads, response.iter_lines())
+        try:
+            assert response.headers["content-type"].startswith("application/x-ndjson")
+            quiet = [next(lines), next(lines)]
+        finally:
+            catalog.may_load.set()
+        *_, last = lines
+    assert [(line["model"], line["done"]) for line in quiet] == [("twin", False)] * 2
+    assert [line["message"]["content"] if "message" in line else line["response"] for line in quiet] == [
+        "",
+        "",
+    ]
+    assert (last["done"], last["done_reason"]) == (True, "stop")
+
+
+def test_load_failure_is_the_last_line_of_an_ollama_stream() -> None:
+    service, catalog = unloaded_model()
+    catalog.refusal = PlanError("There is no room.")
+    with (
+        serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url,
+        httpx.stream(
+            "POST", f"{url}/api/chat", json={"model": "twin", "messages": []}, timeout=20
+        ) as response,
+    ):
+        lines = map(json.loads, response.iter_lines())
+        next(lines)
+        catalog.may_load.set()
+        *_, last = lines
+    assert last == {"error": "There is no room."}
+
+
+class WaitingCatalog(TwinCatalog):
+    """Catalog that loads no model, and unloads one only after `may_unload` is set."""
+
+    def __init__(self, *models: TwinService) -> None:
+        super().__init__(*models)
+        self.may_unload = threading.Event()
+        self.begun, self.left = 0, 0
+        """Numbers of requests that began to wait, and that left."""
+
+    async def ready(self, model: ModelService) -> None:
+        del model
+        self.begun += 1
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.left += 1
+
+    async def unload(self, model: ModelService, *, force: bool) -> None:
+        self.begun += 1
+        await asyncio.to_thread(self.may_unload.wait)
+        await super().unload(model, force=force)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT["messages"]}),
+        ("/v1/completions", {"prompt": "Hello."}),
+        ("/v1/responses", {"input": "Hello."}),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 9}),
+        ("/api/chat", {"model": "twin", "messages": CHAT["messages"]}),
+        ("/api/generate", {"model": "twin", "prompt": "Hello."}),
+    ],
+)
+def test_disconnect_ends_the_preparation_of_an_answer(
+    path: str, body: dict[str, object], *, stream: bool
+) -> None:
+    service = TwinService()
+    service.is_loaded = False
+    catalog = WaitingCatalog(service)
+    with serving(service, catalog=catalog) as url:
+        with sent(url, path, body | {"stream": stream}):
+            eventually(lambda: catalog.begun == 1)
+        eventually(lambda: catalog.left == 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/models/unload", {"model": "twin"}),
+        ("/api/chat", {"model": "twin", "messages": [], "keep_alive": 0}),
+        ("/api/generate", {"model": "twin", "keep_alive": 0}),
+    ],
+)
+def test_unload_is_completed_when_its_client_leaves(path: str, body: dict[str, object]) -> None:
+    service = TwinService()
+    catalog = WaitingCatalog(service)
+    with serving(service, catalog=catalog) as url:
+        with sent(url, path, body):
+            eventually(lambda: catalog.begun == 1)
+        # The server notices the disconnect no later than that of a request that it answers after it.
+        httpx.get(f"{url}/health")
+        catalog.may_unload.set()
+        eventually(lambda: not service.is_loaded)
 
 
 def test_disconnect_while_a_model_is_loaded_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:

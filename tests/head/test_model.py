@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
+from tests.api.twins import TwinCatalog, TwinService
+from tests.default_settings import make_api_settings
+from tests.eventually import run_tasks_until
 
+from mlx_ring.api.app import build_app
 from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.move_order import unload_for
-from mlx_ring.head.router import SEQUENCE_TOKENS, Router, give_back
+from mlx_ring.head.router import SEQUENCE_TOKENS, Lease, Routed, Router, give_back
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -209,3 +215,48 @@ def test_a_model_is_not_unloaded_while_a_request_for_it_is_prepared() -> None:
         tasks[0].cancel()
 
     asyncio.run(act())
+
+
+class LeasedService:
+    """Service whose engine is behind a router."""
+
+    def __init__(self) -> None:
+        self.twin = TwinService()
+        self.router = Router(self._engines)
+        self.leased: list[bool] = []
+        """At each submission, True if the model was leased."""
+
+    def _engines(self) -> list[Routed]:
+        self.leased.append(self.router.is_leased)
+        return [self.twin.engine]
+
+    @property
+    def engine(self) -> Lease:
+        return self.router.leased()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.twin, name)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_model_is_leased_from_the_start_of_a_preparation_to_the_submission(*, stream: bool) -> None:
+    service = LeasedService()
+    app = build_app(TwinCatalog(cast("TwinService", service)), make_api_settings())
+    chat = {"messages": [{"role": "user", "content": "Hello."}], "stream": stream}
+
+    async def run() -> None:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            send = partial(client.post, "/v1/chat/completions")
+            # Each request has a task of its own, as in a server.
+            answer = await asyncio.ensure_future(send(json=chat))
+            assert (answer.status_code, service.leased) == (200, [True])
+            assert not service.router.is_leased
+            refused = await asyncio.ensure_future(
+                send(json=chat | {"chat_template_kwargs": {"refuse": True}})
+            )
+            assert (refused.status_code, service.leased) == (400, [True])
+            await run_tasks_until(lambda: not service.router.is_leased)
+
+    asyncio.run(run())

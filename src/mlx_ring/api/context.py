@@ -18,7 +18,7 @@ from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.request_body import BODY, Body, read_body, read_bytes
 from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance
 from mlx_ring.api.settings import ApiSettings
-from mlx_ring.api.streaming import PLAYBACK, note_stream
+from mlx_ring.api.streaming import PLAYBACK, note_read, note_stream
 from mlx_ring.core.errors import NotReady, RequestError, UnknownAnswer, UnknownModel, WorkerLost, WorkerStuck
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
@@ -44,7 +44,7 @@ class ApiContext:
         if playback is not None and not playback.is_first:
             options = {} if playback.streams else {"stream_options": None}
             fields = fields.model_copy(update={"stream": playback.streams, **options})
-        note_stream(request, fields)
+        note_read(request, fields)
         body: bytes = request.scope.pop(BODY)
         if self.journal is not None and getattr(fields, "is_kept", False):
             self.journal.record(request, body)
@@ -66,6 +66,8 @@ class ApiContext:
         journal = self.kept
         # The body, which is that of the first request, must have been read before a disconnect can be noticed.
         await read_bytes(request, self.settings.max_body_bytes, self.settings.client_timeout_s)
+        note_read(request, None)
+        note_stream(request)
         return await journal.rest(request)
 
     @property

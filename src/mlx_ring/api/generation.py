@@ -57,14 +57,30 @@ class Answer:
             self.prompt_logprobs = delta.prompt_logprobs
 
 
-class Costed(Protocol):
+@dataclass(frozen=True, slots=True)
+class AnswerCounts:
+    """Token counts of an answer, or of its part up to an update."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class TokenCounted(Counted, Protocol):
+    """All token counts of an answer."""
+
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def reasoning_tokens(self) -> int: ...
+
+
+class Costed(TokenCounted, Protocol):
     """Token counts and times of an answer."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int
-    timings: RequestTimings | None
+    @property
+    def timings(self) -> RequestTimings | None: ...
 
 
 class Generation:
@@ -241,7 +257,7 @@ def costs(answers: Sequence[Costed], answers_per_prompt: int) -> Costs:
     return {"usage": usage(answers, answers_per_prompt), "performance": performance(answers)}
 
 
-def usage(answers: Sequence[Costed], answers_per_prompt: int) -> Usage:
+def usage(answers: Sequence[TokenCounted], answers_per_prompt: int) -> Usage:
     """Return OpenAI's token counts: each prompt once, and all answers."""
     prompts = answers[::answers_per_prompt]
     prompt_tokens = sum(answer.prompt_tokens for answer in prompts)

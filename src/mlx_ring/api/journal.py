@@ -38,7 +38,7 @@ from mlx_ring.core.errors import (
     UnknownModel,
 )
 from mlx_ring.core.generation import GenerateRequest
-from mlx_ring.core.traces import CLIENT, FOR_OWNER, owner_of
+from mlx_ring.core.traces import CLIENT, FOR_OWNER, REQUEST_TASK, owner_of
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +289,7 @@ class Journal:
     async def _complete(self, recording: Recording) -> None:
         """Read an answer to its end, as often as the model could not take it."""
         CLIENT.set(f"{FOR_OWNER}{recording.request.owner}")
+        REQUEST_TASK.set(asyncio.current_task())
         wait_s = _LOOK_AGAIN_S
         while recording.end is None:
             try:

@@ -178,9 +178,9 @@ def documented_post(
     schema: type[DescribedModel],
     doc: RouteDoc[AnswerT, EventT],
 ) -> None:
-    """Add a POST route that reads a body of this schema. An event stream starts early, with comments if necessary."""
+    """Add a POST route that reads a body of this schema. Its work ends if its client leaves; see `start_in_time`."""
     respond = json_endpoint(endpoint)
-    in_time = start_in_time(respond) if EVENT_STREAM in doc.streams else respond
+    in_time = start_in_time(respond, has_events=EVENT_STREAM in doc.streams)
     route = ApiRoute(path, in_time, "POST", doc, schema)
     route.plain = respond
     router.routes.append(route)

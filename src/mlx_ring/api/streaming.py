@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from mlx_ring.api.dialect import event
 from mlx_ring.api.errors import log_failure, stream_failure
 from mlx_ring.core.errors import Suspended
 from mlx_ring.core.generation import GenerateRequest, RequestStream, Source
@@ -215,6 +216,10 @@ class StreamFormat:
     end: bytes = b""
     """Last bytes of a stream without an error."""
 
+    def quiet(self) -> bytes:
+        """Return bytes without content that keep a connection open."""
+        return self.keep_alive or self.resuming()
+
     def encode_some(self, events: Iterable[Mapping[str, object]]) -> bytes:
         """Encode events in one piece, without those that the client has."""
         playback, encoded = PLAYBACK.get(), map(self.encode, events)
@@ -228,11 +233,14 @@ class StreamFormat:
             async for batch in batches:
                 match batch:
                     case QuietReason.QUIET:
-                        yield _beside_ids(self.keep_alive or self.resuming())
+                        yield _beside_ids(self.quiet())
                     case QuietReason.PAUSED:
                         yield _beside_ids(self.resuming())
                     case events:
                         yield self.encode_some(events)
+
+
+_EVENTS = StreamFormat(EVENT_STREAM, event, KEEP_ALIVE, lambda: RESUMING)
 
 
 def _beside_ids(comment: bytes) -> bytes:
@@ -307,46 +315,88 @@ def json_endpoint(endpoint: Callable[[Request], Awaitable[object]]) -> Endpoint:
     return respond
 
 
-def note_stream(request: Request, fields: object) -> None:
-    """Record that the request wants a stream, or that it does not."""
-    request.state.streams = bool(getattr(fields, "stream", None))
+class _Beginning:
+    """A request whose answer has not begun."""
+
+    def __init__(self, *, has_events: bool) -> None:
+        self.has_events = has_events
+        """True if its route has event streams."""
+        self.was_read = asyncio.Event()
+        """Event of its body's end, from which a disconnect can be noticed. Not set for work that lasts without a client."""
+        self.stream: StreamFormat | None = None
+        """Form of the stream that it wants; None: no stream, or not known yet."""
 
 
-def start_in_time(endpoint: Endpoint) -> Endpoint:
-    """Return an endpoint whose streams send comments after some silence, even before the answer starts.
+_BEGINNING = "mlx_ring.beginning"
+"""Key of a request's scope: its `_Beginning`, unless nobody waits for it."""
 
-    An earlier error keeps its own status; a later one is the stream's last event. A request with the id of the last
-    event that its client has gets the events after it.
+
+def note_read(request: Request, fields: object) -> None:
+    """Record that the request's body was read, whether it wants an event stream, and whether it lasts without its client."""
+    beginning: _Beginning | None = request.scope.get(_BEGINNING)
+    if beginning is not None:
+        if beginning.has_events and getattr(fields, "stream", None):
+            beginning.stream = _EVENTS
+        if not getattr(fields, "lasts", False):
+            beginning.was_read.set()
+
+
+def note_stream(request: Request, form: StreamFormat = _EVENTS) -> None:
+    """Record the form of the stream that the request wants."""
+    beginning: _Beginning | None = request.scope.get(_BEGINNING)
+    if beginning is not None:
+        beginning.stream = form
+
+
+def start_in_time(endpoint: Endpoint, *, has_events: bool) -> Endpoint:
+    """Return an endpoint that ends if its client leaves, and whose streams send something after some silence.
+
+    Both also hold before the answer starts. An earlier error keeps its own status; a later one ends the stream. If it
+    has event streams, a request with the id of the last event that its client has gets the events after it.
     """
 
     async def in_time(request: Request) -> Response:
         quiet_s: float = request.app.state.keep_alive_s
-        chosen = endpoint
-        if "last-event-id" in request.headers:
-            chosen, request.state.streams = request.app.state.rest_of_answer, True
-        work = asyncio.ensure_future(chosen(request))
+        rests = has_events and "last-event-id" in request.headers
+        beginning = request.scope[_BEGINNING] = _Beginning(has_events=has_events)
+        work = asyncio.ensure_future((request.app.state.rest_of_answer if rests else endpoint)(request))
+        watcher = asyncio.ensure_future(_wait_until_left(request.receive, beginning))
+        unfinished: list[asyncio.Future[Any]] = [work, watcher]
         try:
             # It is not known whether the request wants a stream until its body was read.
-            done, _ = await asyncio.wait((work,), timeout=quiet_s)
-            while not (done or getattr(request.state, "streams", False)):
-                done, _ = await asyncio.wait((work,), timeout=quiet_s)
-        except asyncio.CancelledError:
-            work.cancel()
-            raise
-        return await work if work.done() else _StartedStream(work, quiet_s)
+            while not work.done():
+                done, _ = await asyncio.wait(
+                    (work, watcher), timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if watcher.done() and not work.done():
+                    raise ClientDisconnect
+                if not done and beginning.stream is not None:
+                    unfinished.remove(work)
+                    return _StartedStream(work, beginning.stream, quiet_s)
+            return work.result()
+        finally:
+            for each in unfinished:
+                each.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     return in_time
 
 
+async def _wait_until_left(receive: Receive, beginning: _Beginning) -> None:
+    await beginning.was_read.wait()
+    await _wait_for_disconnect(receive)
+
+
 class _StartedStream(Response):
-    """Stream that sends comments until the real one is ready."""
+    """Stream that sends bytes without content until the real one is ready."""
 
-    media_type = EVENT_STREAM
-
-    def __init__(self, work: asyncio.Future[Response], quiet_s: float) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, work: asyncio.Future[Response], form: StreamFormat, quiet_s: float) -> None:
+        super().__init__(
+            media_type=form.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
         del self.headers["content-length"]
         self._work = work
+        self._form = form
         self._quiet_s = quiet_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -369,6 +419,6 @@ class _StartedStream(Response):
 
     async def _awaited(self, send: Send) -> Response:
         while not self._work.done():
-            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await send({"type": "http.response.body", "body": self._form.quiet(), "more_body": True})
             await asyncio.wait((self._work,), timeout=self._quiet_s)
         return self._work.result()

@@ -6,6 +6,7 @@ read them. `otlp_traces.py` exports spans, which only the extra `otel` makes pos
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
 import secrets
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from mlx_ring.core.errors import ConfigError
 
@@ -25,6 +26,8 @@ TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """Client for fair sharing: by its API key, or its address. Never logged; empty outside of requests."""
+REQUEST_TASK: ContextVar[asyncio.Task[Any] | None] = ContextVar("request_task", default=None)
+"""Task that lasts as long as the request. Others may prepare and send its answer; None outside of requests."""
 FOR_OWNER = "journal "
 """Beginning of the client's name where an answer is computed for the owner of a key whose client has left."""
 

@@ -23,7 +23,7 @@ from mlx_ring.engine.takeover import HeldRequests, move_requests
 from mlx_ring.head.instance_view import LOADING, InstanceService
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.replica import Replica
-from mlx_ring.head.router import Routed, Router, give_back
+from mlx_ring.head.router import Lease, Routed, Router, give_back
 from mlx_ring.head.served_model import (
     ServedModel,
     describe_model,
@@ -161,7 +161,7 @@ class HostedModel:
         return bool(self.replicas) and (self._stopping is None or self._stopping.done())
 
     @property
-    def engine(self) -> Router:
+    def engine(self) -> Lease:
         self.last_requested = time.monotonic()
         return self._router.leased()
 

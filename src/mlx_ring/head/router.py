@@ -10,6 +10,7 @@ from typing import Protocol
 from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded, RingError
 from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
+from mlx_ring.core.traces import REQUEST_TASK
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.resumption import Destination, choose_destination
@@ -43,18 +44,23 @@ class Router:
         self._turn = 0
         self.rejected: Counter[str] = Counter()
         """Requests that were refused, by the error's name."""
-        self._leases: set[asyncio.Task[object]] = set()
+        self._leases: set[Lease] = set()
 
-    def leased(self) -> Router:
-        """Return itself, and count the present task's request until it is submitted, or the task ends.
+    def leased(self) -> Lease:
+        """Return a lease, and count it until its request is submitted, or ends.
 
         Preparing a request may take long: its prompt is tokenized, and its grammar is made.
         """
-        task = asyncio.current_task()
-        if task is not None and task not in self._leases:
-            self._leases.add(task)
-            task.add_done_callback(self._leases.discard)
-        return self
+        lease, task = Lease(self), REQUEST_TASK.get()
+        if task is None or task.done():
+            task = asyncio.current_task()
+        if task is not None:
+            self._leases.add(lease)
+            task.add_done_callback(lambda _: self.end(lease))
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        self._leases.discard(lease)
 
     @property
     def is_leased(self) -> bool:
@@ -74,9 +80,6 @@ class Router:
         except RingError as error:
             self.rejected[type(error).__name__] += len(requests)
             raise
-        finally:
-            if self._leases:
-                self._leases -= {asyncio.current_task()}
 
     def _submit(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
         refusal: Overloaded | None = None
@@ -103,6 +106,20 @@ class Router:
         loads = [engine.load_for(prompts) for engine in turned]
         by_load = sorted(zip(loads, turned, strict=True), key=lambda pair: _cost(pair[0], tokens))
         return [engine for load, engine in by_load if load.is_open]
+
+
+class Lease:
+    """Access to a router for one request, whose model stays loaded until the request is submitted."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def submit_all(self, *requests: GenerateRequest) -> list[RequestStream]:
+        """Submit requests as the router does, and end the lease."""
+        try:
+            return self._router.submit_all(*requests)
+        finally:
+            self._router.end(self)
 
 
 def _cost(load: EngineLoad, prompt_tokens: int) -> int:

@@ -75,7 +75,7 @@ class OpenSequence:
     def sampler_row(self, position: int, allowed: Allowed | None = None) -> SamplerRow:
         """Return how the token at `position` is drawn, given the tokens before it.
 
-        If its grammar only allows the end, the answer ends, even before its minimum length.
+        If its grammar only allows tokens that end the answer, the answer ends, even before its minimum length.
         """
         return SamplerRow(
             sampling=self.sampling,
@@ -83,10 +83,17 @@ class OpenSequence:
             position=position,
             tokens=self.tokens,
             prompt_length=self.opened.prompt_length,
-            eos=frozenset() if allowed is not None and allowed.must_end else self.eos,
+            eos=frozenset() if allowed is not None and self._must_end(allowed) else self.eos,
             allowed=None if allowed is None else allowed.tokens,
             history=self.history,
         )
+
+    def _must_end(self, allowed: Allowed) -> bool:
+        """Return True if every allowed token ends the answer: the grammar's end, or a stop token of the request."""
+        if allowed.must_end or not self.sampling.min_tokens:
+            return allowed.must_end
+        ends = [token for token in self.eos if token < len(allowed.tokens)]
+        return bool(allowed.tokens.sum() == allowed.tokens[ends].sum())
 
 
 class SequenceTable:

@@ -42,6 +42,7 @@ def rules(
     tools: Sequence[Tool] = TOOLS,
     early: bool = False,
     parallel: bool = True,
+    required: bool = False,
     **more: Any,
 ) -> ReadingRules:
     """Return rules that number tool calls instead of giving them random ids."""
@@ -49,7 +50,12 @@ def rules(
     calls = None
     if tools and format_.calls is not None:
         calls = CallRules(
-            format_.calls, tools, parallel=parallel, early=early, new_id=lambda: f"c{next(numbers)}"
+            format_.calls,
+            tools,
+            parallel=parallel,
+            required=required,
+            early=early,
+            new_id=lambda: f"c{next(numbers)}",
         )
     return ReadingRules(format_, calls, **more)
 

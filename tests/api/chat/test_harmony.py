@@ -68,6 +68,17 @@ def test_parts_do_not_depend_on_how_the_text_is_split(places: list[int], *, earl
     assert read(split_at(REASONING + CALL, places), rules(gpt_oss(), early=early)) == whole
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+def test_required_call_that_is_cut_off_is_no_text(*, early: bool) -> None:
+    """Cut off an answer after each of its characters."""
+    text = REASONING + CALL
+    for length in range(len(text)):
+        parts = read(text[:length], rules(gpt_oss(), early=early, required=True), cut_off=True)
+        assert not [part for part in parts if isinstance(part, ContentText)]
+        name = [part.name for part in parts if isinstance(part, CallOpening)]
+        assert name == (["get_weather"] if length > text.index("get_weather") + len("get_weather") else [])
+
+
 def test_header_tokens_are_shown() -> None:
     format_ = gpt_oss()
     assert format_.shown_tokens(calls=False) == {257, 258, 259}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.eventually import run_tasks_until
 from mlx_ring.api.chat.answer_grammars import GrammarChecks, answer_grammar
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.request import Conversation, Tool
-from mlx_ring.core.errors import Overloaded, RequestError
+from mlx_ring.core.errors import Overloaded, RequestError, ServingError
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import Grammar
 from mlx_ring.models.grammars import GrammarTrials
 
@@ -113,31 +115,124 @@ class HeldTrials(GrammarTrials):
         super().__init__()
         self.may_end = threading.Event()
         self.tried: list[Grammar] = []
+        self.error: ServingError | None = None
+        """Failure of every trial."""
 
     def problem(self, grammar: Grammar) -> str:
         self.tried.append(grammar)
         self.may_end.wait()
+        if self.error is not None:
+            raise self.error
         return ""
 
 
-def test_schema_behind_slow_ones_of_others_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GrammarChecks, HeldTrials]]:
+    """Yield checks whose trials are held."""
     checks, trials = GrammarChecks(), HeldTrials()
     monkeypatch.setattr(checks, "_trials", trials)
-    slow, simple = Grammar("json_schema", '{"a": 1}'), Grammar("json_schema", "{}")
-    conversation = tools_conversation(choice="auto")
+    yield checks, trials
+    trials.may_end.set()
+
+
+def schema_of(name: str) -> Grammar:
+    return Grammar("json_schema", json.dumps({"title": name}))
+
+
+def begin(checks: GrammarChecks, grammar: Grammar, client: str = "") -> asyncio.Task[None]:
+    """Begin the check of a client's grammar."""
+    CLIENT.set(client)
+    return asyncio.ensure_future(checks.check(grammar, tools_conversation(choice="auto")))
+
+
+async def give_up(*checks: asyncio.Task[None]) -> None:
+    for each in checks:
+        each.cancel()
+    await asyncio.wait(checks)
+
+
+def test_schema_behind_slow_ones_of_others_may_be_sent_again(held: tuple[GrammarChecks, HeldTrials]) -> None:
+    checks, trials = held
+    slow, simple = schema_of("slow"), schema_of("simple")
 
     async def run() -> None:
-        other = asyncio.ensure_future(checks.check(slow, conversation))
-        try:
-            await run_tasks_until(lambda: trials.tried)
-            checks.turn_within_s = 0.0
-            with pytest.raises(Overloaded, match="too busy with other schemas") as refused:
-                await checks.check(simple, conversation)
-            assert refused.value.retry_after_s > 0
-        finally:
-            trials.may_end.set()
+        other = begin(checks, slow)
+        await run_tasks_until(lambda: trials.tried)
+        checks.turn_within_s = 0.0
+        with pytest.raises(Overloaded, match="too busy with other schemas") as refused:
+            await begin(checks, simple)
+        assert refused.value.retry_after_s > 0
+        trials.may_end.set()
         await other
-        await checks.check(slow, conversation)
+        await begin(checks, slow)
 
     asyncio.run(run())
     assert trials.tried == [slow], "a refused schema takes no time of the next ones"
+
+
+def test_equal_schemas_are_tried_once(held: tuple[GrammarChecks, HeldTrials]) -> None:
+    checks, trials = held
+
+    async def run() -> None:
+        together = [begin(checks, schema_of("one"), f"client {number}") for number in range(8)]
+        await run_tasks_until(lambda: trials.tried)
+        await give_up(*together[:4])
+        trials.may_end.set()
+        await asyncio.gather(*together[4:])
+
+    asyncio.run(run())
+    assert trials.tried == [schema_of("one")]
+
+
+def test_trial_that_outlasts_its_requests_is_remembered(held: tuple[GrammarChecks, HeldTrials]) -> None:
+    checks, trials = held
+    slow, given_up, next_one = map(schema_of, ("slow", "given up", "next"))
+
+    async def run() -> None:
+        checks.tried_within_s = 0.0
+        with pytest.raises(
+            Overloaded, match=r"could not check this schema within 0 s; simplify it"
+        ) as refused:
+            await begin(checks, slow)
+        assert refused.value.retry_after_s > 0
+        waiting = begin(checks, given_up)
+        await asyncio.sleep(0)
+        await give_up(waiting)
+        trials.may_end.set()
+        checks.tried_within_s = 60.0
+        await begin(checks, next_one)
+        await begin(checks, slow)
+
+    asyncio.run(run())
+    assert trials.tried == [slow, next_one], "a schema is tried if its request left before its turn"
+
+
+def test_clients_take_turns_to_have_schemas_tried(held: tuple[GrammarChecks, HeldTrials]) -> None:
+    checks, trials = held
+    many, other = [schema_of(f"{number}") for number in range(4)], schema_of("other")
+
+    async def run() -> None:
+        first = [begin(checks, each, "a") for each in many]
+        await run_tasks_until(lambda: trials.tried)
+        second = begin(checks, other, "b")
+        await asyncio.sleep(0)
+        trials.may_end.set()
+        await asyncio.gather(*first, second)
+
+    asyncio.run(run())
+    assert trials.tried == [many[0], other, *many[1:]]
+
+
+def test_failed_trial_is_repeated(held: tuple[GrammarChecks, HeldTrials]) -> None:
+    checks, trials = held
+    trials.error = ServingError("The process for it ended.")
+    trials.may_end.set()
+
+    async def run() -> None:
+        with pytest.raises(ServingError, match="ended"):
+            await begin(checks, schema_of("one"))
+        trials.error = None
+        await begin(checks, schema_of("one"))
+
+    asyncio.run(run())
+    assert trials.tried == [schema_of("one")] * 2

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.api.chat.call_examples import FORMATS, IDS
 from tests.api.chat.formats import call_marks, read, rules, split_at
 
 from mlx_ring.api.chat.answer import ChatAnswer
-from mlx_ring.api.chat.model_format import ChatFormat
+from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 
 ANSWERS = {
     "function_gemma": "<start_function_call>call:get_weather{city:<escape>Paris, France<escape>,days:2}<end_function_call>",
@@ -107,6 +108,34 @@ def test_truncated_tool_call_is_the_same_streamed_and_whole(parser: str, length:
     ]
     if '"city"' in text:
         assert [call.name for call in whole.calls] == ["get_weather"]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("text", "marks"),
+    [
+        *((each.whole(each.minimal_call), each.marks()) for each in FORMATS),
+        (ANSWERS["muse_spark"], call_marks("muse_spark")),
+    ],
+    ids=[*IDS, "muse_spark"],
+)
+def test_required_call_that_is_cut_off_is_no_text(text: str, marks: CallMarks, *, early: bool) -> None:
+    """Cut off a call after each of its characters."""
+    format_ = ChatFormat(calls=marks)
+    name_ends = text.index("get_weather") + len("get_weather") + 1
+    for length in range(len(text)):
+        reading_rules = rules(format_, early=early, required=True)
+        answer = ChatAnswer(parts=read(text[:length], reading_rules, cut_off=True))
+        assert answer.content == ""
+        if length < name_ends - 1:
+            assert not answer.calls
+        elif length > name_ends:
+            assert [call.name for call in answer.calls] == ["get_weather"]
+    beginning = text[: name_ends + 1]
+    (call,) = ChatAnswer(
+        parts=read(beginning, rules(format_, early=early, required=True), cut_off=True)
+    ).calls
+    assert json.loads(call.arguments or "{}") == {}
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])

@@ -218,6 +218,65 @@ def test_answer_cut_off_inside_a_tool_call_ends_with_length() -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_stop_token_of_a_request_cuts_a_tool_call_off(*, parallel: bool) -> None:
+    api = reasoning_api(CALL)
+    body = {"tools": [TOOL], "stop_token_ids": [ord("Z")], "parallel_tool_calls": parallel}
+    choice = api.chat(**body).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", None)
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city": "'}
+    ]
+    chunks = events(api.chat(**body, stream=True))
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in deltas) == '{"city": "'
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert (
+        api.chat(tools=[TOOL], stop_token_ids=[ord("|")]).json()["choices"][0]["finish_reason"]
+        == "tool_calls"
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("max_tokens", [1, 12, 24, 30, 45])
+def test_required_tool_call_that_is_cut_off_has_no_text_in_any_dialect(max_tokens: int) -> None:
+    api, function = reasoning_api(CALL), TOOL["function"]
+    chat = {"tools": [TOOL], "tool_choice": "required", "reasoning_effort": "none", "max_tokens": max_tokens}
+    choice = api.chat(**chat).json()["choices"][0]
+    calls = [each["function"] for each in choice["message"].get("tool_calls", [])]
+    assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+    assert [call["name"] for call in calls] == (["get_weather"] if max_tokens >= 24 else [])
+    chunks = [chunk["choices"][0] for chunk in events(api.chat(**chat, stream=True))]
+    assert not any(chunk["delta"].get("content") for chunk in chunks)
+    deltas = [call["function"] for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert "".join(delta.get("name", "") for delta in deltas) == "".join(call["name"] for call in calls)
+    assert "".join(delta["arguments"] for delta in deltas) == "".join(call["arguments"] for call in calls)
+
+    anthropic = {
+        "messages": [{"role": "user", "content": "Hello."}],
+        "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+        "tool_choice": {"type": "any"},
+        "max_tokens": max_tokens,
+    }
+    message = api.post("/v1/messages", anthropic).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert [(block["type"], block["input"]) for block in message["content"]] == [
+        ("tool_use", {}) for _ in calls
+    ]
+    responses = {
+        "input": "Hello.",
+        "tools": [{"type": "function", **function}],
+        "tool_choice": "required",
+        "reasoning": {"effort": "none"},
+        "max_output_tokens": max(16, max_tokens),
+    }
+    response = api.post("/v1/responses", responses).json()
+    assert response["status"] == "incomplete"
+    assert [(item["type"], item["arguments"]) for item in response["output"]] == [
+        ("function_call", call["arguments"]) for call in calls
+    ]
+
+
 def test_reasoning_and_tool_calls_are_accepted_as_history_without_content() -> None:
     api = reasoning_api(f"<think>Hm.</think>{CALL}")
     first = message_of(api, tools=[TOOL])

@@ -234,6 +234,13 @@ def test_continuous_usage_counts_in_every_chunk_of_tokens(api: Api, path: str) -
     assert counts == sorted(counts)
     assert (counts[0] > 0, counts[-1]) == (True, 5)
     assert len(counts) >= len(chunks) - 1, "a chat's first chunk has no token"
+    several = {"stream": True, "n": 3, "max_tokens": 2, "stream_options": options}
+    written = 0
+    for chunk in events(api.post(path, prompt | several)):
+        for choice in chunk["choices"]:
+            written += len(choice.get("text") or choice.get("delta", {}).get("content") or "")
+            assert (chunk["usage"] or {"completion_tokens": 0})["completion_tokens"] == written
+    assert written == 6, "each token is a character"
     without = events(
         api.post(path, prompt | {"stream": True, "stream_options": {"continuous_usage_stats": True}})
     )

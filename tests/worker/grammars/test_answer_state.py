@@ -75,6 +75,12 @@ def decode_text(folder: Path, tokens: Sequence[int]) -> str:
     return cast("str", AutoTokenizer.from_pretrained(folder).decode(list(tokens), skip_special_tokens=True))
 
 
+def tokens_of_text(folder: Path, text: str) -> list[int]:
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    return cast("list[int]", AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False))
+
+
 def generate(
     pipeline: Pipeline, opened: Sequence[step_pb2.CacheOperation], count: int = 1500
 ) -> dict[int, list[int]]:
@@ -209,6 +215,16 @@ def test_answer_ends_once_the_grammar_is_satisfied_and_not_before(folder: Path) 
     longer: dict[str, Any] = {**sampling, "min_tokens": 9}
     tokens = generate(Pipeline(folder, CUTS[1]), [open_regex(1, "^(ab){2,9}$", **longer)], 30)[1]
     assert len(tokens) >= 9
+
+
+def test_stop_token_of_a_request_is_drawn_before_its_minimum_only_if_no_other_is_allowed(
+    folder: Path,
+) -> None:
+    (stop,) = tokens_of_text(folder, "b")
+    sampling: dict[str, Any] = {"eos": (END, stop), "min_tokens": 20, "logit_bias": {stop: 50.0}}
+    opened = [open_regex(1, "^abab$", **sampling), open_regex(2, "^a[bc]d$", **sampling)]
+    answers = generate(Pipeline(folder, CUTS[1]), opened, 2)
+    assert [decode_text(folder, answers[each]) for each in (1, 2)] == ["ab", "ac"]
 
 
 def test_tokens_beyond_the_tokenizer_are_never_drawn(folder: Path) -> None:

@@ -19,7 +19,7 @@ from mlx_ring.api.chat.request import (
     EndReason,
     ReasoningText,
 )
-from mlx_ring.api.generation import Generation
+from mlx_ring.api.generation import AnswerCounts, Generation
 from mlx_ring.api.service import Answering
 from mlx_ring.api.streaming import EventT, JsonStream, QuietReason, StreamFormat, while_connected
 from mlx_ring.core.generation import ChoiceDelta, Delta, RequestTimings
@@ -81,6 +81,8 @@ class AnswerUpdate:
     parts: tuple[AnswerPart, ...]
     logprobs: tuple[TokenLogprob, ...]
     """Log-probabilities of the new tokens, if requested, even if they made no part."""
+    counts: AnswerCounts
+    """Token counts of the answer up to here."""
     end: EndReason | None = None
     """Reason of the answer's end. Only the last update has it."""
     stop_match: str | None = None
@@ -92,6 +94,7 @@ class ChatGeneration:
     def __init__(self, generation: Generation, chat: PreparedChat) -> None:
         self._generation = generation
         self._readers = [AnswerReader(rules) for rules in chat.rules]
+        self._stop_tokens = [rules.stop_tokens for rules in chat.rules]
         self.answers = [ChatAnswer() for _ in chat.rules]
 
     async def batches(self, quiet_s: float | None = None) -> AsyncGenerator[list[AnswerUpdate]]:
@@ -117,17 +120,25 @@ class ChatGeneration:
         reader, answer, delta = self._readers[piece.index], self.answers[piece.index], piece.delta
         parts, tokens = self._read_pieces(reader, answer, delta)
         if delta.finish_reason is not None:
-            parts += reader.finish(cut_off=delta.finish_reason == "length")
+            # A stop token of the request may come anywhere, as a limit may.
+            is_stopped = not self._stop_tokens[piece.index].isdisjoint(delta.token_ids[-1:])
+            parts += reader.finish(cut_off=delta.finish_reason == "length" or is_stopped)
         elif reader.ended:
             self._generation.stop(piece.index)
         update = AnswerUpdate(
             piece.index,
             tuple(join_parts(parts)),
             delta.logprobs[:tokens],
+            AnswerCounts(
+                delta.prompt_tokens,
+                answer.completion_tokens + tokens,
+                delta.cached_tokens,
+                answer.reasoning_tokens,
+            ),
             _end(reader, delta.finish_reason),
             reader.stop_match,
         )
-        _add(answer, update, tokens, delta)
+        _add(answer, update, delta.timings)
         return update
 
     def _read_pieces(
@@ -234,13 +245,13 @@ def _end(reader: AnswerReader, finish_reason: FinishReason | None) -> EndReason 
         return None
     if finish_reason == "length" and not reader.ended:
         return "length"
-    return "tool_calls" if reader.calls else "stop"
+    return "tool_calls" if reader.calls and not reader.was_cut_off else "stop"
 
 
-def _add(answer: ChatAnswer, update: AnswerUpdate, tokens: int, delta: Delta) -> None:
+def _add(answer: ChatAnswer, update: AnswerUpdate, timings: RequestTimings | None) -> None:
     answer.parts += update.parts
     answer.logprobs += update.logprobs
-    answer.prompt_tokens = delta.prompt_tokens
-    answer.cached_tokens = delta.cached_tokens
-    answer.completion_tokens += tokens
-    answer.end, answer.stop_match, answer.timings = update.end, update.stop_match, delta.timings
+    answer.prompt_tokens = update.counts.prompt_tokens
+    answer.cached_tokens = update.counts.cached_tokens
+    answer.completion_tokens = update.counts.completion_tokens
+    answer.end, answer.stop_match, answer.timings = update.end, update.stop_match, timings

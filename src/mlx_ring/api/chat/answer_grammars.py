@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
@@ -19,13 +19,14 @@ from mlx_ring.api.chat.tool_call_grammars import (
     write_muse_calls,
 )
 from mlx_ring.core.errors import Overloaded, RequestError
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import Grammar
 from mlx_ring.models.grammars import GrammarTrials
 
 _TURN_WITHIN_S = 30.0
 """Longest wait for the trials of other grammars."""
 _TRIED_WITHIN_S = 10.0
-"""Longest trial, twice its CPU time."""
+"""Longest wait for a trial that has begun, twice its CPU time."""
 _RETRY_AFTER_S = 5.0
 _KEPT = 256
 _OPTIONS = "x-guidance"
@@ -227,22 +228,43 @@ def _check_options(tool: Tool) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """Trial of one grammar for every request that waits for it."""
+
+    grammar: Grammar
+    result: asyncio.Future[str]
+    """Its problem; empty if there is none."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: Counter[str] = field(default_factory=Counter[str])
+    """Number of requests that wait for it, by client."""
+
+
 class GrammarChecks:
-    """Trial of grammars before their prompts are computed, one at a time and off the event loop."""
+    """Trial of grammars before their prompts are computed, one at a time and off the event loop.
+
+    Clients take turns, and equal grammars share a trial. A trial that has begun is completed and remembered, also if
+    nobody waits for it any more.
+    """
 
     def __init__(self) -> None:
         self.turn_within_s = _TURN_WITHIN_S
+        self.tried_within_s = _TRIED_WITHIN_S
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._trials = GrammarTrials()
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Problems of grammars; empty if there is none. The keys are digests, because grammars may be of any length."""
+        self._open: dict[bytes, _Trial] = {}
+        """Trials that have not ended, by the same keys, the oldest first."""
+        self._turns: OrderedDict[str, None] = OrderedDict()
+        """Clients that may wait for a trial to begin, in the order of their turns."""
 
     async def check(self, grammar: Grammar | None, conversation: Conversation) -> None:
         """Try a grammar, and if it cannot be enforced, find the part of the request that is the reason.
 
         Raises:
             RequestError: it cannot be enforced. The error has the request's field.
-            Overloaded: other trials took too long.
+            Overloaded: other trials took too long, or this one did.
         """
         if grammar is None or not (problem := await self._problem(grammar)):
             return
@@ -262,33 +284,72 @@ class GrammarChecks:
             f"{grammar.kind}:{grammar.text}".encode(errors="surrogatepass"), digest_size=16
         ).digest()
         known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = await self._try(grammar)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return known
+        return await self._try(key, grammar) if known is None else known
 
-    async def _try(self, grammar: Grammar) -> str:
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    async def _try(self, key: bytes, grammar: Grammar) -> str:
+        """Wait for the trial of a grammar, which other requests may have started."""
+        trial, client = self._open.get(key), CLIENT.get()
+        if trial is None:
+            trial = self._open[key] = _Trial(grammar, asyncio.get_running_loop().create_future())
+        trial.waiting[client] += 1
+        self._turns.setdefault(client)
+        try:
+            self._begin_next()
+            await self._until_tried(trial)
+            return trial.result.result()
+        finally:
+            trial.waiting -= Counter((client,))
+            if not trial.waiting and not trial.begun.is_set():
+                del self._open[key]
 
-        def problem() -> str:
-            loop.call_soon_threadsafe(begun.set)
-            return self._trials.problem(grammar)
-
-        trial = self._thread.submit(problem)
+    async def _until_tried(self, trial: _Trial) -> None:
+        retry = f"try again in {_RETRY_AFTER_S:g} s."
         try:
             async with asyncio.timeout(self.turn_within_s):
-                await begun.wait()
-            async with asyncio.timeout(_TRIED_WITHIN_S):
-                return await asyncio.wrap_future(trial)
+                await trial.begun.wait()
         except TimeoutError:
             raise Overloaded(
-                "The server is too busy with other schemas to check this one; "
-                f"try again in {_RETRY_AFTER_S:g} s.",
+                f"The server is too busy with other schemas to check this one; {retry}",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
-        finally:
-            trial.cancel()
+        await asyncio.wait((trial.result,), timeout=self.tried_within_s)
+        if not trial.result.done():
+            raise Overloaded(
+                f"The server could not check this schema within {self.tried_within_s:g} s; simplify it, or {retry}",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def _begin_next(self) -> None:
+        """Begin the oldest trial of the client whose turn it is, unless one is in progress."""
+        if any(trial.begun.is_set() for trial in self._open.values()):
+            return
+        while self._turns:
+            client, _ = self._turns.popitem(last=False)
+            for key, trial in self._open.items():
+                if client in trial.waiting:
+                    self._begin(key, trial, client)
+                    return
+
+    def _begin(self, key: bytes, trial: _Trial, client: str) -> None:
+        trial.begun.set()
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._trials.problem, trial.grammar)
+        work.add_done_callback(lambda done: self._end(key, trial, client, done))
+
+    def _end(self, key: bytes, trial: _Trial, client: str, work: asyncio.Future[str]) -> None:
+        """Remember a trial, unless it failed, and begin the next one. The client's next turn is the last."""
+        del self._open[key]
+        self._turns[client] = None
+        self._turns.move_to_end(client)
+        error = work.exception()
+        if error is None:
+            trial.result.set_result(work.result())
+            self._known[key] = work.result()
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        else:
+            trial.result.set_exception(error)
+            trial.result.exception()  # so that asyncio does not log it if nobody waits
+        self._begin_next()
 
 
 def _of_tool(tool: Tool) -> Grammar:

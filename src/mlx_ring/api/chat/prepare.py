@@ -83,7 +83,13 @@ async def prepare_chat(
     )
     rules = tuple(
         ReadingRules(
-            format_, calls, thinking_open, params.stop, params.min_tokens, continues=conversation.continues
+            format_,
+            calls,
+            thinking_open,
+            params.stop,
+            params.min_tokens,
+            continues=conversation.continues,
+            stop_tokens=frozenset(params.stop_token_ids),
         )
         for params in sampling
     )
@@ -208,7 +214,13 @@ def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool)
     use = conversation.tool_use
     if format_.calls is None or not use.callable_tools:
         return None
-    return CallRules(format_.calls, use.callable_tools, parallel=use.parallel, early=early)
+    return CallRules(
+        format_.calls,
+        use.callable_tools,
+        parallel=use.parallel,
+        required=use.choice == "required",
+        early=early,
+    )
 
 
 def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tuple[int, float], ...]:

@@ -32,6 +32,12 @@ class ReadingRules:
     """Number of tokens before which stop strings do not count."""
     continues: bool = False
     """True if the answer starts inside a text that the prompt begins."""
+    stop_tokens: frozenset[int] = frozenset()
+    """The request's own tokens that end the answer wherever they come."""
+
+    @property
+    def must_call(self) -> bool:
+        return self.calls is not None and self.calls.required
 
 
 class AnswerReader:
@@ -59,6 +65,8 @@ class AnswerReader:
         """True if the following text does not belong to the answer."""
         self.stop_match: str | None = None
         """Stop string that ended the answer."""
+        self.was_cut_off = False
+        """True if the answer was cut off within a call."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -72,12 +80,15 @@ class AnswerReader:
         return self._taken()
 
     def finish(self, *, cut_off: bool = False) -> list[AnswerPart]:
-        """Return the parts that were held back until the end of the text, which a limit cut off or the model ended."""
+        """Return the parts that were held back until the end of the text, which was cut off or which the model ended."""
         while self._calls is not None and not self.ended:
             is_cut_off = self._calls.is_calling or (cut_off and self._calls.is_cut_off)
+            self.was_cut_off |= cut_off and is_cut_off
             self._read(self._take_calls(self._calls, self._calls.finish(cut_off=cut_off)))
             # A call that was cut off is the last, and did not end the answer.
             self.ended = self.ended and not is_cut_off
+        if cut_off and self._rules.must_call and not self.in_reasoning:
+            return self._taken()
         if not self.ended:
             self._emit(self._held)
         if not self.ended:

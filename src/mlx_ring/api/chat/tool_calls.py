@@ -101,6 +101,30 @@ _SPELLINGS: Mapping[str, _Spelling] = {
 }
 
 
+_JSON_NAME = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
+_NAMES: Mapping[str, re.Pattern[str]] = {
+    parser: re.compile(pattern)
+    for parser, pattern in {
+        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
+        "json_tools": _JSON_NAME,
+        "longcat": _JSON_NAME,
+        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
+        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
+        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
+        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
+        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
+        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
+        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
+        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
+        "minicpm5": r'\s*"(?P<name>[^"]+)"',
+        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
+    }.items()
+}
+"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
+
+
 def new_call_id() -> str:
     return new_id("call_")
 
@@ -114,6 +138,8 @@ class CallRules:
     """Callable tools."""
     parallel: bool = True
     """True if several calls are allowed; otherwise all text after the first is dropped."""
+    required: bool = False
+    """True if the answer must be a call, so that text of an incomplete one is no text of the answer."""
     early: bool = False
     """True to stream arguments before it is known that they are valid."""
     new_id: Callable[[], str] = new_call_id
@@ -165,8 +191,11 @@ class CallsReader:
     def finish(self, *, cut_off: bool) -> ReadCalls:
         """End the answer without a mark that ends calls, because some formats have none.
 
-        A call that a limit cut off in its arguments is a call with the arguments so far, streamed or not.
+        A call that is cut off in its arguments is a call with the arguments so far, streamed or not. A required one
+        that is cut off before them has none, or is dropped if its name is incomplete.
         """
+        if cut_off and self.is_cut_off and self._call is None:
+            return self._end_in_heading()
         if cut_off and self.is_cut_off and self._call is not None and not self._call.is_out:
             self._call.is_out = True
             self._parts += [self._call.opening, CallArguments(self.calls, self._call.arguments)]
@@ -183,8 +212,14 @@ class CallsReader:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if a call's arguments have not ended, should the answer end here."""
-        return self._call is not None and (self._call.is_out or not self._call.json.is_broken)
+        """True if a call has not ended, should the answer end here. One without arguments counts only if it is required."""
+        if self._call is not None:
+            return self._call.is_out or not self._call.json.is_broken
+        if not self._rules.required:
+            return False
+        if self.calls > self._first:
+            return bool(self._text[self._closing_end() :].strip())
+        return not parse_calls(self._rules, self._text)
 
     def _reading(self, rest: str | None, no_call: str = "") -> ReadCalls:
         parts, self._parts = self._parts, []
@@ -258,6 +293,17 @@ class CallsReader:
             left = self._text[self._closing_end() :]
             return self._reading(rest, left + end if left.strip() else "")
         return self._parse(rest, end)
+
+    def _end_in_heading(self) -> ReadCalls:
+        """Return the call that was cut off before its arguments, if its name is complete."""
+        pattern = _NAMES.get(self._rules.marks.parser)
+        start = 0 if self.calls == self._first else self._closing_end()
+        found = None if pattern is None else pattern.match(self._text, start)
+        if found is not None and found["name"] in self._rules.names:
+            opening = CallOpening(self.calls, self._rules.new_id(), found["name"])
+            self._parts += [opening, CallArguments(self.calls, "")]
+            self.calls += 1
+        return self._reading("")
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""

@@ -32,7 +32,7 @@ from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import PLAYBACK
 from mlx_ring.core.errors import BodiesFull, Draining, Refused, RingError, Unauthenticated
-from mlx_ring.core.traces import CLIENT, REQUEST_ID, client_at, new_request_id
+from mlx_ring.core.traces import CLIENT, REQUEST_ID, REQUEST_TASK, client_at, new_request_id
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that use no model. Draining neither refuses nor awaits them, because a page's request may last forever."""
@@ -178,6 +178,7 @@ class Guard:
         CLIENT.set(self._authenticate(scope, headers))
         # The tasks of a connection's later requests may inherit this context.
         PLAYBACK.set(None)
+        REQUEST_TASK.set(asyncio.current_task())
         with self._admission.admit(scope["method"]):
             await self._route(scope, receive, send)
 

@@ -62,7 +62,7 @@ from mlx_ring.api.openapi import JsonObject, documented_post
 from mlx_ring.api.ops.models import check_manager
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, convert
 from mlx_ring.api.service import Answering, ModelService
-from mlx_ring.api.streaming import JsonAnswer, JsonStream, while_connected
+from mlx_ring.api.streaming import JsonAnswer, JsonStream, note_stream, while_connected
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import SamplingParams
@@ -89,6 +89,11 @@ class ChatRequest(CommonFields):
     """Messages. Without any, the model is loaded, or unloaded if `keep_alive` is 0."""
     tools: list[OfferedTool] | None = None
 
+    @property
+    def lasts(self) -> bool:
+        """True if the work continues when the client leaves."""
+        return not self.messages and unloads_at_once(self.keep_alive)
+
 
 def routes(context: ApiContext) -> Router:
     router = Router()
@@ -97,7 +102,7 @@ def routes(context: ApiContext) -> Router:
         watch = Stopwatch()
         fields = await context.read(request, ChatRequest)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, chat_piece)
+        writer = line_writer(request, fields, service, watch, chat_piece)
         if not fields.messages:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)
@@ -116,10 +121,18 @@ def routes(context: ApiContext) -> Router:
 
 
 def line_writer(
-    fields: CommonFields, service: ModelService, watch: Stopwatch, make_piece: PieceMaker[PieceT]
+    request: Request,
+    fields: CommonFields,
+    service: ModelService,
+    watch: Stopwatch,
+    make_piece: PieceMaker[PieceT],
 ) -> LineWriter[PieceT]:
+    """Return the writer of an answer, whose stream may begin from now on."""
     texts = TokenTexts(service.tokenizer) if fields.logprobs else None
-    return LineWriter(fields.model or service.model_id, watch, make_piece, texts)
+    writer = LineWriter(fields.model or service.model_id, watch, make_piece, texts)
+    if fields.streams:
+        note_stream(request, writer.stream_format)
+    return writer
 
 
 async def respond(
@@ -166,13 +179,18 @@ class GenerateFields(CommonFields):
     context: Annotated[None, Unsupported("answers have none; send messages to /api/chat.", ([],))] = None
     images: Images = None
 
+    @property
+    def lasts(self) -> bool:
+        """True if the work continues when the client leaves."""
+        return not self.prompt and unloads_at_once(self.keep_alive)
+
 
 def _add_generate(router: Router, context: ApiContext) -> None:
     async def generate(request: Request) -> OllamaGenerated | JsonStream[OllamaGenerated]:
         watch = Stopwatch()
         fields = await context.read(request, GenerateFields)
         service = find_model(context, fields.model)
-        writer = line_writer(fields, service, watch, generate_piece)
+        writer = line_writer(request, fields, service, watch, generate_piece)
         if not fields.prompt:
             return await load_or_unload(context, request, service, fields.keep_alive, writer)
         sampling = read_sampling(fields, service, context.settings.default_max_tokens)

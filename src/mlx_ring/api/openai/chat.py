@@ -24,7 +24,7 @@ from mlx_ring.api.chat.request import (
 )
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import event
-from mlx_ring.api.generation import costs, usage
+from mlx_ring.api.generation import AnswerCounts, costs, usage
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import (
     AnswerStart,
@@ -178,6 +178,8 @@ class ChatCompletionWriter:
         self._texts = texts
         self._usage_chunk = usage_chunk
         self._usage_always = usage_always
+        self._counts: dict[int, AnswerCounts] = {}
+        """Token counts up to the last update, by the answer's index."""
         self._empty_chunk: schemas.ChatCompletionChunk = {
             "id": id_,
             "object": "chat.completion.chunk",
@@ -203,21 +205,25 @@ class ChatCompletionWriter:
     def update(
         self, updates: Sequence[AnswerUpdate], answers: Sequence[ChatAnswer]
     ) -> Iterator[schemas.ChatCompletionChunk]:
-        if not self._usage_always:
-            return self._chunks(updates)
-        so_far = usage(answers, len(answers))
-        return ({**chunk, "usage": so_far} for chunk in self._chunks(updates))
-
-    def _chunks(self, updates: Sequence[AnswerUpdate]) -> Iterator[schemas.ChatCompletionChunk]:
-        """Yield the chunks. Log-probabilities go with the first part that their tokens made, else with an empty delta."""
         for update in updates:
-            scored = self._scored(update.logprobs) if update.logprobs else None
-            deltas = [_delta(part) for part in update.parts]
-            for delta in deltas or (_NO_TEXT if scored else ()):
-                yield self._chunk(update.index, delta, scored)
-                scored = None
-            if update.end is not None:
-                yield self._chunk(update.index, {}, end=update.end)
+            if not self._usage_always:
+                yield from self._chunks(update)
+                continue
+            self._counts[update.index] = update.counts
+            counts = [self._counts.get(index, AnswerCounts()) for index in range(len(answers))]
+            so_far = usage(counts, len(counts))
+            for chunk in self._chunks(update):
+                yield {**chunk, "usage": so_far}
+
+    def _chunks(self, update: AnswerUpdate) -> Iterator[schemas.ChatCompletionChunk]:
+        """Yield the chunks. Log-probabilities go with the first part that their tokens made, else with an empty delta."""
+        scored = self._scored(update.logprobs) if update.logprobs else None
+        deltas = [_delta(part) for part in update.parts]
+        for delta in deltas or (_NO_TEXT if scored else ()):
+            yield self._chunk(update.index, delta, scored)
+            scored = None
+        if update.end is not None:
+            yield self._chunk(update.index, {}, end=update.end)
 
     def closing(self, answers: Sequence[ChatAnswer]) -> Iterator[schemas.ChatCompletionChunk]:
         if self._usage_chunk:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.generation import Answer, Generation, costs, usage
+from mlx_ring.api.generation import Answer, AnswerCounts, Generation, costs, usage
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.chat import STREAM_FORMAT, system_fingerprint
 from mlx_ring.api.openai.sampling import (
@@ -347,20 +347,27 @@ def stream_completion(
         empty["usage"] = None
 
     def chunks(
-        choices: Iterable[schemas.CompletionChoice | None], answers: Sequence[Answer] = ()
-    ) -> list[schemas.CompletionChunk]:
+        choices: Iterable[schemas.CompletionChoice | None], counts: Sequence[AnswerCounts] = ()
+    ) -> Iterator[schemas.CompletionChunk]:
         origin = empty.copy()
-        if usage_always and answers:
-            origin["usage"] = usage(answers, len(task.sampling))
-        return [{**origin, "choices": [choice]} for choice in choices if choice is not None]
+        if usage_always and counts:
+            origin["usage"] = usage(counts, len(task.sampling))
+        return ({**origin, "choices": [choice]} for choice in choices if choice is not None)
 
     async def batches(
         generation: Generation,
     ) -> AsyncGenerator[Iterable[schemas.CompletionChunk] | QuietReason]:
         yield chunks(map(writer.opening, range(len(generation.answers))))
+        counts = [AnswerCounts()] * len(generation.answers)
         async with aclosing(generation.batches(keep_alive_s)) as pieces:
             async for batch in pieces:
-                events = chunks(_choices(writer, batch), generation.answers)
+                events: list[schemas.CompletionChunk] = []
+                for piece in batch:
+                    delta = piece.delta
+                    counts[piece.index] = AnswerCounts(
+                        delta.prompt_tokens, delta.completion_tokens, delta.cached_tokens
+                    )
+                    events += chunks(_choices(writer, piece), counts)
                 yield generation.fill_silence(events, came=bool(batch))
         if usage_chunk:
             yield [{**empty, **costs(generation.answers, len(task.sampling))}]
@@ -368,10 +375,7 @@ def stream_completion(
     return JsonStream(lambda: task.generation(engine), batches, STREAM_FORMAT)
 
 
-def _choices(
-    writer: CompletionWriter, batch: Iterable[ChoiceDelta]
-) -> Iterator[schemas.CompletionChoice | None]:
-    for piece in batch:
-        yield writer.piece(piece.index, piece.delta)
-        if piece.delta.finish_reason is not None:
-            yield writer.closing(piece.index, piece.delta)
+def _choices(writer: CompletionWriter, piece: ChoiceDelta) -> Iterator[schemas.CompletionChoice | None]:
+    yield writer.piece(piece.index, piece.delta)
+    if piece.delta.finish_reason is not None:
+        yield writer.closing(piece.index, piece.delta)

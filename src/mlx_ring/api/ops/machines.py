@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
@@ -38,6 +38,8 @@ class JoinCommands(JsonObject):
 class DrainRequest(Body):
     """Request to move all layers away from a machine."""
 
+    lasts: ClassVar[bool] = True
+
     node: str
     """Name or id of the machine."""
     force: bool = False
@@ -47,12 +49,16 @@ class DrainRequest(Body):
 class ReadmitRequest(Body):
     """Request to let plans use a drained machine again."""
 
+    lasts: ClassVar[bool] = True
+
     node: str
     """Name or id of the machine."""
 
 
 class ReplanRequest(Body):
     """Request to move a model to the best split of its layers."""
+
+    lasts: ClassVar[bool] = True
 
     model: str | None = None
     """Name of the model; only needed if several are served."""

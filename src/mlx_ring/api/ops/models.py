@@ -7,7 +7,7 @@ import ipaddress
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -46,6 +46,7 @@ class LoadRequest(Body):
 
 
 class UnloadRequest(Body):
+    lasts: ClassVar[bool] = True
     model: Name
     force: bool = False
     """Unload the model even while it answers requests, which then end with an error."""

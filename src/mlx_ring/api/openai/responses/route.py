@@ -59,6 +59,7 @@ from mlx_ring.api.streaming import (
     StreamFormat,
     json_endpoint,
     new_id,
+    note_stream,
     start_in_time,
     time_created,
 )
@@ -138,7 +139,9 @@ def kept_routes(context: ApiContext) -> Router:
                 f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
                 param="starting_after",
             )
-        streams = request.state.streams = _wants_events(request)
+        streams = _wants_events(request)
+        if streams:
+            note_stream(request)
         id_ = request.path_params["response_id"]
         return await context.kept.write_again(request, id_, streams=streams, after=int(after))
 
@@ -153,7 +156,7 @@ def kept_routes(context: ApiContext) -> Router:
         return {"id": id_, "object": "response", "deleted": True}
 
     for path in ("/v1/responses/{response_id}", "/responses/{response_id}"):
-        documented_get(router, path, start_in_time(retrieve), KEPT_RESPONSE)
+        documented_get(router, path, start_in_time(retrieve, has_events=True), KEPT_RESPONSE)
         router.routes.append(ApiRoute(path, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
         router.routes.append(ApiRoute(f"{path}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
     return router
