@@ -303,6 +303,11 @@ class WaitingCatalog(TwinCatalog):
         await asyncio.to_thread(self.may_unload.wait)
         await super().unload(model, force=force)
 
+    async def delete(self, name: str) -> tuple[str, int]:
+        self.begun += 1
+        await asyncio.to_thread(self.may_unload.wait)
+        return await super().delete(name)
+
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
@@ -334,18 +339,21 @@ def test_disconnect_ends_the_preparation_of_an_answer(
         ("/models/unload", {"model": "twin"}),
         ("/api/chat", {"model": "twin", "messages": [], "keep_alive": 0}),
         ("/api/generate", {"model": "twin", "keep_alive": 0}),
+        ("/models/delete", {"model": "someone/unused"}),
     ],
 )
-def test_unload_is_completed_when_its_client_leaves(path: str, body: dict[str, object]) -> None:
+def test_work_on_models_is_completed_when_its_client_leaves(path: str, body: dict[str, object]) -> None:
     service = TwinService()
     catalog = WaitingCatalog(service)
-    with serving(service, catalog=catalog) as url:
+    with serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url:
         with sent(url, path, body):
             eventually(lambda: catalog.begun == 1)
+            for _ in range(20):  # longer than a stream may be silent
+                httpx.get(f"{url}/health")
         # The server notices the disconnect no later than that of a request that it answers after it.
         httpx.get(f"{url}/health")
         catalog.may_unload.set()
-        eventually(lambda: not service.is_loaded)
+        eventually(lambda: not service.is_loaded or catalog.deleted)
 
 
 def test_disconnect_while_a_model_is_loaded_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:

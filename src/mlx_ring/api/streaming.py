@@ -377,7 +377,11 @@ def start_in_time(endpoint: Endpoint, *, has_events: bool) -> Endpoint:
         finally:
             for each in unfinished:
                 each.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            try:
+                await asyncio.gather(*unfinished, return_exceptions=True)
+            except asyncio.CancelledError:
+                work.cancel()
+                raise
 
     return in_time
 

@@ -130,7 +130,7 @@ def line_writer(
     """Return the writer of an answer, whose stream may begin from now on."""
     texts = TokenTexts(service.tokenizer) if fields.logprobs else None
     writer = LineWriter(fields.model or service.model_id, watch, make_piece, texts)
-    if fields.streams:
+    if fields.streams and not fields.lasts:
         note_stream(request, writer.stream_format)
     return writer
 

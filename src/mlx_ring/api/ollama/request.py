@@ -245,6 +245,11 @@ class CommonFields(Body):
         return self.stream is not False
 
     @property
+    def lasts(self) -> bool:
+        """True if the work continues when the client leaves."""
+        return False
+
+    @property
     def alternatives(self) -> int | None:
         """Number of alternatives to each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None

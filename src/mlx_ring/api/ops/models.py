@@ -66,6 +66,8 @@ class PullRequest(Body):
 
 
 class DeleteRequest(Body):
+    lasts: ClassVar[bool] = True
+
     model: Name
 
 
