@@ -204,6 +204,7 @@ def test_after_too_many_losses_interrupted_requests_end_and_new_ones_are_refused
         model.settings, model.meters = SimpleNamespace(resume="on"), [succession.meter]
         model.served = SimpleNamespace(names=["demo"])
         model._held, model._has_served, model._leaving = succession.held, True, None
+        model._stopping = None
         succession._hold = model.hold
         for lost in range(1, MOST_LOSSES + 1):
             succession.load()

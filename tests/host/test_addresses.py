@@ -6,6 +6,7 @@ import socket
 
 import psutil
 import pytest
+from tests.eventually import eventually
 from tests.namespaces import lan, skip_without_namespaces
 
 from mlx_ring.core.errors import ConfigError
@@ -82,10 +83,11 @@ def test_other_hosts_need_no_interface(text: str) -> None:
 def test_a_server_listens_on_a_link_local_address_and_says_with_which_scope() -> None:
     skip_without_namespaces()
 
+    def local_addresses() -> list[str]:
+        return [each.address for each in psutil.net_if_addrs()["eth0"] if each.address.startswith("fe80")]
+
     def serve() -> tuple[str, str]:
-        own = next(
-            found.address for found in psutil.net_if_addrs()["eth0"] if found.address.startswith("fe80")
-        )
+        own, *_ = eventually(local_addresses)  # the system gives it when the cable is plugged in
         with listen(f"[{own.replace('%', '%25')}]", 0) as server:
             port = server.getsockname()[1]
             with socket.create_connection((own, port), timeout=30):

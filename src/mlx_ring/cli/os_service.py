@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 import typer
 from typer.main import get_command
 
-from mlx_ring.cli.flags import given_settings
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.join_token import PREFIX
 from mlx_ring.settings.settings_sources import load_settings
@@ -327,6 +326,7 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
 
 def _check_start(service: Service) -> None:
     """Raise what the command itself would raise at each start: for its flags, its settings, and names of models."""
+    from mlx_ring.cli.flags import given_settings
     from mlx_ring.cli.join import join  # the commands of a service import what most others do without
     from mlx_ring.cli.serve import model_settings, serve
     from mlx_ring.models.model_source import full_name
