@@ -390,15 +390,12 @@ class Catalog:
             turn.end()
             await machines.attend(nodes)
             await turn.resume()
-        lacking = asyncio.create_task(turn.end_after(machines.wait_until_lacking(nodes)))
-        try:
+        with turn.ends_after(machines.wait_until_lacking, nodes):
             candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
             check_room(hosted, len(candidate_sets), self._hosted, self._settings.model_memory)
             make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
             replicas = [make(hosted.meter(n), candidates=each) for n, each in enumerate(candidate_sets)]
             await hosted.run(replicas, self._ready)
-        finally:
-            lacking.cancel()
         self._has_served = True
         hosted.last_requested = time.monotonic()
 
