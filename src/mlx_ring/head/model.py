@@ -299,6 +299,7 @@ class HostedModel:
 
         Raises:
             RingError: a replica could not be loaded; then all are ended.
+            CancelledError: it was stopped meanwhile.
         """
         if self._stopping is not None:
             await asyncio.wait((self._stopping,))
@@ -341,6 +342,9 @@ class HostedModel:
 
         try:
             await replica.run(on_ready, others_serve)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
         except Exception as error:
             if not isinstance(error, RingError):
                 self._on_crash(error)
