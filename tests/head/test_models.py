@@ -231,10 +231,15 @@ class Left(Lacking):
 def test_a_load_in_progress_ends_when_its_model_is_unloaded(
     *, is_first: bool, force: bool, leaves: bool
 ) -> None:
+    def make(*_: object, **__: object) -> WaitingReplica:
+        return replica
+
+    replica = WaitingReplica()
+
     async def act() -> None:
-        catalog, machines, replica = make_catalog(), Left(), WaitingReplica()
+        catalog, machines = make_catalog(), Left()
         hosted = with_unloaded(catalog, machines)
-        cast("Any", catalog)._make_replica = lambda *_, **__: replica
+        cast("Any", catalog)._make_replica = make
         hosted.is_awaited = is_first
         loading = asyncio.create_task(
             catalog.begin(cast("Any", machines)) if is_first else catalog.load(hosted.model_id)
