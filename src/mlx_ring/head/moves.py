@@ -282,7 +282,10 @@ class Moves:
         """Raise `Conflict` if a machine was disconnected since this session, or no other one may have layers."""
         if _session(machines, node) != session:
             raise Conflict(f"{name} has left the cluster, or joined it again, before its layers could move.")
-        if not machines.cluster_view().membership.usable.without({node}).members:
+        membership = machines.cluster_view().membership.without({node})
+        if not membership.members:
+            raise Conflict(f"{name} is the only machine of this server, so its layers cannot move elsewhere.")
+        if not membership.usable.members:
             raise Conflict(f"{name} is the only machine that may have layers, so they cannot move elsewhere.")
 
     async def _move_all(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
