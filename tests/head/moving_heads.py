@@ -103,7 +103,7 @@ class Head:
         members: Any = {
             node: SimpleNamespace(node=node, machine=f"{node}-machine", session=1) for node in nodes
         }
-        self.membership = Membership(members)
+        self.membership, self.changed = Membership(members), asyncio.Condition()
         self.order = MoveOrder()
         moves = Moves(
             lambda: cast("Any", self),
@@ -118,7 +118,21 @@ class Head:
         return SimpleNamespace(membership=self.membership)
 
     async def drain(self, node: str, *, is_drained: bool = True) -> None:
-        self.membership = self.membership.apply(Drained(node, is_drained))
+        async with self.changed:
+            self.membership = self.membership.apply(Drained(node, is_drained))
+            self.changed.notify_all()
+
+    def lacks(self, nodes: int) -> bool:
+        return len(self.membership.usable.members) < nodes
+
+    async def wait_until_lacking(self, nodes: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.lacks(nodes))
+
+    async def leave(self, node: str) -> None:
+        async with self.changed:
+            self.membership = self.membership.without({node})
+            self.changed.notify_all()
 
 
 def drain(head: Head, *, force: bool = False) -> list[Moved]:

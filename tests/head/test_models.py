@@ -200,6 +200,64 @@ def test_others_may_load_once_the_machines_of_a_load_have_left() -> None:
     asyncio.run(act())
 
 
+class WaitingReplica:
+    """Replica that waits for machines."""
+
+    def __init__(self) -> None:
+        recoveries = SimpleNamespace(refusal=None)
+        self.service = SimpleNamespace(error=NotReady("It is being loaded."), recoveries=recoveries)
+        self.is_running = False
+
+    async def run(self, *_: object) -> None:
+        self.is_running = True
+        await asyncio.get_running_loop().create_future()
+
+
+class Left(Lacking):
+    """Machines that are there, and then leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_joined.set()
+
+    async def candidate_nodes(self, _declared: object, _nodes: int) -> list[None]:
+        return [None]
+
+
+@pytest.mark.parametrize(
+    ("is_first", "force", "leaves"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, True), (True, True, False)],
+)
+def test_a_load_in_progress_ends_when_its_model_is_unloaded(
+    *, is_first: bool, force: bool, leaves: bool
+) -> None:
+    def make(*_: object, **__: object) -> WaitingReplica:
+        return replica
+
+    replica = WaitingReplica()
+
+    async def act() -> None:
+        catalog, machines = make_catalog(), Left()
+        hosted = with_unloaded(catalog, machines)
+        cast("Any", catalog)._make_replica = make
+        hosted.is_awaited = is_first
+        loading = asyncio.create_task(
+            catalog.begin(cast("Any", machines)) if is_first else catalog.load(hosted.model_id)
+        )
+        await run_tasks_until(lambda: replica.is_running)
+        if leaves:
+            machines.has_left.set()
+        await catalog.unload(hosted, force=force)
+        if is_first:
+            await loading
+        else:
+            with pytest.raises(NotReady, match=r"demo.* was unloaded\."):
+                await loading
+        assert (hosted.state, hosted.is_awaited, hosted.replicas) == ("unloaded", False, [])
+
+    asyncio.run(act())
+
+
 def test_a_model_that_cannot_be_served_does_not_count_as_served(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,85 @@ def test_no_machine_that_is_to_be_drained_gets_the_layers_of_another_one() -> No
     asyncio.run(run())
 
 
+def loads_on_usable_machines(head: Head, hosted: FakeHosted, begun: asyncio.Event) -> None:
+    """Let a model move to a machine that plans may use, once there is one."""
+
+    async def replace(_old: object, new: Any, _ready: object, loaded: Callable[[], None]) -> int:
+        begun.set()
+        for _ in range(20):  # as while it is planned and loaded
+            await asyncio.sleep(0)
+        await run_tasks_until(lambda: not head.lacks(1))
+        new.place(*sorted(head.membership.usable.members)[:1])
+        loaded()
+        hosted.replicas = [new]
+        return 0
+
+    hosted.replace = replace
+
+
+def test_the_machine_that_a_drain_needs_is_not_drained() -> None:
+    first = named("first", "b")
+    head = Head(first, "a", "b")
+
+    async def run() -> None:
+        begun = asyncio.Event()
+        loads_on_usable_machines(head, first, begun)
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await begun.wait()
+        with pytest.raises(Conflict, match="a is the only machine"):
+            await head.moves.drain("a", force=False)
+        assert ([moved.way for moved in await draining], head.membership.drained) == (["beside"], {"b"})
+
+    asyncio.run(run())
+
+
+def test_a_drain_is_undone_while_it_waits_for_its_turn() -> None:
+    first = named("first", "b")
+    head = Head(first, "a", "b")
+
+    async def run() -> None:
+        async with head.order.turn():
+            draining = asyncio.create_task(head.moves.drain("b", force=False))
+            await run_tasks_until(lambda: head.membership.drained)
+            await head.moves.readmit("b")
+            assert (draining.done(), head.membership.drained) == (False, set())
+        with pytest.raises(Conflict, match="b was readmitted before its layers could move"):
+            await draining
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["beside", "after"])
+def test_a_move_whose_machines_have_left_lets_others_load_and_is_undone(way: str) -> None:
+    first = named("first", "b", problem=None if way == "beside" else NO_ROOM)
+    head = Head(first, "a", "b")
+
+    async def run() -> None:
+        begun = asyncio.Event()
+        (replica,) = first.replicas
+        if way == "beside":
+            loads_on_usable_machines(head, first, begun)
+        else:
+
+            def lose(nodes: object, why: str) -> None:
+                del nodes, why
+                replica.service.error = NodeLost("a was lost.")
+                begun.set()
+
+            replica.drain = lose
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await begun.wait()
+        await head.leave("a")
+        async with head.order.turn():  # others may load
+            assert not draining.done()
+        await head.moves.readmit("b")
+        replica.service.error = None
+        await draining
+        assert head.membership.drained == set()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("work", ["drain", "split"])
 def test_a_move_without_room_begins_again_if_another_one_ends_at_the_same_moment(work: str) -> None:
     first, second = named("first", "a", "b"), named("second", "a", "b")

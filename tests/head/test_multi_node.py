@@ -156,6 +156,33 @@ def test_a_load_that_finds_only_drained_machines_says_how_to_use_one_again(
     assert said.endswith("run: mlx-ring node drain n1 --undo")
 
 
+def test_machines_are_missing_as_long_as_a_load_waits_for_them(tmp_path: Path) -> None:
+    async def do_nothing(*_: object) -> None:
+        pass
+
+    async def run() -> None:
+        control: Any = Control(cast("Any", None), cast("Any", None), cast("Any", None), "n1")
+        member: Any = SimpleNamespace(node="n1", machine="n1-machine", trusted=())
+        await control._happens(Joined(member))
+        settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})
+        cluster: Any = Cluster(settings, [], control, HeadAddress("10.0.0.1", 50051), cast("Any", None))
+        cluster._tending = [None]
+        cluster._own_agent = SimpleNamespace(ensure=do_nothing, attends=do_nothing, is_own=True)
+        assert cluster.missing == 0
+        waiting = [asyncio.create_task(cluster.attend(nodes)) for nodes in (3, 2)]
+        await run_tasks_until(lambda: cluster.missing)
+        assert cluster.missing == 2
+        # Another load has all its machines.
+        await cluster.attend(1)
+        assert cluster.missing == 2
+        for left, ended in zip((1, 0), reversed(waiting), strict=True):
+            await control._happens(Joined(cast("Any", SimpleNamespace(node=f"n{3 - left}"))))
+            await ended
+            assert cluster.missing == left
+
+    asyncio.run(run())
+
+
 def test_the_pause_before_the_next_load_ends_when_a_node_joins(tmp_path: Path) -> None:
     control = FakeControl()
     settings = Settings.model_validate({"model": "demo", "state_dir": tmp_path})

@@ -280,6 +280,38 @@ def test_a_lost_model_without_room_is_loaded_again_once_there_is_some(
     assert reasons == ["There is no room for 4 layers."], "requests that wait learn why"
 
 
+class WaitingRoom(FakeRoom):
+    """Room for which another model's load is awaited, without end."""
+
+    async def make(self, error: PlanError, *, insists: bool) -> bool:
+        await super().make(error, insists=insists)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("change", ["a machine joins", "memory is freed"])
+def test_a_lost_model_without_room_is_loaded_again_while_another_model_loads(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "Instance", BrieflyServingInstance)
+    served = list[float]()
+
+    async def run() -> None:
+        room = WaitingRoom()
+        machines = FullMachines(room, may_make=change == "a machine joins")
+        replica = make_replica(machines, Meter(), room)
+        running = asyncio.create_task(replica.run(served.append, lambda: False))
+        await run_tasks_until(lambda: room.made)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(served) == 1
+        (machines.joined if change == "a machine joins" else room.freed).set()
+        await run_tasks_until(lambda: len(served) == 2)
+        running.cancel()
+
+    asyncio.run(run())
+
+
 class FakeReplica:
     """Replica that serves at once, or is lost while it loads."""
 
@@ -433,6 +465,32 @@ def test_a_model_whose_workers_are_ending_counts_as_unloaded_and_is_loaded_once_
         assert (stopping.done(), loading.done(), hosted.replicas) == (True, False, [old])
         old.may_end.set()
         await loading
+        assert (hosted.state, hosted.replicas) == ("ready", [new])
+        await hosted.stop("It is unloaded.")
+
+    asyncio.run(run())
+
+
+def test_a_model_is_loaded_once_all_ends_of_its_instances_are_over() -> None:
+    settings = Settings.model_validate({"model": "demo"})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        old, new = SlowlyEndingReplica(), FakeReplica(serves=True)
+        await hosted.run(cast("Any", [old]), ready)
+        first_end = asyncio.create_task(hosted.stop("It is unloaded."))
+        await old.is_ending.wait()
+        loading = asyncio.create_task(hosted.run(cast("Any", [new]), ready))
+        await asyncio.sleep(0)
+        second_end = asyncio.create_task(hosted.stop("It is unloaded."))
+        await asyncio.sleep(0)
+        old.may_end.set()
+        await asyncio.gather(loading, first_end, second_end)
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert (hosted.state, hosted.replicas) == ("ready", [new])
         await hosted.stop("It is unloaded.")
 

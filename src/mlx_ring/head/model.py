@@ -299,8 +299,10 @@ class HostedModel:
 
         Raises:
             RingError: a replica could not be loaded; then all are ended.
+            CancelledError: it was stopped meanwhile.
         """
-        if self._stopping is not None:
+        # Another end may begin meanwhile.
+        while self._stopping is not None and not self._stopping.done():
             await asyncio.wait((self._stopping,))
         self.replicas, self._failure = list(replicas), None
         firsts: list[asyncio.Future[None]] = []
@@ -341,6 +343,9 @@ class HostedModel:
 
         try:
             await replica.run(on_ready, others_serve)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
         except Exception as error:
             if not isinstance(error, RingError):
                 self._on_crash(error)
@@ -360,14 +365,19 @@ class HostedModel:
             service.engine.fail(NotReady(reason))
         for task in tasks:
             task.cancel()
-        self._stopping = asyncio.create_task(self._end_all(tasks, self._stopping))
+        self._stopping = asyncio.create_task(self._end_all(tasks, [*self.replicas], self._stopping))
         await asyncio.shield(self._stopping)
 
-    async def _end_all(self, tasks: Sequence[asyncio.Task[None]], before: asyncio.Task[None] | None) -> None:
+    async def _end_all(
+        self,
+        tasks: Sequence[asyncio.Task[None]],
+        replicas: Sequence[Replica],
+        before: asyncio.Task[None] | None,
+    ) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         if before is not None:
             await asyncio.wait((before,))
-        self.replicas = []
+        self.replicas = [each for each in self.replicas if each not in replicas]
 
     async def replace(
         self, old: Replica, new: Replica, ready: Ready, loaded: Callable[[], None] = lambda: None

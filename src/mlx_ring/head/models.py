@@ -215,7 +215,7 @@ class Catalog:
         """Unload a model. By force, this also ends its load or move in progress."""
         hosted = self._own(model)
         loading = self._loads.get(hosted.model_id)
-        if force and loading is not None and not hosted.is_awaited:
+        if force and loading is not None:
             loading.cancel()
             await asyncio.wait((loading,))
         await self._order.unload(hosted, force=force)
@@ -321,18 +321,20 @@ class Catalog:
     # ---- loading
 
     async def begin(self, machines: Machines) -> None:
-        """Load the first models. The first must fit; others that do not are loaded on request.
+        """Load the first models, except for those that are unloaded meanwhile.
+
+        The first must fit; others that do not are loaded on request.
 
         Raises:
             RingError: the first model cannot be loaded.
         """
         self._machines = machines
         first, *others = self._hosted
-        await self._loaded(first)
+        await self._tried(first)
         first.is_awaited = False
         for hosted in others:
             try:
-                await self._loaded(hosted, may_evict=False)
+                await self._tried(hosted, may_evict=False)
             except RingError as error:
                 log.warning("%s will be loaded on request: %s", hosted.model_id, error)
             hosted.is_awaited = False
@@ -359,12 +361,15 @@ class Catalog:
     def _missing(self) -> int:
         return 0 if self._machines is None else self._machines.missing
 
-    async def _loaded(self, hosted: HostedModel, *, may_evict: bool = True) -> None:
-        """Wait for a load, which continues without the request."""
-        if self._has_ended:
-            raise NotReady("The server is shutting down.")
-        if hosted.is_loaded and hosted.model_id not in self._loads:
-            return
+    async def _loaded(self, hosted: HostedModel) -> None:
+        if not await self._tried(hosted):
+            why = "The server is shutting down." if self._has_ended else f"{hosted.model_id} was unloaded."
+            raise NotReady(why)
+
+    async def _tried(self, hosted: HostedModel, *, may_evict: bool = True) -> bool:
+        """Wait for a load, which continues without the request. Return False if it was given up."""
+        if self._has_ended or (hosted.is_loaded and hosted.model_id not in self._loads):
+            return not self._has_ended
         task = self._loads.get(hosted.model_id)
         if task is None:
             load = partial(self._run, hosted)
@@ -379,8 +384,8 @@ class Catalog:
             waiting = asyncio.current_task()
             if not task.cancelled() or (waiting is not None and waiting.cancelling()):
                 raise
-            why = "The server is shutting down." if self._has_ended else f"{hosted.model_id} was unloaded."
-            raise NotReady(why) from None
+            return False
+        return True
 
     async def _run(self, hosted: HostedModel, turn: Turn) -> None:
         machines = self._begun()
@@ -390,15 +395,12 @@ class Catalog:
             turn.end()
             await machines.attend(nodes)
             await turn.resume()
-        lacking = asyncio.create_task(turn.end_after(machines.wait_until_lacking(nodes)))
-        try:
+        with turn.ends_after(machines.wait_until_lacking, nodes):
             candidate_sets = await machines.candidate_nodes(Declared(hosted.served, hosted.settings), nodes)
             check_room(hosted, len(candidate_sets), self._hosted, self._settings.model_memory)
             make = partial(self._make_replica, hosted, machines, nodes=nodes, replicas=len(candidate_sets))
             replicas = [make(hosted.meter(n), candidates=each) for n, each in enumerate(candidate_sets)]
             await hosted.run(replicas, self._ready)
-        finally:
-            lacking.cancel()
         self._has_served = True
         hosted.last_requested = time.monotonic()
 

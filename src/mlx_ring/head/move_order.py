@@ -12,7 +12,16 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -51,14 +60,25 @@ class Turn:
 
     def end(self, frees: AbstractSet[str] = frozenset()) -> None:
         """Let others load. `frees` are machines that have more room once the move has ended."""
+        # The move of a turn that ended before still frees them.
+        self.frees |= frees
         if self.is_held:
-            self.is_held, self.frees = False, frees
+            self.is_held = False
             self._loading.release()
 
-    async def end_after(self, lacking: Awaitable[None]) -> None:
-        """Let others load once machines are missing, because the load then waits for these."""
-        await lacking
-        self.end()
+    @contextlib.contextmanager
+    def ends_after(self, wait_until_lacking: Callable[[int], Awaitable[None]], nodes: int) -> Generator[None]:
+        """Let others load once fewer machines are connected, because the load then waits for these."""
+
+        async def end() -> None:
+            await wait_until_lacking(nodes)
+            self.end()
+
+        lacking = asyncio.create_task(end())
+        try:
+            yield
+        finally:
+            lacking.cancel()
 
     async def resume(self) -> None:
         """Wait for another turn, if this one has ended."""

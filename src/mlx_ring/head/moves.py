@@ -78,6 +78,8 @@ class Moves:
         self._machines, self._hosted, self._make_replica = machines, hosted, make_replica
         self._order, self._ready = order, ready
         self._moving: set[asyncio.Task[Any]] = set()
+        self._queued: set[str] = set()
+        """Machines whose drains wait for their turn."""
 
     def stop(self) -> None:
         """Cancel moves, and refuse new ones, because the head ends. Requests continue where they are."""
@@ -161,7 +163,8 @@ class Moves:
         started, frees = time.monotonic(), nodes_of(replica)
         try:
             new = self._make_replica(hosted, replica)
-            moved = await hosted.replace(replica, new, self._ready, lambda: turn.end(frees))
+            with turn.ends_after(self._machines().wait_until_lacking, 1):
+                moved = await hosted.replace(replica, new, self._ready, lambda: turn.end(frees))
         except PlanError as error:
             usable = self._machines().cluster_view().membership.usable.members
             if turn.is_held and self._order.may_free(usable.keys()):
@@ -185,15 +188,15 @@ class Moves:
                 await turn.resume()
         if way != "after":
             try:
-                return await self._change_stages(hosted, replica, why, may_pause=may_pause)
+                return await self._change_stages(hosted, replica, why, turn, may_pause=may_pause)
             except UnchangeableWorkers as error:
                 if not may_pause or replica.service.error is not None:
                     raise
                 why = f"{why} {error}".strip()
-        return await self._load_again(hosted, replica, why)
+        return await self._load_again(hosted, replica, why, turn)
 
     async def _change_stages(
-        self, hosted: HostedModel, replica: Replica, why: str, *, may_pause: bool
+        self, hosted: HostedModel, replica: Replica, why: str, turn: Turn, *, may_pause: bool
     ) -> Moved:
         """Let workers load the layers that they gain, and change over."""
         started, before = time.monotonic(), epoch_of(replica)
@@ -202,7 +205,7 @@ class Moves:
         )
         paused, requests = time.monotonic(), reshaping.paused_requests
         log.warning("%s pauses while its workers change to another split. %s", hosted.model_id, why)
-        await self._until_served(hosted, replica, before)
+        await self._until_served(hosted, replica, before, turn)
         if reshaping.problem is not None:
             raise reshaping.problem
         now = time.monotonic()
@@ -215,19 +218,20 @@ class Moves:
         moved = Moved(hosted.model_id, way, requests, now - started, why, now - paused)
         return replace(moved, loaded_bytes=reshaping.loaded_bytes)
 
-    async def _load_again(self, hosted: HostedModel, replica: Replica, why: str) -> Moved:
+    async def _load_again(self, hosted: HostedModel, replica: Replica, why: str, turn: Turn) -> Moved:
         """End the present instance, and load another one."""
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         log.warning("%s pauses while it is loaded again with another split. %s", hosted.model_id, why)
         before = epoch_of(replica)
         replica.drain(nodes_of(replica), f"The layers of {hosted.model_id} are split again.")
-        await self._until_served(hosted, replica, before)
+        await self._until_served(hosted, replica, before, turn)
         seconds = time.monotonic() - started
         return Moved(hosted.model_id, "after", requests, seconds, why, seconds)
 
-    @staticmethod
-    async def _until_served(hosted: HostedModel, replica: Replica, before: tuple[str, int]) -> None:
-        """Wait until a replica serves in a later epoch, or as another instance.
+    async def _until_served(
+        self, hosted: HostedModel, replica: Replica, before: tuple[str, int], turn: Turn
+    ) -> None:
+        """Wait until a replica serves in a later epoch, or as another instance. Its turn ends if machines are missing.
 
         Raises:
             PlanError: it does not fit.
@@ -238,17 +242,30 @@ class Moves:
             if isinstance(error, PlanError):
                 raise error
             failed.check()
+            self._end_if_lacking(turn)
             await asyncio.sleep(_LOOK_S)
+
+    def _end_if_lacking(self, turn: Turn) -> None:
+        if self._machines().lacks(1):
+            turn.end()
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         session = _session(machines, node)
         async with self._order.of_machine(node):
             was_drained = _is_drained(machines, node)
+            # Before it is marked, because a load in progress may need this machine.
+            self._check_drain(machines, node, name, session)
             # At once, so that the layers of another machine that leaves do not go there.
             await machines.drain(node)
             try:
-                async with self._order.turn():
-                    self._check_drain(machines, node, name, session)
+                self._queued.add(node)
+                try:
+                    async with self._order.turn():
+                        self._check_drain(machines, node, name, session)
+                        if not _is_drained(machines, node):
+                            raise Conflict(f"{name} was readmitted before its layers could move.")
+                finally:
+                    self._queued.discard(node)
                 log.warning("%s is drained: its layers move to other machines", name)
                 moved = await self._move_all(machines, node, name, force=force)
             except BaseException as error:
@@ -256,7 +273,8 @@ class Moves:
                     await machines.drain(node, is_drained=False)
                     log.warning("%s is not drained: %s", name, error)
                 raise
-        log.warning("%s has no layers any more", name)
+        if _is_drained(machines, node):
+            log.warning("%s has no layers any more", name)
         return moved
 
     @staticmethod
@@ -264,7 +282,10 @@ class Moves:
         """Raise `Conflict` if a machine was disconnected since this session, or no other one may have layers."""
         if _session(machines, node) != session:
             raise Conflict(f"{name} has left the cluster, or joined it again, before its layers could move.")
-        if not machines.cluster_view().membership.usable.without({node}).members:
+        membership = machines.cluster_view().membership.without({node})
+        if not membership.members:
+            raise Conflict(f"{name} is the only machine of this server, so its layers cannot move elsewhere.")
+        if not membership.usable.members:
             raise Conflict(f"{name} is the only machine that may have layers, so they cannot move elsewhere.")
 
     async def _move_all(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
@@ -317,11 +338,17 @@ class Moves:
                 await freed.wait()
 
     async def readmit(self, node: str) -> None:
-        """Let plans use a drained machine again, once its drain has ended."""
+        """Let plans use a drained machine again, once its drain has ended.
+
+        A drain that waits for its turn, or for a machine that may have layers, is given up instead.
+        """
         machines = self._machines()
         found = find_node(machines.cluster_view(), node)
-        async with self._order.of_machine(found):
-            await machines.drain(found, is_drained=False)
+        draining = self._order.of_machine(found)
+        while True:
+            if not draining.locked() or found in self._queued or machines.lacks(1):
+                return await machines.drain(found, is_drained=False)
+            await asyncio.sleep(_LOOK_S)
 
     @staticmethod
     def _using(hosted: HostedModel, node: str, failed: Mapping[Replica, FailedLoads]) -> Replica | None:
@@ -380,7 +407,7 @@ class Moves:
         )
         paused = time.monotonic()
         try:
-            await self._until_left(replica, node, failed)
+            await self._until_left(replica, node, failed, turn)
         except (PlanError, NotReady) as error:
             if not force:
                 raise
@@ -389,13 +416,16 @@ class Moves:
         now = time.monotonic()
         return (Moved(hosted.model_id, "after", requests, now - started, why, now - paused),)
 
-    @staticmethod
-    async def _until_left(replica: Replica, node: str, failed: FailedLoads) -> None:
-        """Replace the ranks on a node, and wait until all serve. Raises what `_until_served` raises."""
-        while (error := replica.service.error) is not None or node in nodes_of(replica):
+    async def _until_left(self, replica: Replica, node: str, failed: FailedLoads, turn: Turn) -> None:
+        """Replace the ranks on a drained node, and wait until all serve, as `_until_served` does."""
+        machines = self._machines()
+        while (error := replica.service.error) is not None or (
+            node in nodes_of(replica) and _is_drained(machines, node)
+        ):
             if isinstance(error, PlanError):
                 raise error
             failed.check()
+            self._end_if_lacking(turn)
             if error is None:
                 replica.drain(frozenset({node}), f"{node} is needed for something else.")
             await asyncio.sleep(_LOOK_S)

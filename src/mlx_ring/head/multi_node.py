@@ -100,8 +100,8 @@ class Cluster:
         self._surveys = LinkSurveys(control.node, control.wait_for_reports)
         self._left = LeftWorkers(settings, declared, control, address.port, self._live, self._surveys)
         self._warned: set[str] = set()
-        self._awaited = 0
-        """Number of nodes to wait for, this one included; 0 without a wait."""
+        self._awaited: list[int] = []
+        """Number of nodes that each wait is for, this one included."""
 
     @property
     def links(self) -> Sequence[LinkInfo]:
@@ -113,8 +113,8 @@ class Cluster:
 
     @property
     def missing(self) -> int:
-        others = self._control.membership.usable.without({self._control.node}).members
-        return max(0, self._awaited - 1 - len(others.keys() & (self._control.counted or others.keys())))
+        others = self._control.membership.usable.without({self._control.node}).members.keys()
+        return max(0, max(self._awaited, default=1) - 1 - len(others & (self._control.counted or others)))
 
     def lacks(self, nodes: int) -> bool:
         return self._control.lacks(nodes, self._control.node if nodes > 1 else "")
@@ -152,26 +152,26 @@ class Cluster:
 
     async def _attending(self, nodes: int) -> Membership:
         """Wait for this many nodes, this one included; start its own agent if none runs."""
-        self._awaited = nodes
         control = self._control
         if not self._tending:
             keeping = self._own_agent.keep(partial(self._live.awaits, control.node))
             self._tending = [asyncio.create_task(each) for each in (self._left.tend_joining_nodes(), keeping)]
-        await self._own_agent.ensure()
-        await control.settle()
-        # After the first instance, other machines do without this one's agent.
-        own = control.node if nodes > 1 or await self._own_agent.attends(_OWN_WAIT_S) else ""
-        if not own and not control.membership.members:
-            self._warn_of(
-                "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
-                "An agent that hangs is ended by `mlx-ring stop`."
-            )
-        if remark := drained_remark(control.membership):
-            log.warning("%s", remark)
+        self._awaited.append(nodes)
         try:
+            await self._own_agent.ensure()
+            await control.settle()
+            # After the first instance, other machines do without this one's agent.
+            own = control.node if nodes > 1 or await self._own_agent.attends(_OWN_WAIT_S) else ""
+            if not own and not control.membership.members:
+                self._warn_of(
+                    "This machine's agent does not answer, and no other machine is connected: waiting for one of them. "
+                    "An agent that hangs is ended by `mlx-ring stop`."
+                )
+            if remark := drained_remark(control.membership):
+                log.warning("%s", remark)
             membership = await control.wait_for(nodes, including=own)
         finally:
-            self._awaited = 0
+            self._awaited.remove(nodes)
         if not self._own_agent.is_own and own:
             self._warn_of(stale_trust(membership.members[own].trusted, self._settings.trusted_interface))
         return membership

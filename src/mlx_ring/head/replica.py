@@ -175,7 +175,7 @@ class Replica:
                     self._hold((), error)
                 self._machines.record_failure(error, self._begun_s)
                 lacks_room = isinstance(error, PlanError)
-                if isinstance(error, PlanError) and await self._room.make(error, insists=not pause_s):
+                if isinstance(error, PlanError) and await self._make_room(error, freed, insists=not pause_s):
                     continue
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             limit_s = self._recoveries.pause_s
@@ -184,17 +184,23 @@ class Replica:
                 "Loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
             )
             await asyncio.sleep(limit_s)
-            await self._wait_for_change(longest_s - limit_s, freed if lacks_room else asyncio.Event())
+            changed = (freed.wait(),) if lacks_room else ()
+            await self._wait_for_change(longest_s - limit_s, *changed)
 
-    async def _wait_for_change(self, timeout_s: float, freed: asyncio.Event) -> None:
-        """Wait until another machine joins, or memory is freed, at most this long."""
-        joined = asyncio.create_task(self._machines.wait_for_node(timeout_s))
-        has_room = asyncio.ensure_future(freed.wait())
+    async def _make_room(self, error: PlanError, freed: asyncio.Event, *, insists: bool) -> bool:
+        """Make room. Return True if there may be some, also because a machine has joined while others load."""
+        making = asyncio.create_task(self._room.make(error, insists=insists))
+        await self._wait_for_change(_LONGEST_PAUSE_S, making, freed.wait())
+        return not making.done() or making.result()
+
+    async def _wait_for_change(self, timeout_s: float, *changes: Awaitable[object]) -> None:
+        """Wait until another machine joins, or one of these changes, at most this long. The others are cancelled."""
+        waits = [*map(asyncio.ensure_future, (*changes, self._machines.wait_for_node(timeout_s)))]
         try:
-            await asyncio.wait((joined, has_room), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            joined.cancel()
-            has_room.cancel()
+            for wait in waits:
+                wait.cancel()
 
     @property
     def placement(self) -> Placement | None:
