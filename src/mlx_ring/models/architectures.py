@@ -335,10 +335,10 @@ CONVOLUTIONS = ("gear", "lfm2", "lfm2_moe")
 
 def number(folder: ConfiguredModel, *names: str) -> int | None:
     """Return the first whole number among entries of the configuration, else among mlx-lm's defaults for them."""
-    for found in (folder.entry(*names), *map(folder.entry, names)):
-        if type(found) is int:
-            return found
-    return None
+    found = folder.entry(*names)
+    if type(found) is int or len(names) == 1:
+        return found if type(found) is int else None
+    return next((each for each in map(folder.entry, names) if type(each) is int), None)
 
 
 def listed_entry(folder: ConfiguredModel, name: str, index: int) -> object:

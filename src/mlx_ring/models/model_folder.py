@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -127,7 +128,7 @@ class ModelFolder:
     @cached_property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        found = self._find(*CONTEXT_NAMES)
+        found = self.entry(*CONTEXT_NAMES)
         return found if isinstance(found, int) and found > 0 else 2048
 
     @cached_property
@@ -141,7 +142,7 @@ class ModelFolder:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        found = self._find("quantization", "quantization_config")
+        found = self.entry("quantization", "quantization_config")
         return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else None
 
     @cached_property
@@ -192,17 +193,20 @@ class ModelFolder:
 
         If there is none, it is mlx-lm's default, or None.
         """
-        return self._find(*names)
+        if names not in self._found:
+            sources = (self.config, self._text_config)
+            given = (each[name] for each in sources for name in names if each.get(name) is not None)
+            defaults = (self._defaults[name] for name in names if name in self._defaults)
+            self._found[names] = next(chain(given, defaults), None)
+        return self._found[names]
 
-    def _find(self, *names: str) -> object:
-        for source in (self.config, self._text_config):
-            for name in names:
-                if source.get(name) is not None:
-                    return source[name]
-        return next((self._defaults[name] for name in names if name in self._defaults), None)
+    @cached_property
+    def _found(self) -> dict[tuple[str, ...], object]:
+        """Entries by their names. Each layer asks for the same ones."""
+        return {}
 
     def _integer(self, *names: str) -> int:
-        found = self._find(*names)
+        found = self.entry(*names)
         if type(found) is not int or found < 1:
             raise ModelCorrupt(
                 f"{self.path / 'config.json'} gives {names[0]} as {found!r}; it must be 1 or more."

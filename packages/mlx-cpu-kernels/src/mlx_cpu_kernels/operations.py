@@ -60,14 +60,17 @@ _FALLBACK: dict[str, Operation] = {
 _stock: dict[str, Operation] = {}
 _without_kernels: set[str] = set()
 """Names of the operations in `_stock` that the fall-back replaces."""
+_loaded: dict[Path, ModuleType] = {}
+_checked: set[tuple[ModuleType, int]] = set()
+"""Loaded kernels that compute what MLX does, with their number of threads."""
 _lock = threading.Lock()
 
 
 def install(threads: int = 1) -> KernelReport:
     """Compute the operations on CPUs by native kernels, on `threads` threads each.
 
-    Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat.
-    mlx-lm, where it is used, is imported before.
+    Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat,
+    and then quick: what was compared once with MLX is not compared again. mlx-lm, where it is used, is imported before.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         return KernelReport(active=False, detail="")
@@ -78,7 +81,9 @@ def install(threads: int = 1) -> KernelReport:
             kernels = _load()
             mx.synchronize()  # nothing computes while the number of threads changes
             kernels.set_threads(max(1, threads))
-            check(kernels, stock)
+            if (kernels, threads) not in _checked:
+                check(kernels, stock)
+                _checked.add((kernels, threads))
         except Exception as reason:  # noqa: BLE001 - whatever fails, MLX computes as before
             return KernelReport(active=False, detail=str(reason))
         for name, module in _OPERATIONS.items():
@@ -184,7 +189,9 @@ def _load() -> ModuleType:
     binary = find_binary(target)
     if binary is None:
         raise Unavailable(why_without(target))
-    return load(binary)
+    if binary not in _loaded:
+        _loaded[binary] = load(binary)
+    return _loaded[binary]
 
 
 def load(binary: Path) -> ModuleType:
