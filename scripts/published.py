@@ -21,12 +21,12 @@ from typing import Any
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.catalogue import Fitted, chip_profile, chips, named_links
 from mlx_ring.planner.known_models import MXFP4, Q8, beside_experts, configs, folder_of, with_format
-from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.model_sizes import profile_config, profile_folder
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.tensor_groups import SharedModel, alone, given_group
-from mlx_ring.planner.weight_format import WeightFormat
+from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 from mlx_ring.rpc.link_profile import ETHERNET
 
 DATA = Path(__file__).parents[1] / "tests" / "planner"
@@ -54,6 +54,7 @@ def config_of(model: str) -> dict[str, Any] | None:
     return None if found is None else dict(configs()[found])
 
 
+@cache
 def profile_of(model: str, form: str) -> ModelProfile | None:
     """Return the planner's profile of a model in a format; None if its configuration is not known."""
     config = config_of(model)
@@ -144,12 +145,13 @@ def _golden_model(name: str, form: str, engine: str, size: str) -> ModelProfile 
         return None
     served = _as_served(config, form, engine)
     kind = None if served is not None else _kind(form)
-    model = profile_folder(folder_of(config if served is None else served), name, kind)
-    return (
-        model
-        if size == "-" or abs(float(size) * 1e9 / model.weight_bytes - 1) > 0.3
-        else resized(model, float(size) * 1e9)
-    )
+    folder = folder_of(config if served is None else served)
+    if size != "-":
+        formats = read_formats(folder) if kind is None else WeightFormats(kind)
+        model = profile_config(folder, name, formats)
+        if abs(float(size) * 1e9 / model.weight_bytes - 1) <= 0.3:
+            return resized(model, float(size) * 1e9)
+    return profile_folder(folder, name, kind)
 
 
 def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, Any] | None:

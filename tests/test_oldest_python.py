@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,17 @@ NEW_ARGUMENTS = {"extractall": "filter", "extract": "filter"}
 """Functions with an argument that Python before 3.11.4 lacks."""
 
 
-def sources() -> Iterator[tuple[Path, ast.AST]]:
+@cache
+def sources() -> Sequence[tuple[Path, ast.AST]]:
+    """Return all nodes of the product's and the tests' files."""
     package = Path(next(iter(mlx_ring.__path__)))
-    for folder in (package, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            if path != Path(__file__) and not path.stem.endswith("_pb2"):
-                yield from ((path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    paths = (path for folder in (package, Path(__file__).parent) for path in sorted(folder.rglob("*.py")))
+    return [
+        (path, node)
+        for path in paths
+        if path != Path(__file__) and not path.stem.endswith("_pb2")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
 
 
 def patterns(node: ast.AST) -> Iterator[str]:

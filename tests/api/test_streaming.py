@@ -345,13 +345,16 @@ def test_disconnect_ends_the_preparation_of_an_answer(
 def test_work_on_models_is_completed_when_its_client_leaves(path: str, body: dict[str, object]) -> None:
     service = TwinService()
     catalog = WaitingCatalog(service)
-    with serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url:
+    with (
+        serving(service, FREQUENT_KEEP_ALIVE, catalog=catalog) as url,
+        httpx.Client(base_url=url, headers={"connection": "close"}, verify=False) as client,  # noqa: S501 - HTTP
+    ):
         with sent(url, path, body):
             eventually(lambda: catalog.begun == 1)
             for _ in range(20):  # longer than a stream may be silent
-                httpx.get(f"{url}/health")
+                client.get("/health")
         # The server notices the disconnect no later than that of a request that it answers after it.
-        httpx.get(f"{url}/health")
+        client.get("/health")
         catalog.may_unload.set()
         eventually(lambda: not service.is_loaded or catalog.deleted)
 

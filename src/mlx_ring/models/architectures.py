@@ -213,13 +213,18 @@ def language_module(config: Mapping[str, Any]) -> str:
 
     For a multimodal model it is the module that reads the language model's part, if that is another one.
     """
-    outer = module_of(str(config.get("model_type")), _classes(config))
+    nested = config.get("text_config")
+    kind = cast("Mapping[str, object]", nested).get("model_type") if isinstance(nested, Mapping) else None
+    return _language_module(str(config.get("model_type")), _classes(config), str(kind))
+
+
+@cache
+def _language_module(model_type: str, classes: tuple[str, ...], nested_type: str) -> str:
+    outer = module_of(model_type, classes)
     source = _module_source(outer)
     if source is None or any(name in source.classes for name in _TEXT_ARGUMENTS) or not source.inner:
         return outer
-    nested = config.get("text_config")
-    kind = cast("Mapping[str, object]", nested).get("model_type") if isinstance(nested, Mapping) else None
-    named = module_of(str(kind))
+    named = module_of(nested_type)
     return named if named in source.inner else source.inner[-1]
 
 

@@ -120,6 +120,7 @@ class RankGroup:
         """Prepare the group; `longest_head` is the largest fraction of the vocabulary that a rank has."""
         self.shared = shared
         self.members = tuple(members)
+        self.nodes = tuple(member.node for member in members)
         self.ring = ring
         self._longest_head = longest_head
         self._layers = len(shared.model.layers)
@@ -127,16 +128,13 @@ class RankGroup:
         self._prefill_s: dict[tuple[int, int, int, int], float] = {}
         self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
 
-    @property
-    def nodes(self) -> tuple[NodeProfile, ...]:
-        return tuple(member.node for member in self.members)
-
     def on(self, nodes: Sequence[NodeProfile], places: tuple[int, ...]) -> RankGroup:
         """Return the group on other machines that differ by name only, in the ring's order; both share computed times."""
         other = copy(self)
         other.members = tuple(
             replace(member, node=node) for member, node in zip(self.members, nodes, strict=True)
         )
+        other.nodes = tuple(nodes)
         other.ring = replace(self.ring, nodes=places)
         return other
 
