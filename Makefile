@@ -37,15 +37,20 @@ setup: .venv/.ready-dev ## install .venv with everything for tests and checks
 demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARGS="--port 8200")
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
-test: .venv/.ready-dev ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
+# Compiles changed test files once, before several processes would each do so, which takes half a minute of each.
+.venv/.compiled-tests: .venv/.ready-dev $(shell find tests packages/*/tests -name '*.py')
+	@$(BIN)/pytest --collect-only -qq >/dev/null 2>&1 || true
+	@touch $@
+
+test: .venv/.compiled-tests ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
 	$(BIN)/pytest -m "not conformance and not faults and not machines" $(SIDE_BY_SIDE) $(ARGS)
 	@echo "Not included: most tests of several machines (make test-machines), most faults (make faults), and conformance"
 	@echo "tests of every architecture and client (make conformance)."
 
-test-machines: .venv/.ready-dev ## test clusters of several machines, made of network namespaces, ssh and MPI (Linux, as root)
+test-machines: .venv/.compiled-tests ## test clusters of several machines, made of network namespaces, ssh and MPI (Linux, as root)
 	$(BIN)/pytest -m "machines and not faults" $(SIDE_BY_SIDE) $(ARGS) tests/end_to_end
 
-test-fast: .venv/.ready-dev ## run the quick tests: no processes, no long computation
+test-fast: .venv/.compiled-tests ## run the quick tests: no processes, no long computation
 	$(BIN)/pytest -m "$(WITHOUT_PROCESSES) and not slow" $(FAST) $(ARGS)
 
 .venv-oldest/.ready: .venv/.ready-dev scripts/setup_oldest

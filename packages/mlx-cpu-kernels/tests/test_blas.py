@@ -16,7 +16,6 @@ import ctypes
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -54,11 +53,16 @@ extents = st.one_of(st.just(1), st.integers(1, 9), st.sampled_from([33, 64, 130,
 layouts = st.sampled_from(["plain", "transposed", "strided"])
 
 
-def products_equal_numpys() -> None:
-    """Compare products of random shapes and layouts."""
+def products_of_all_shapes_equal_numpys() -> None:
     report = install_fast_blas()
     assert report.active, report
+    assert not report.detail
+    random_products_equal_numpys()
+    narrow_products_equal_numpys_at_the_bounds_of_every_path()
 
+
+def random_products_equal_numpys() -> None:
+    """Compare products of random shapes and layouts."""
     import mlx.core as mx
     import numpy as np
 
@@ -93,10 +97,6 @@ def products_equal_numpys() -> None:
 
 def narrow_products_equal_numpys_at_the_bounds_of_every_path() -> None:
     """Compare around one row, the most rows in blocks, the least K for blocks, and the size of a block."""
-    report = install_fast_blas()
-    assert report.active, report
-    assert not report.detail
-
     import mlx.core as mx
     import numpy as np
 
@@ -272,16 +272,11 @@ def processor_flags() -> set[str]:
 @pytest.mark.processes
 @on_linux_x86_64
 @pytest.mark.parametrize("core_type", [None, "SkylakeX", "Haswell", "SandyBridge", "Nehalem", "Prescott"])
-@pytest.mark.parametrize(
-    "scenario", [products_equal_numpys, narrow_products_equal_numpys_at_the_bounds_of_every_path]
-)
-def test_products_with_the_kernels_of_each_processor(
-    core_type: str | None, scenario: Callable[[], None]
-) -> None:
+def test_products_with_the_kernels_of_each_processor(core_type: str | None) -> None:
     if not NEEDED.get(core_type or "", set()) <= processor_flags():
         # OpenBLAS uses what the variable names, and these kernels would end the process.
         core_type = None
-    run_alone(scenario.__name__, core_type)
+    run_alone(products_of_all_shapes_equal_numpys.__name__, core_type)
 
 
 @pytest.fixture
