@@ -195,8 +195,8 @@ class CallsReader:
         """End the answer without a mark that ends calls, because some formats have none.
 
         A call that is cut off in its arguments is a call with the arguments so far, streamed or not. A required one
-        that is cut off before them, or whose arguments are read at its end, has none, or is dropped if its name is
-        incomplete. Calls before it are complete.
+        has none if it is cut off before them, or if its format is read at the end. It is dropped if its name is
+        incomplete.
         """
         if cut_off and self.is_cut_off and self._call is None:
             return self._end_in_heading()
