@@ -19,7 +19,7 @@ from starlette.types import Message
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
-from tests.eventually import eventually
+from tests.eventually import LeapingLoop, eventually
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelService
@@ -420,15 +420,6 @@ def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None
         assert whole.status_code == 503
     with serving(service, make_api_settings(), catalog=catalog) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20).status_code == 503
-
-
-class LeapingLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock a test sets forward."""
-
-    leapt_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.leapt_s
 
 
 CALL = '<tool_call>{"name": "write", "arguments": {"text": "%s"}}</tool_call>' % ("x" * 20)
