@@ -640,10 +640,13 @@ def test_ranks_of_one_machine_are_proposed_to_spread_over_those_that_joined(
     assert found is None or (found.way == "beside" and found.gain is not None and found.gain > 0.15)
 
 
-def test_a_strategy_over_all_machines_is_compared_without_those_out_of_reach(tmp_path: Path) -> None:
+def test_a_strategy_over_all_machines_is_compared_without_those_out_of_reach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hosted, here = shared_on(tmp_path, "a", strategy="uniform"), trusting(*"abc")
     here.link_profiles[frozenset("ac")] = here.link_profiles[frozenset("bc")] = UNREACHABLE
     assert proposed(hosted, here) is None, "over a and b, it would not be faster"
+    assert not caplog.records, "it is compared again and again"
 
 
 def test_a_model_that_moves_for_long_delays_no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:

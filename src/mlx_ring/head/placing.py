@@ -231,7 +231,7 @@ def plan_as_at_start(
     """
     if len(rank_shares(settings)) > 1:
         return _plan_shared(settings, folder, model, request, cluster, nodes, least)[-1]
-    return _plan_in_reach(settings, model, request, cluster, least)
+    return _plan_in_reach(settings, model, request, cluster, least, level=logging.DEBUG)
 
 
 def _plan_separately(order: Order, cluster: ClusterProfile) -> Plan:
@@ -240,7 +240,13 @@ def _plan_separately(order: Order, cluster: ClusterProfile) -> Plan:
 
 
 def _plan_in_reach(
-    settings: Settings, model: ModelProfile, request: PlanRequest, cluster: ClusterProfile, least: int
+    settings: Settings,
+    model: ModelProfile,
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    least: int,
+    *,
+    level: int = logging.WARNING,
 ) -> Plan:
     """Plan without some machines if a strategy cannot use all because of broken links."""
 
@@ -255,7 +261,7 @@ def _plan_in_reach(
         if len(smaller.nodes) == len(cluster.nodes):
             raise
         left = [node.name for node in cluster.nodes if node not in smaller.nodes]
-        log.warning("Planning without %s, because otherwise: %s", " and ".join(left), error)
+        log.log(level, "Planning without %s, because otherwise: %s", " and ".join(left), error)
         return plan(smaller)
 
 

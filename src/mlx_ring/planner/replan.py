@@ -147,13 +147,14 @@ def _fetch_s(now: Situation, planned: LoadedStages) -> float:
             present[node].update(range(layers.start, layers.end))
     seconds, last = 0.0, len(model.layers) - 1
     for layers, ranks in planned:
-        for node, share in ranks:
+        # Ranks that share layers read whole tensors, and keep their part.
+        for node in {node for node, _ in ranks}:
             gained = set(range(layers.start, layers.end)) - present[node]
             nbytes = sum(model.layers[layer].weight_bytes for layer in gained)
             nbytes += model.ends_bytes(is_first=0 in gained, is_last=last in gained)
             link = now.cluster.link(now.head, node)
             usual = now.cluster.usual_link if link == UNREACHABLE else link
-            seconds += 0.0 if node == now.head else share * nbytes / usual.bandwidth
+            seconds += 0.0 if node == now.head else nbytes / usual.bandwidth
     return seconds
 
 
