@@ -42,8 +42,8 @@ def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: f
     stack.enter_context(joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder))
 
 
-def give_faster_profile(state: Path, factor: float) -> None:
-    """Write a profile which says that the machine of a state folder is faster than this one by a factor."""
+def give_faster_profile(state: Path, factor: float, cores: int | None = None) -> None:
+    """Write a profile which says that the machine of a state folder is faster by a factor, and has so many cores."""
     give_profile(state)
     kept = json.loads((state / PROFILE_FILE).read_text())
     profile = kept["profile"]
@@ -53,6 +53,7 @@ def give_faster_profile(state: Path, factor: float) -> None:
         rate["row_s"] /= factor
     costs = {name: value for name, value in profile["costs"].items() if isinstance(value, float)}
     profile["costs"] |= {name: seconds / factor for name, seconds in costs.items()}
+    profile["cores"] = cores or profile["cores"]
     (state / PROFILE_FILE).write_text(json.dumps(kept))
 
 
@@ -140,6 +141,42 @@ def test_model_moves_to_a_group_that_shares_its_layers_and_no_answer_changes(
         assert [len(stage["ranks"]) for stage in stages_of(server)] == [2]
         assert expected(server) == texts
         assert replan(server, dry_run=True)["proposal"] is None
+
+
+def test_ranks_of_one_machine_spread_over_another_that_joins(tmp_path: Path) -> None:
+    tokens: list[str] = []
+    with ExitStack() as stack:
+        port, leaving = free_pair_of_ports(), stack.enter_context(ExitStack())
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join_faster(leaving, port, tokens[0], tmp_path / "node-1", 0.02, *TRUSTED)
+
+        stack.callback(end_head_members, tmp_path)
+        head = running_head("demo", 2, tmp_path, port, *AUTO, "--tp", "2", *TRUSTED, on_line=read)
+        give_faster_profile(tmp_path / "state", 0.02, cores=1)
+        server = stack.enter_context(head)
+
+        def homes() -> set[str]:
+            instances = server.status()["instances"]
+            return {rank["node"] for each in instances for stage in each["stages"] for rank in stage["ranks"]}
+
+        texts = expected(server)
+        assert len(homes()) == 2
+        leaving.close()
+        eventually(homes, lambda found: len(found) == 1, pause_s=0.5)
+        assert expected(server) == texts
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", 0.02, *TRUSTED)
+        eventually(lambda: [each["state"] for each in nodes(server)].count("attending") == 2, pause_s=0.5)
+        proposal = replan(server, dry_run=True)["proposal"]
+        assert (proposal["way"], len(set(proposal["planned"]["stages"][0]["nodes"]))) == ("beside", 2)
+        streams = Streams(server)
+        assert replan(server)["moved"]["way"] == "beside"
+        assert streams.finish() == texts
+        assert len(homes()) == 2
+        assert expected(server) == texts
 
 
 NO_SECOND = (
