@@ -27,3 +27,12 @@ async def run_tasks_until(look: Callable[[], object]) -> None:
         if look():
             return
         await asyncio.sleep(0)
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """Event loop whose clock a test sets forward."""
+
+    leapt_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leapt_s

@@ -9,18 +9,21 @@ import subprocess
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import psutil
 import pytest
 from tests.default_settings import agent_settings
 from tests.eventually import eventually, run_tasks_until
+from tests.machines import free_pair_of_ports
 
 from mlx_ring.agent import supervisor as subject
 from mlx_ring.agent.supervisor import Supervisor, Worker, WorkerOptions
 from mlx_ring.core.environment import inherited_environment
+from mlx_ring.core.errors import AddressInUse
 from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.machine import NodePorts
 from mlx_ring.rpc.channels import make_aio_server, open_aio_channel
 from mlx_ring.rpc.methods import STATUS, WORKER_SERVICE, service_handler
 from mlx_ring.rpc.protos import worker_pb2
@@ -123,6 +126,44 @@ async def supervised(
         supervisor._workers.append(worker)  # pyright: ignore[reportPrivateUsage] - no process is needed for this
         yield supervisor, worker
     await server.stop(None)
+
+
+def test_two_workers_never_get_the_same_port_and_an_ended_one_gives_its_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = free_pair_of_ports()
+    ports, ends = NodePorts((first, first + 1)), [asyncio.Event() for _ in range(3)]
+    options = WorkerOptions("here", tmp_path, agent_settings(tmp_path), tmp_path, "127.0.0.1", ports)
+    given: list[str] = []
+
+    async def start_process(_assignment: object, arguments: list[str]) -> Any:
+        given.append(arguments[arguments.index("--listen") + 1])
+        ended = ends[len(given) - 1]
+
+        async def wait() -> str:
+            await ended.wait()
+            return "exit code 1"
+
+        return SimpleNamespace(wait=wait, name="worker", pid=1, exit_reason="")
+
+    async def run() -> None:
+        supervisor: Any = Supervisor(options)
+        monkeypatch.setattr(supervisor, "_start_process", start_process)
+        alone = worker_pb2.StageAssignment(stages=1, tp_size=1)
+        await supervisor.start([alone, alone])
+        assert given == [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]
+        with pytest.raises(AddressInUse, match="all of these ports are taken"):
+            await supervisor.start([alone])
+        ended = [*supervisor._tasks]
+        ends[1].set()
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        await supervisor.start([alone])
+        for end in ends:
+            end.set()
+        await asyncio.gather(*supervisor._tasks)
+        assert given[2:] == [f"127.0.0.1:{first + 1}"]
+
+    asyncio.run(run())
 
 
 def test_a_late_answer_of_a_worker_counts_and_is_reported(

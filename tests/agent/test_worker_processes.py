@@ -20,7 +20,7 @@ from mlx_ring.agent import worker_processes as subject
 from mlx_ring.agent.worker_processes import Inherited, SpareWorker, end_worker, listening_arguments, own_gpu
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.host.child import ChildProcess
-from mlx_ring.host.machine import NodePorts
+from mlx_ring.host.machine import NodePorts, ProcessPorts
 from mlx_ring.host.process import UsableMemory
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
 from mlx_ring.settings.process_settings import SpareMode
@@ -334,16 +334,20 @@ def test_wired_memory_that_does_not_return_is_reported(
 
 def test_a_worker_listens_on_the_node_s_ports_where_other_machines_connect() -> None:
     first = free_pair_of_ports()
-    ports, alone = NodePorts((first, first + 1)), StageAssignment(stages=2, tp_size=1)
-    assert listening_arguments(alone, None, "127.0.0.1", ports) == []
+    alone = StageAssignment(stages=2, tp_size=1)
+
+    def ports() -> ProcessPorts:
+        return ProcessPorts(NodePorts((first, first + 1)))
+
+    assert listening_arguments(alone, None, "127.0.0.1", ports()) == []
     reach = ["--credentials", "/c", "--listen"]
-    assert listening_arguments(alone, Path("/c"), "127.0.0.1", ports) == [*reach, f"127.0.0.1:{first}"]
+    assert listening_arguments(alone, Path("/c"), "127.0.0.1", ports()) == [*reach, f"127.0.0.1:{first}"]
     here = StageAssignment(stages=1, tp_size=2, backend="ring")
     group = ["--in-group", "ring", "--group-listen"]
-    assert listening_arguments(here, None, "127.0.0.1", ports) == [*group, "127.0.0.1:0"]
+    assert listening_arguments(here, None, "127.0.0.1", ports()) == [*group, "127.0.0.1:0"]
     # Any other loopback address stands for an interface of this machine.
     far = StageAssignment(stages=1, tp_size=2, backend="ring", group_host="127.0.0.2")
-    assert listening_arguments(far, Path("/c"), "127.0.0.1", NodePorts((first, first + 1))) == [
+    assert listening_arguments(far, Path("/c"), "127.0.0.1", ports()) == [
         *(*reach, f"127.0.0.1:{first}"),
         *(*group, f"127.0.0.2:{first + 1}"),
     ]

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from tests.api.clients import Api, refusal
 from tests.api.twins import ByteTokenizer, TwinService
 from tests.default_settings import make_api_settings
+from tests.eventually import run_tasks_until
 
 from mlx_ring.api.chat.request import Conversation, Tool, ToolUse
 from mlx_ring.api.chat.templates import renderer
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.core.errors import ContextExceeded, RequestError
+from mlx_ring.core.traces import CLIENT
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -242,6 +244,87 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
         finally:
             tokenizer.release.set()
         assert {len(tokens) for tokens in await asyncio.gather(*long)} >= {50_001}
+
+    asyncio.run(run())
+
+
+class RecordingTokenizer(ByteTokenizer):
+    """Tokenizer of long texts, each of which waits for its release, and whose order is recorded."""
+
+    def __init__(self, *, is_fast: bool) -> None:
+        super().__init__()
+        self._tokenizer = SimpleNamespace(is_fast=is_fast)
+        self.begun: list[str] = []
+        self.release = threading.Semaphore(0)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.begun.append(text[0] if len(text) > 100 else text)
+        assert self.release.acquire(timeout=60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(("is_fast", "text"), [(True, "b" * 50_000), (False, "b")])
+def test_a_client_s_many_long_texts_delay_another_client_by_one(text: str, *, is_fast: bool) -> None:
+    tokenizer, encoder = RecordingTokenizer(is_fast=is_fast), PromptEncoder()
+    service = with_tokenizer(tokenizer)
+
+    async def run() -> None:
+        CLIENT.set("many")
+        many = [asyncio.create_task(encoder.encode(service, "a" * 50_000)) for _ in range(10)]
+        await run_tasks_until(lambda: tokenizer.begun == ["a"])
+        CLIENT.set("one")
+        one = asyncio.create_task(encoder.encode(service, text))
+        await run_tasks_until(lambda: tokenizer.begun == ["a"])
+        tokenizer.release.release(2)
+        assert len(await one) == len(text) + 1
+        tokenizer.release.release(9)
+        await asyncio.gather(*many)
+        assert tokenizer.begun == ["a", "b", *["a"] * 9]
+
+    asyncio.run(run())
+
+
+def test_texts_of_clients_that_left_neither_block_nor_double_the_thread() -> None:
+    tokenizer, encoder = RecordingTokenizer(is_fast=True), PromptEncoder()
+    service = with_tokenizer(tokenizer)
+
+    async def run() -> None:
+        running, waiting, last = (
+            asyncio.create_task(encoder.encode(service, letter * 50_000)) for letter in "abc"
+        )
+        await run_tasks_until(lambda: tokenizer.begun == ["a"])
+        for left in (running, waiting):
+            left.cancel()
+        await asyncio.wait((running, waiting))
+        # The thread still encodes the first text.
+        assert tokenizer.begun == ["a"]
+        tokenizer.release.release(2)
+        assert len(await last) == 50_001
+        assert tokenizer.begun == ["a", "c"]
+
+    asyncio.run(run())
+
+
+def test_short_chats_whose_special_tokens_stay_text_do_not_wait_for_long_texts(spelled: Spelled) -> None:
+    encoder = PromptEncoder()
+
+    async def run() -> None:
+        chat = Conversation([{"role": "user", "content": "Hi"}])
+        first = await encoder.encode_chat(spelled.service, chat, escapes=True)
+        release, begun = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            assert release.wait(60)
+
+        long = asyncio.create_task(encoder._run(spelled.service.tokenizer, 1 << 20, work))  # pyright: ignore[reportPrivateUsage]
+        await run_tasks_until(begun.is_set)
+        try:
+            assert await encoder.encode_chat(spelled.service, chat, escapes=True) == first
+            assert not long.done()
+        finally:
+            release.set()
+        await long
 
     asyncio.run(run())
 

@@ -9,16 +9,21 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
 from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings, make_policy
-from tests.eventually import eventually
+from tests.eventually import LeapingLoop, eventually
 
 from mlx_ring.api.app import build_app
 from mlx_ring.api.service import ModelService
+from mlx_ring.api.streaming import StreamFormat, note_read, note_stream, start_in_time
 from mlx_ring.core.errors import PlanError, WorkerLost
 
 CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
@@ -333,6 +338,40 @@ def test_disconnect_ends_the_preparation_of_an_answer(
         eventually(lambda: catalog.left == 1)
 
 
+def test_a_client_that_leaves_while_its_stream_is_handed_over_ends_the_work() -> None:
+    """Cancel it while the watch over its connection ends, after which the work would belong to the stream."""
+
+    async def run() -> None:
+        handing_over, ended = asyncio.Event(), asyncio.Event()
+
+        async def endpoint(request: Request) -> Response:
+            note_read(request, object())
+            note_stream(request, StreamFormat("application/x-ndjson", lambda _: b"{}"))
+            try:
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                ended.set()
+
+        async def receive() -> Message:
+            try:
+                return await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                handing_over.set()
+                return await asyncio.get_running_loop().create_future()
+
+        app = SimpleNamespace(state=SimpleNamespace(keep_alive_s=0.005))
+        request = Request({"type": "http", "headers": [], "app": app}, receive)
+        answering = asyncio.ensure_future(start_in_time(endpoint, has_events=False)(request))
+        await handing_over.wait()
+        assert not ended.is_set()
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        await ended.wait()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -384,15 +423,6 @@ def test_load_failure_is_the_last_event_or_the_status_before_any_event() -> None
         assert whole.status_code == 503
     with serving(service, make_api_settings(), catalog=catalog) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=SHORT_CHAT, timeout=20).status_code == 503
-
-
-class LeapingLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock a test sets forward."""
-
-    leapt_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.leapt_s
 
 
 CALL = '<tool_call>{"name": "write", "arguments": {"text": "%s"}}</tool_call>' % ("x" * 20)

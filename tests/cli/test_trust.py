@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.machines import running_head
 from tests.processes import run_cli, run_in_process
 
+from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import TokenRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.core.join_token import parse_token
@@ -45,6 +47,23 @@ def test_a_token_is_printed_once_and_listed_without_its_secret(tmp_path: Path) -
     ((token_id, name, state, *_, used, left),) = rows(listed)
     assert (token_id, name, state, used, left) == (token.id.hex(), "laptops", "valid", "0", "2")
     assert str(token)[-40:] not in listed.stdout
+
+
+def test_a_list_without_an_entry_says_what_to_do(tmp_path: Path) -> None:
+    Authority.open(authority_folder(tmp_path / "state"))
+    tokens, nodes = (run(kind, "list", folder=tmp_path).stdout for kind in ("token", "node"))
+    assert tokens == "There is no join token. Make one with: mlx-ring token create\n"
+    assert nodes == "No machine has joined. To let one join, run here: mlx-ring token create\n"
+
+
+def test_a_taken_port_of_the_cluster_is_refused_with_the_flag_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ("--nodes", "2", "--port", "0", "--cluster-port", port)
+        done = run_cli("serve", "demo", *flags, folder=tmp_path, environment=state_in(tmp_path))
+    assert done.returncode == 2
+    assert f"[::]:{port} cannot be used: another process listens there" in done.stderr
+    assert "choose others with --cluster-port." in done.stderr
 
 
 def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(

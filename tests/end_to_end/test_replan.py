@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,9 +36,14 @@ pytestmark = pytest.mark.machines
 AUTO = ("--strategy", "auto", *FLAGS[2:], "--learn-speeds", "off")
 
 
-def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: float) -> None:
+def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: float, *flags: str) -> None:
     """Let a machine join whose profile says that it is faster than this one by a factor."""
-    state = folder / "state"
+    give_faster_profile(folder / "state", factor)
+    stack.enter_context(joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder))
+
+
+def give_faster_profile(state: Path, factor: float, cores: int | None = None) -> None:
+    """Write a profile which says that the machine of a state folder is faster by a factor, and has so many cores."""
     give_profile(state)
     kept = json.loads((state / PROFILE_FILE).read_text())
     profile = kept["profile"]
@@ -47,8 +53,8 @@ def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: f
         rate["row_s"] /= factor
     costs = {name: value for name, value in profile["costs"].items() if isinstance(value, float)}
     profile["costs"] |= {name: seconds / factor for name, seconds in costs.items()}
+    profile["cores"] = cores or profile["cores"]
     (state / PROFILE_FILE).write_text(json.dumps(kept))
-    stack.enter_context(joining(f"127.0.0.1:{port}", "--token", token, folder=folder))
 
 
 def replan(server: Server, **body: object) -> dict[str, Any]:
@@ -94,6 +100,83 @@ def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_pa
         again = replan(server, dry_run=True)
         assert (again["proposal"], again["moved"]) == (None, None)
         assert server.http.post("/cluster/replan", json={"model": "other"}).status_code == 404
+
+
+TRUSTED = ("--trusted-interface", "lo" if sys.platform == "linux" else "lo0")
+
+
+@pytest.mark.parametrize(("way", "flags"), [("beside", ()), ("after", ("--model-memory", "30MiB"))])
+def test_model_moves_to_a_group_that_shares_its_layers_and_no_answer_changes(
+    tmp_path: Path, way: str, flags: Sequence[str]
+) -> None:
+    tokens: list[str] = []
+    with ExitStack() as stack:
+        port = free_pair_of_ports()
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join_faster(stack, port, tokens[0], tmp_path / "node-1", 0.001)
+
+        stack.callback(end_head_members, tmp_path)
+        head = running_head("demo", 2, tmp_path, port, *AUTO, *TRUSTED, *flags, on_line=read)
+        # Computing takes long compared to the sums of a group.
+        give_faster_profile(tmp_path / "state", 0.02)
+        server = stack.enter_context(head)
+        texts, before = expected(server), {node["id"] for node in nodes(server)}
+        assert [len(stage["ranks"]) for stage in stages_of(server)] == [1]
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", 0.02, *TRUSTED)
+        eventually(lambda: len(nodes(server)), lambda count: count == 3)
+        (new,) = {node["id"] for node in nodes(server)} - before
+        proposal = replan(server, dry_run=True)["proposal"]
+        (stage,) = proposal["planned"]["stages"]
+        assert new in stage["nodes"]
+        assert len(stage["nodes"]) == 2
+        assert (proposal["way"], proposal["needs_pause"]) == (way, way == "after")
+        streams = Streams(server)
+        moved = replan(server, pause=way == "after")["moved"]
+        assert streams.finish() == texts
+        assert moved["way"] == way
+        assert [len(stage["ranks"]) for stage in stages_of(server)] == [2]
+        assert expected(server) == texts
+        assert replan(server, dry_run=True)["proposal"] is None
+
+
+def test_ranks_of_one_machine_spread_over_another_that_joins(tmp_path: Path) -> None:
+    tokens: list[str] = []
+    with ExitStack() as stack:
+        port, leaving = free_pair_of_ports(), stack.enter_context(ExitStack())
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join_faster(leaving, port, tokens[0], tmp_path / "node-1", 0.02, *TRUSTED)
+
+        stack.callback(end_head_members, tmp_path)
+        head = running_head("demo", 2, tmp_path, port, *AUTO, "--tp", "2", *TRUSTED, on_line=read)
+        give_faster_profile(tmp_path / "state", 0.02, cores=1)
+        server = stack.enter_context(head)
+
+        def homes() -> set[str]:
+            instances = server.status()["instances"]
+            return {rank["node"] for each in instances for stage in each["stages"] for rank in stage["ranks"]}
+
+        texts = expected(server)
+        assert len(homes()) == 2
+        leaving.close()
+        eventually(homes, lambda found: len(found) == 1, pause_s=0.5)
+        assert expected(server) == texts
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", 0.02, *TRUSTED)
+        eventually(lambda: [each["state"] for each in nodes(server)].count("attending") == 2, pause_s=0.5)
+        proposal = replan(server, dry_run=True)["proposal"]
+        assert (proposal["way"], len(set(proposal["planned"]["stages"][0]["nodes"]))) == ("beside", 2)
+        streams = Streams(server)
+        assert replan(server)["moved"]["way"] == "beside"
+        assert streams.finish() == texts
+        assert len(homes()) == 2
+        assert expected(server) == texts
 
 
 NO_SECOND = (

@@ -17,11 +17,27 @@ from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 NO_ROOM = PlanError("There is no room for 4 layers.")
 
 
+class FakeService(SimpleNamespace):
+    """Service of a replica, which reports changes as the real one does."""
+
+    changed: asyncio.Event
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in ("error", "info"):
+            self.change()
+
+    def change(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
 class FakeReplica:
     """Replica with layers on some nodes."""
 
     def __init__(self, *nodes: str) -> None:
-        self.service: Any = SimpleNamespace(
+        self.service: Any = FakeService(
+            changed=asyncio.Event(),
             error=None,
             engine=SimpleNamespace(requests=lambda: [1, 2]),
             info=SimpleNamespace(name="demo-1", epoch=1),
@@ -48,6 +64,7 @@ class FakeReplica:
         else:
             assert why == "b is needed for something else."
         self.place("a")
+        self.service.change()
 
     async def split_again(self, why: str, *, may_pause: bool) -> Any:
         """Change to another plan, whose layers are as many bytes as machines, unless only the whole model can be loaded."""

@@ -18,7 +18,14 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.generation import RequestStream
 from mlx_ring.engine.live_request import LiveRequest
-from mlx_ring.head.instance_view import MOST_LOSSES, PROMPT_LOSSES, STEADY_S, WINDOW_S, Recoveries
+from mlx_ring.head.instance_view import (
+    MOST_LOSSES,
+    PROMPT_LOSSES,
+    STEADY_S,
+    WINDOW_S,
+    InstanceService,
+    Recoveries,
+)
 from mlx_ring.head.model import HostedModel
 
 
@@ -291,3 +298,18 @@ def test_a_model_refuses_only_if_all_its_replicas_were_lost_too_often() -> None:
     assert model._refusal is None
     model.replicas.pop()
     assert model._refusal is not None
+
+
+def test_each_load_start_and_loss_wakes_those_that_wait_for_one() -> None:
+    service = InstanceService(4, 0, Recoveries("demo", Meter()))
+    engine: Any = SimpleNamespace(error=None, oldest_unanswered=lambda: None, lose=str)
+    for change in (
+        lambda: service.begin("demo-1", 1, cast("Any", None)),
+        lambda: service.serve(engine),
+        lambda: service.lose(LOSS),
+        lambda: service.lose(NotReady("It was unloaded.")),
+    ):
+        waited = service.changed
+        assert not waited.is_set()
+        change()
+        assert waited.is_set()

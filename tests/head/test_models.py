@@ -258,16 +258,21 @@ def test_a_load_in_progress_ends_when_its_model_is_unloaded(
     asyncio.run(act())
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [("", "is empty"), ("{}", "is no valid tokenizer"), ('{"mo', "is no valid tokenizer")],
+)
 def test_a_model_that_cannot_be_served_does_not_count_as_served(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, problem: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--someone--tiny" / "snapshots" / COMMIT
     shutil.copytree(tiny_model, snapshot)
-    (snapshot / "tokenizer.json").write_text("{}")
+    (snapshot / "tokenizer.json").write_text(content)
     (tmp_path / "models--someone--tiny" / "refs").mkdir()
     (tmp_path / "models--someone--tiny" / "refs" / "main").write_text(COMMIT)
-    with pytest.raises(ModelCorrupt, match="cannot be loaded"):
+    expected = rf"tokenizer\.json {problem}: copy or fetch the model's files again\.$"
+    with pytest.raises(ModelCorrupt, match=expected):
         prepare_model(load_settings({"model": "someone/tiny"}))
     assert not is_held(snapshot)
 

@@ -7,8 +7,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.eventually import run_tasks_until
-from tests.head.moving_heads import NO_ROOM, FakeHosted, FakeReplica, Head, choice, drain, split_again
+from tests.eventually import LeapingLoop, run_tasks_until
+from tests.head.moving_heads import (
+    NO_ROOM,
+    FakeHosted,
+    FakeReplica,
+    Head,
+    begin_split,
+    choice,
+    drain,
+    split_again,
+)
 
 from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Drained
@@ -21,6 +30,7 @@ from mlx_ring.core.errors import (
     StepFailed,
     WorkerLost,
 )
+from mlx_ring.head import moves as subject
 from mlx_ring.head.move_order import FailedLoads
 from mlx_ring.head.moves import Choice
 from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
@@ -74,6 +84,47 @@ def test_layers_that_are_being_loaded_move_once_they_serve() -> None:
         return list(await draining)
 
     assert [moved.way for moved in asyncio.run(run())] == ["beside"]
+
+
+@pytest.mark.parametrize("work", ["drain", "split", "loading"])
+def test_moves_look_at_a_replica_only_when_it_has_changed(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = FakeReplica("a", "b")
+    hosted = FakeHosted(replica, NO_ROOM)
+    head, checks = Head(hosted, "a", "b"), list[object]()
+
+    class Counted(FailedLoads):
+        def check(self) -> None:
+            checks.append(replica.service.error)
+            super().check()
+
+    def lose(nodes: object, why: object) -> None:
+        replica.service.error = WorkerLost(f"{nodes} {why}")
+
+    monkeypatch.setattr(subject, "FailedLoads", Counted)
+    replica.drain = lose
+    if work == "loading":
+        lose("", "It is loaded.")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, LeapingLoop)
+        if work == "split":
+            moving = begin_split(head, hosted, "after")
+        else:
+            moving = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: checks)
+        for _ in range(200):
+            loop.leapt_s += 1.0
+            await asyncio.sleep(0)
+        assert len(checks) <= 2
+        hosted.problem = None
+        replica.place("a")
+        replica.service.info = SimpleNamespace(name="demo-2", epoch=1)
+        replica.service.error = None
+        await moving
+
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        runner.run(run())
 
 
 def test_no_layers_move_while_the_head_ends() -> None:
@@ -175,6 +226,9 @@ class FailingService:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(requests=lambda: [1, 2])
         self.fails, self.loads = False, 0
+        # Each load fails at once.
+        self.changed = asyncio.Event()
+        self.changed.set()
 
     @property
     def info(self) -> SimpleNamespace:

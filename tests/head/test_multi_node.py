@@ -96,8 +96,10 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
     def sites(*_: object) -> list[Site]:
         return [site]
 
-    async def take(*_: object) -> None:
-        pass
+    surveyed = asyncio.Event()
+
+    async def take_all(*_: object) -> None:
+        surveyed.set()
 
     monkeypatch.setattr(subject, "cluster_sites", sites)
     monkeypatch.setattr(subject, "_LOOK_AGAIN_S", 0.0)
@@ -108,13 +110,15 @@ def test_joined_node_that_does_not_answer_is_asked_for_its_state_again(
 
     async def run() -> tuple[str, int]:
         cluster: Any = Cluster(settings, [], cast("Control", control), HeadAddress("10.0.0.1", 50051), offer)
-        monkeypatch.setattr(cluster._surveys, "take", take)
+        monkeypatch.setattr(cluster._surveys, "take_all", take_all)
         cluster._left._has_looked.set()
         tending = asyncio.create_task(cluster._left.tend_joining_nodes())
         await asyncio.sleep(0)
         control.watchers[0](Joined(control.membership.members["n2"]))
         try:
             async with asyncio.timeout(30):
+                # Links for collectives are measured, too, for proposals.
+                await surveyed.wait()
                 return await agent.stopped.get()
         finally:
             tending.cancel()

@@ -12,7 +12,7 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.layer_split import Cut, even_split
 from mlx_ring.core.errors import PlanError
-from mlx_ring.head.rank_placements import Stage, place_ranks, set_rdma, share_stages, with_trust
+from mlx_ring.head.rank_placements import place_ranks, set_rdma, share_stages, with_trust
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
@@ -82,8 +82,8 @@ def cut(stages: int, *shares: float) -> Cut:
     return Cut.alike(even_split(LAYERS, stages), shares)
 
 
-def nodes_of(stages: tuple[Stage, ...]) -> list[str]:
-    return ["".join(placed.site.node for placed in stage) for stage in stages]
+def nodes_of(stages: tuple[tuple[Site, ...], ...]) -> list[str]:
+    return ["".join(site.node for site in stage) for stage in stages]
 
 
 @pytest.mark.parametrize(

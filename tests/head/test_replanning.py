@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -14,12 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.eventually import run_tasks_until
-from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
 from tests.planner.test_replan import REQUEST, Clock, loaded_on, machines
 from tests.profiles import made_up_profile
 
+from mlx_ring.api.ops.status import ProposalStatus
 from mlx_ring.api.service import Moved
 from mlx_ring.cluster.membership import Member, Membership
+from mlx_ring.cluster.quarantine import HungBackend
 from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.step_times import StageTimes, StepTimes
@@ -27,6 +30,8 @@ from mlx_ring.head import replanning as subject
 from mlx_ring.head.moves import Choose
 from mlx_ring.head.replanning import Better, Compared, Present, ReplanMode, Replanning
 from mlx_ring.head.status import ClusterView
+from mlx_ring.host.interfaces import TrustedInterface
+from mlx_ring.models.model_source import find_model
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
 from mlx_ring.planner.replan import (
@@ -39,7 +44,7 @@ from mlx_ring.planner.replan import (
     pause_s,
     stages_of,
 )
-from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.settings.settings_sources import load_settings
 
 LOOK_S = 10.0
@@ -59,7 +64,15 @@ class FakeHosted:
     model_id = "demo"
 
     def __init__(self) -> None:
-        self.settings: Any = SimpleNamespace(strategy="auto", tp=1, tp_shares=(), resume="on", link="grpc")
+        self.settings: Any = SimpleNamespace(
+            strategy="auto",
+            tp=1,
+            tp_shares=(),
+            resume="on",
+            link="grpc",
+            backend="auto",
+            link_step_down="implicit",
+        )
         self.served: Any = SimpleNamespace(folder=None, names=["demo"])
         self.state, self.open_requests = "ready", 0
         self.steps = 0
@@ -419,9 +432,6 @@ def test_it_is_said_why_there_is_nothing_to_choose() -> None:
     assert why(0) == why(1) == "fewer than two machines may have layers"
     hosted.settings.strategy = "custom"
     assert why() == "--strategy custom gives the split"
-    hosted.settings.strategy, hosted.settings.tp = "auto", 2
-    assert why() == "--tp gives each machine's part"
-    hosted.settings.tp = 1
     hosted.settings.strategy, hosted.state = "auto", "loading"
     assert why() == "it is loading"
     with pytest.raises(Conflict, match="No other split of demo can be looked for: it is loading"):
@@ -530,9 +540,9 @@ def test_it_is_said_for_which_models_no_split_is_looked_for(tmp_path: Path) -> N
     here: Any = Machines(*"abc")
     models = {
         "common": hosted_on(tmp_path, replica_on("a", "b"), replica_on("b", "c")),
-        "shared": hosted_on(tmp_path, replica_on("a", "b"), tp=2),
+        "given": hosted_on(tmp_path, replica_on("a", "b"), strategy="custom", nodes=2, proportions="1,1"),
         "compared": hosted_on(tmp_path, replica_on("a", "b"), replica_on("c")),
-        "loading": hosted_on(tmp_path, replica_on("a", "b"), tp=2),
+        "loading": hosted_on(tmp_path, replica_on("a", "b"), replica_on("b", "c")),
     }
     for name, hosted in models.items():
         hosted.model_id = name
@@ -545,12 +555,98 @@ def test_it_is_said_for_which_models_no_split_is_looked_for(tmp_path: Path) -> N
 
     assert refusals("ask", here) == [
         ("common", "No other split of common can be looked for: its replicas have machines in common."),
-        ("shared", "No other split of shared can be looked for: --tp gives each machine's part."),
+        ("given", "No other split of given can be looked for: --strategy custom gives the split."),
     ]
     assert [model for model, why in refusals("off", here) if "--replan off" in why] == [
-        *("common", "shared", "compared")
+        *("common", "given", "compared")
     ]
     assert refusals("ask", Machines("a")) == refusals("ask", None) == []
+
+
+# ---- machines that share layers
+
+CABLE = LinkProfile(20e-6, 5e9, trusted=True)
+
+
+def trusting(*nodes: str) -> Any:
+    """Return machines whose cables are trusted with collectives."""
+    here: Any = Machines(*nodes)
+    trusted = {
+        node: replace(member(node), trusted=(TrustedInterface("en5", f"10.0.8.{ord(node)}", "10.0.8.0/24"),))
+        for node in nodes
+    }
+    here.view = replace(here.view, membership=Membership(trusted))
+    here.link_profiles = {frozenset(pair): CABLE for pair in combinations(nodes, 2)}
+    return here
+
+
+def shared_on(tmp_path: Path, nodes: str, **changes: Any) -> FakeHosted:
+    """Return a model of which two ranks, or one, share all layers."""
+    hosted = hosted_on(tmp_path, replica_on(), nodes=2, trusted_interface="lo", **changes)
+    hosted.served.folder = find_model("demo").folder
+    placement = hosted.replicas[0].placement
+    placement.nodes = [SimpleNamespace(node=node) for node in nodes]
+    placement.ranges = [LayerRange(0, 8)]
+    placement.ranks = [[SimpleNamespace(site=site, share=1.0) for site in placement.nodes]]
+    placement.plan = None
+    hosted.replicas[0].service.recoveries = SimpleNamespace(load_s=5.0)
+    hosted.replicas[0].service.info = SimpleNamespace(name="demo-1")
+    return hosted
+
+
+def proposed(hosted: FakeHosted, here: Any) -> ProposalStatus | None:
+    models: Any = [hosted]
+    head = Replanning("ask", lambda: here, lambda: models, cast("Any", None))
+    return asyncio.run(head.propose(models[0]))
+
+
+def groups_of(found: ProposalStatus | None) -> list[list[str]] | None:
+    return None if found is None else [stage.nodes for stage in found.planned.stages]
+
+
+@pytest.fixture
+def shared_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes_of(*_: object) -> ModelProfile:
+        return shared_model(8, layer_bytes=50_000_000)
+
+    monkeypatch.setattr(subject, "sizes_of", sizes_of)
+
+
+BARRED = HungBackend("ring", None, 2, "It hung.", 1.0)
+MACHINES = [*map("{}-machine".format, "ab")]
+
+
+@pytest.mark.usefixtures("shared_sizes")
+def test_machines_that_would_share_layers_are_proposed_unless_their_backend_hung(tmp_path: Path) -> None:
+    hosted, here = shared_on(tmp_path, "a"), trusting(*"ab")
+    found = proposed(hosted, here)
+    assert groups_of(found) == [MACHINES]
+    assert found is not None
+    assert found.gain is not None
+    assert found.gain > 0.15
+    here.view = replace(here.view, hung=[BARRED])
+    assert MACHINES not in (groups_of(proposed(hosted, here)) or [])
+    hosted.settings = hosted.settings.model_copy(update={"link_step_down": "off"})
+    assert groups_of(proposed(hosted, here)) == [MACHINES]
+
+
+@pytest.mark.usefixtures("shared_sizes")
+@pytest.mark.parametrize(("present", "planned"), [("aa", [MACHINES]), ("ab", None)])
+def test_ranks_of_one_machine_are_proposed_to_spread_over_those_that_joined(
+    tmp_path: Path, present: str, planned: list[list[str]] | None
+) -> None:
+    found = proposed(shared_on(tmp_path, present, tp=2), trusting(*"ab"))
+    assert groups_of(found) == planned
+    assert found is None or (found.way == "beside" and found.gain is not None and found.gain > 0.15)
+
+
+def test_a_strategy_over_all_machines_is_compared_without_those_out_of_reach(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosted, here = shared_on(tmp_path, "a", strategy="uniform"), trusting(*"abc")
+    here.link_profiles[frozenset("ac")] = here.link_profiles[frozenset("bc")] = UNREACHABLE
+    assert proposed(hosted, here) is None, "over a and b, it would not be faster"
+    assert not caplog.records, "it is compared again and again"
 
 
 def test_a_model_that_moves_for_long_delays_no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:

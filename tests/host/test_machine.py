@@ -10,7 +10,7 @@ from tests.machines import free_pair_of_ports
 
 from mlx_ring.core.errors import AddressInUse
 from mlx_ring.host import machine
-from mlx_ring.host.machine import NodePorts, linux_identity, machine_identity, share_cores
+from mlx_ring.host.machine import NodePorts, ProcessPorts, linux_identity, machine_identity, share_cores
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,23 @@ def test_the_identity_of_a_machine_is_stable() -> None:
     assert machine_identity() == machine_identity()
 
 
-def test_ports_of_a_range_are_taken_in_turn_and_taken_ones_are_skipped() -> None:
+def test_a_port_of_a_range_belongs_to_one_process_until_it_ends() -> None:
     first = free_pair_of_ports()
     ports = NodePorts((first, first + 1))
-    assert [ports.take("127.0.0.1") for _ in range(3)] == [first, first + 1, first]
-    assert ports.at("127.0.0.1") == f"127.0.0.1:{first + 1}"
+    one, other = ProcessPorts(ports), ProcessPorts(ports)
+    assert [one.at("127.0.0.1"), other.at("127.0.0.1")] == [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]
+    # Neither listens yet.
+    with pytest.raises(AddressInUse, match=r"all of these ports are taken on 127\.0\.0\.1"):
+        ProcessPorts(ports).at("127.0.0.1")
+    for _ in range(2):
+        one.give_back()
+    assert ports.at("127.0.0.1") == f"127.0.0.1:{first}"
+
+
+def test_ports_on_which_others_listen_are_skipped() -> None:
+    first = free_pair_of_ports()
     with socket.create_server(("127.0.0.1", first)):
-        assert [ports.take("[::]") for _ in range(2)] == [first + 1, first + 1], "IPv6 covers IPv4"
+        assert NodePorts((first, first + 1)).take("[::]") == first + 1, "IPv6 covers IPv4"
 
 
 def test_a_range_without_a_free_port_is_refused_with_what_to_do() -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.planner.clusters import cluster_of, model_of, node_of, shared_model, trusting
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -29,7 +29,7 @@ from mlx_ring.planner.replan import (
 )
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
-from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE
+from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 
 MODEL = model_of(28)
 REQUEST = PlanRequest(Demand(4096, 8), objective="throughput", users=8)
@@ -124,6 +124,27 @@ def test_weights_that_machines_lack_are_fetched_from_the_heads_machine() -> None
     # Weights reach it from the head's machine in any case.
     cut_off = replace(now, links={frozenset(("node-0", "elsewhere")): UNREACHABLE})
     assert fetch_s(cut_off, "elsewhere") == pytest.approx(14 * layer_s)
+
+
+@pytest.mark.parametrize(("refusal", "way"), [("", "beside"), ("--model-memory allows one.", "after")])
+def test_machines_that_share_layers_are_proposed_and_fetch_whole_tensors(refusal: str, way: str) -> None:
+    model, request = shared_model(40), PlanRequest(Demand(1024, 1), prompt_tokens=512)
+    now = trusting(node_of("a"), node_of("b"), link=LinkProfile(20e-6, 5e9))
+    alone: LoadedStages = ((LayerRange(0, 40), (("a", 1.0),)),)
+    found = compare(Situation(model, request, alone, now, now, refusal, head="a"))
+    assert found is not None
+    assert stages_of(found.planned) == ((LayerRange(0, 40), (("a", 0.5), ("b", 0.5))),)
+    assert (found.way, found.gain > LEAST_GAIN) == (way, True)
+    whole = sum(layer.weight_bytes for layer in model.layers) + model.ends_bytes(is_first=True, is_last=True)
+    assert found.fetch_s == pytest.approx(whole / 5e9)
+    # And back to one machine, if the link is no longer trusted.
+    apart = compare(Situation(model, request, stages_of(found.planned), untrusted(now), untrusted(now)))
+    assert apart is not None
+    assert len(stages_of(apart.planned)[0][1]) == 1
+
+
+def untrusted(cluster: ClusterProfile) -> ClusterProfile:
+    return replace(cluster, nodes=tuple(replace(node, trusted=False) for node in cluster.nodes))
 
 
 def stages(*ranges: tuple[str, int, int]) -> LoadedStages:

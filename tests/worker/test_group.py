@@ -8,11 +8,14 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from grpc import local_server_credentials
 
 from mlx_ring.core.errors import PeerRefused
 from mlx_ring.rpc.backends import BACKENDS, Backend
+from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
-from mlx_ring.worker.group import check_neighbour, group_variables
+from mlx_ring.worker.__main__ import listening
+from mlx_ring.worker.group import GroupPort, check_neighbour, group_variables
 
 GROUP = ["10.0.0.1:4001,10.0.1.1:4002", "10.0.0.2:4003"]
 
@@ -79,3 +82,16 @@ def test_connection_from_another_address_is_refused_on_any_listening_port(
 ) -> None:
     with pytest.raises(PeerRefused, match=r"127\.0\.0\.1 connected .* before it is at 10\.0\.8\.1"):
         check_neighbour(f"{other_address}127.0.0.1:{port}", "10.0.8.1")
+
+
+def test_a_worker_whose_port_another_process_has_taken_ends_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = make_server(threads=1)
+        with pytest.raises(SystemExit) as of_group:
+            listening(address, GroupPort)
+        with pytest.raises(SystemExit) as of_server:
+            listening(address, lambda address: add_secure_port(server, address, local_server_credentials()))
+    for ended in (of_group, of_server):
+        assert str(ended.value).startswith(f"{address} cannot be used: ")
+        assert str(ended.value).endswith("have the same --node-ports, give each its own.")

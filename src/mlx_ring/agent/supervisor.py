@@ -20,7 +20,7 @@ from mlx_ring.core.environment import environment_with_grpc_logs, worker_environ
 from mlx_ring.core.errors import WorkerLost, WorkerStuck
 from mlx_ring.host.child import GRACE_S, SPARE_FLAG, ChildProcess, UnresponsiveTime
 from mlx_ring.host.interfaces import Trust
-from mlx_ring.host.machine import NodePorts
+from mlx_ring.host.machine import NodePorts, ProcessPorts
 from mlx_ring.rpc.backends import backend_of, joined_ranks, rank_in_group, requested_backend
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.methods import STATUS
@@ -215,20 +215,22 @@ class Supervisor:
 
     async def _start_one(self, assignment: worker_pb2.StageAssignment, head: int) -> Worker:
         options = self._options
-        socket = options.run_dir / f"worker-{next(self._serial)}.sock"
-        child = await self._start_process(
-            assignment,
-            [
+        socket, ports = options.run_dir / f"worker-{next(self._serial)}.sock", ProcessPorts(options.ports)
+        try:
+            arguments = [
                 *("--socket", str(socket), "--node", options.node),
                 *("--stage", str(assignment.stage), "--rank", str(assignment.rank)),
                 *_settings_arguments(options),
-                *listening_arguments(assignment, options.credentials, options.listen, options.ports),
-            ],
-        )
+                *listening_arguments(assignment, options.credentials, options.listen, ports),
+            ]
+            child = await self._start_process(assignment, arguments)
+        except BaseException:
+            ports.give_back()
+            raise
         worker = Worker(assignment, socket, child, open_aio_channel(f"unix:{socket}"))
         worker.record_head(head)
         self._workers.append(worker)
-        task = asyncio.create_task(self._report_end(worker), name=f"watch {child.name}")
+        task = asyncio.create_task(self._report_end(worker, ports), name=f"watch {child.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         layers = f"layers {assignment.first_layer} to {assignment.end_layer - 1} of {assignment.instance}"
@@ -308,8 +310,9 @@ class Supervisor:
         places = await give_places(assignments, self._options.run_dir)
         self._places.setdefault(instance, []).extend(places)
 
-    async def _report_end(self, worker: Worker) -> None:
+    async def _report_end(self, worker: Worker, ports: ProcessPorts) -> None:
         reason = await worker.child.wait()
+        ports.give_back()
         if worker in self._workers:
             log.error("%s (pid %d) %s", worker.child.name, worker.child.pid, reason)
         self._notify()

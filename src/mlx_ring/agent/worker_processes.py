@@ -28,7 +28,7 @@ import psutil
 from mlx_ring.core.environment import has_cuda_build, library_variable
 from mlx_ring.host.child import READY_LINE, ChildProcess
 from mlx_ring.host.interfaces import LOOPBACK
-from mlx_ring.host.machine import NodePorts
+from mlx_ring.host.machine import ProcessPorts
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.backends import backend_of, joined_ranks, requested_backend
 from mlx_ring.rpc.protos import worker_pb2
@@ -59,7 +59,7 @@ def own_gpu(
 
 
 def listening_arguments(
-    assignment: worker_pb2.StageAssignment, credentials: Path | None, listen: str, ports: NodePorts
+    assignment: worker_pb2.StageAssignment, credentials: Path | None, listen: str, ports: ProcessPorts
 ) -> list[str]:
     """Return the arguments that say where a worker listens for other machines, and for the ranks that MLX joins it with.
 
@@ -67,7 +67,7 @@ def listening_arguments(
         assignment: the worker's.
         credentials: folder of the node's credentials; without it, no other machine connects.
         listen: address for other machines.
-        ports: this machine's ports for other machines.
+        ports: its ports for other machines.
 
     Raises:
         AddressInUse: all of the ports are taken.

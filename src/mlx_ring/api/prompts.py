@@ -9,9 +9,11 @@ contain each byte of a text once. Tokenizers that drop bytes or replace texts ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import unicodedata
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from mlx_ring.api.chat.templates import (
 from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import context_exceeded
+from mlx_ring.core.traces import CLIENT
 
 _SLICE = 1 << 18
 """Number of bytes that are counted at a time, so that other threads run in between."""
@@ -176,22 +179,9 @@ T = TypeVar("T")
 
 _OURS = frozenset(
     {
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
 """Parameters of the tokenizer's own call, refused in requests: a client's `chat_template` would be its own program."""
@@ -204,17 +194,62 @@ _PIECE = 16
 """Number of characters that each part of a message counts as, because templates process parts one by one."""
 
 
+class _Threads:
+    """Threads for texts, for which clients take turns."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._pool, self._free = ThreadPoolExecutor(count, thread_name_prefix=name), count
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """Turns for which each client waits, in the order in which the clients get theirs."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of work, which begins at a turn of its client."""
+        loop, client = asyncio.get_running_loop(), CLIENT.get()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._begin_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._end(client)
+            raise
+
+        def on_end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop may have ended
+                loop.call_soon_threadsafe(self._end, client)
+
+        # The thread is busy until then, also if nobody waits for the result any more.
+        (running := self._pool.submit(work)).add_done_callback(on_end)
+        return await asyncio.wrap_future(running)
+
+    def _end(self, client: str) -> None:
+        """Begin another client's work, if there is some: the next turn of this one is the last."""
+        self._free += 1
+        if client in self._waiting:
+            self._waiting.move_to_end(client)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        while self._free and self._waiting:
+            client, turns = self._waiting.popitem(last=False)
+            if not (turn := turns.popleft()).done():
+                self._free -= 1
+                turn.set_result(None)
+            if turns:
+                self._waiting[client] = turns
+
+
 class PromptEncoder:
-    """Encoder of prompts, beside the event loop.
+    """Encoder of prompts, beside the event loop. Clients take turns.
 
     Long texts have their own thread, so that short ones do not wait for them. Hugging Face's tokenizers may encode in several
     threads at once, and release the interpreter's lock meanwhile. All other tokenizers share one thread, to be safe.
     """
 
     def __init__(self) -> None:
-        self._short = _threads(_SHORT_THREADS, "short texts")
-        self._long = _threads(1, "long texts")
-        self._other = _threads(1, "other tokenizers")
+        self._short = _Threads(_SHORT_THREADS, "short texts")
+        self._long, self._other = _Threads(1, "long texts"), _Threads(1, "other tokenizers")
         self._escapes: WeakKeyDictionary[Tokenizer, SpecialTokensAsText] = WeakKeyDictionary()
         self._token_bounds: WeakKeyDictionary[Tokenizer, TokenBounds | None] = WeakKeyDictionary()
 
@@ -307,7 +342,9 @@ class PromptEncoder:
             raise context_exceeded(
                 count, model.context_length, param=conversation.messages_param, is_counted=False
             )
-        escape = await self._run(tokenizer, _LONG + 1, lambda: self._escape(tokenizer)) if escapes else None
+        escape = self._escapes.get(tokenizer) if escapes else None
+        if escapes and escape is None:
+            escape = await self._run(tokenizer, _LONG + 1, lambda: self._escape(tokenizer))
         prompt = await self._run(
             tokenizer,
             _letters((conversation.messages, template_arguments(conversation))),
@@ -364,12 +401,7 @@ class PromptEncoder:
 
     async def _run(self, tokenizer: Tokenizer, size: int, work: Callable[[], T]) -> T:
         lane = self._long if size > _LONG else self._short
-        threads = lane if _is_shared(tokenizer) else self._other
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
-
-
-def _threads(most: int, name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=most, thread_name_prefix=name)
+        return await (lane if _is_shared(tokenizer) else self._other).run(work)
 
 
 def _is_shared(tokenizer: Tokenizer) -> bool:

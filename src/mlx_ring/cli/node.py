@@ -70,11 +70,14 @@ def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
     """List the join tokens, without their secrets."""
     from mlx_ring.cluster.security.records import TokenStore  # slow to import
 
-    now_s = time.time()
+    now_s, records = time.time(), TokenStore(cluster_folder(state_dir)).list()
+    if not records:
+        print("There is no join token. Make one with: mlx-ring token create")
+        return
     table = Table("id", "name", "state", "expires", box=None, pad_edge=False)
     for title in ("used", "left"):
         table.add_column(title, justify="right")
-    for record in TokenStore(cluster_folder(state_dir)).list():
+    for record in records:
         left = "any" if record.uses_left is None else str(record.uses_left)
         moment = local_time(record.expires_s)
         table.add_row(record.id, record.name, record.state(now_s), moment, str(record.uses), left)
@@ -124,9 +127,12 @@ def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
     from mlx_ring.cluster.security.records import Members
 
     folder = cluster_folder(state_dir)
-    left_out = QuarantineList(folder).held()
+    left_out, members = QuarantineList(folder).held(), Members(folder).list()
+    if not members:
+        print("No machine has joined. To let one join, run here: mlx-ring token create")
+        return
     table = Table("node", "joined", "certificate until", "excluded until", box=None, pad_edge=False)
-    for node, member in sorted(Members(folder).list().items()):
+    for node, member in sorted(members.items()):
         ends = max((held.expires_s for held in member.certificates), default=0.0)
         until = local_time(left_out[node].until_s) if node in left_out else ""
         table.add_row(node, local_time(member.joined_s), local_time(ends), until)

@@ -298,12 +298,7 @@ class HungBackends:
 
     def barred(self, nodes: Sequence[str], now_s: float) -> frozenset[str]:
         """Return the backends that a group must not use, given the node of each of its ranks."""
-        pairs = {pair(*each) for each in combinations(nodes, 2)}
-        return frozenset(
-            state.backend
-            for state in self.states(now_s)
-            if state.until_s is not None and (state.pair is None or state.pair in pairs)
-        )
+        return barred_backends(self.states(now_s), nodes)
 
     def states(self, now_s: float) -> tuple[HungBackend, ...]:
         """Return the record of each backend that hung since the start."""
@@ -318,6 +313,16 @@ class HungBackends:
             reason=events[-1].reason,
             until_s=until_s if now_s < until_s else None,
         )
+
+
+def barred_backends(states: Iterable[HungBackend], nodes: Sequence[str]) -> frozenset[str]:
+    """Return the backends that a group must not use by these records, given the node of each of its ranks."""
+    pairs = {pair(*each) for each in combinations(nodes, 2)}
+    return frozenset(
+        state.backend
+        for state in states
+        if state.until_s is not None and (state.pair is None or state.pair in pairs)
+    )
 
 
 def _bars(times_s: Iterable[float]) -> Iterator[float]:

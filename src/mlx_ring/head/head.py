@@ -29,6 +29,7 @@ from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.service import InstanceInfo, ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.environment import package_version
+from mlx_ring.core.errors import AddressInUse
 from mlx_ring.core.folders import journal_folder, manifests_folder, state_folder
 from mlx_ring.core.traces import Tracing, open_tracing
 from mlx_ring.head.http_connections import HttpConfig
@@ -307,9 +308,14 @@ class Head:
         from mlx_ring.head.multi_node import Cluster
 
         address = HeadAddress(scoped_host(settings.cluster_host, "--cluster-host"), settings.cluster_port)
-        control = await cleanup.enter_async_context(
-            open_control(state_folder(settings.state_dir), address, self._weights.handler())
-        )
+        try:
+            control = await cleanup.enter_async_context(
+                open_control(state_folder(settings.state_dir), address, self._weights.handler())
+            )
+        except AddressInUse as error:
+            raise AddressInUse(
+                f"{error} The cluster needs port {address.port} and the one after it: choose others with --cluster-port."
+            ) from error
         if not _is_loopback(address.host):
             announcement = HeadAnnouncement(
                 node_name(), control.node, package_version("mlx-ring"), control.fingerprint.hex()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -283,6 +284,8 @@ class InstanceService:
         self._suspicion = ""
         self._workers: dict[str, tuple[WorkerInfo, ...]] = {}
         """Workers of each node."""
+        self.changed = asyncio.Event()
+        """Event that is set, and replaced, when it begins to load, serves or is lost."""
 
     @property
     def engine(self) -> Engine:
@@ -356,11 +359,13 @@ class InstanceService:
         self._workers, self._loading, self._is_loading = {}, LoadingProgress(), True
         self.recoveries.record_plan()
         self._engine, self._suspicion = None, ""
+        self._change()
 
     def serve(self, engine: Engine) -> None:
         """Answer requests from now on."""
         self._engine, self._lost, self._is_loading = engine, None, False
         self.recoveries.record_load()
+        self._change()
 
     def lose(self, error: RingError) -> None:
         """End the engine with the reason, and refuse new requests until `serve`.
@@ -374,6 +379,11 @@ class InstanceService:
         self.recoveries.record_loss(error, 0.0 if owed is None else owed.waited_s)
         if self._engine is not None:
             self._engine.lose(error)
+        self._change()
+
+    def _change(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
     def suspect(self, reason: str) -> None:
         """Show that the instance is suspect; without a reason, that it is not."""

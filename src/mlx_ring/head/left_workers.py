@@ -20,9 +20,9 @@ from mlx_ring.core.errors import RingError
 from mlx_ring.core.folders import authority_folder, state_folder
 from mlx_ring.core.types import RankId
 from mlx_ring.head.instance import Epoch
-from mlx_ring.head.nodes import Declared, LiveInstances
+from mlx_ring.head.nodes import Declared, LiveInstances, cluster_sites
 from mlx_ring.head.patching import Remains, wait_until_whole
-from mlx_ring.head.placing import Order, cluster_sites, place_as_loaded
+from mlx_ring.head.placing import Order, place_as_loaded
 from mlx_ring.head.plan_requests import LinkSurveys
 from mlx_ring.head.rank_placements import assign
 from mlx_ring.head.served_model import ServedModel
@@ -239,7 +239,8 @@ class LeftWorkers:
             wanted = self._live.names | {left.instance for each in self._left.values() for left in each}
             events = [event for event in found if event is not None]
             await self._end_unwanted(new, events, lambda _, instance: instance in wanted)
-            await self._surveys.take(membership, sites)
+            # Links for collectives, too: a group of machines that share layers may be proposed.
+            await self._surveys.take_all(membership, sites)
         except RingError as error:
             log.warning("%s joined, but could not be prepared: %s", ", ".join(sorted(nodes)), error)
         finally:

@@ -141,6 +141,8 @@ class MoveOrder:
         """Models whose unloading by force has been requested; none of them begins to move."""
         self.freed = asyncio.Event()
         """Event that is set, and replaced, when there may be more room: a move has ended, or a model was unloaded."""
+        self.drains_changed = asyncio.Event()
+        """Event that is set, and replaced, when a drain waits for its turn or has ended, or a machine is readmitted."""
         self.has_ended = False
         """True once the head ends, so that cancelled moves unload nothing."""
 
@@ -206,6 +208,7 @@ class MoveOrder:
                     may_unload = may_evict and not isinstance(problem, ContextKept)
                     if may_unload and await unload_for(hosted, models()) is not None:
                         log.info("Trying %s again, which did not fit before: %s", hosted.model_id, problem)
+                        self._free()
                         continue
                     if freed.is_set() or self.may_free():
                         break
@@ -311,6 +314,11 @@ class MoveOrder:
         self._free()
         log.info("Unloaded %s", hosted.model_id)
 
+    def change_drains(self) -> None:
+        """Set `drains_changed`, and replace it."""
+        changed, self.drains_changed = self.drains_changed, asyncio.Event()
+        changed.set()
+
     def _free(self) -> None:
         freed, self.freed = self.freed, asyncio.Event()
         freed.set()
@@ -332,6 +340,16 @@ def epoch_of(replica: Replica) -> tuple[str, int]:
     """Return the name and the epoch of a replica's instance."""
     info = replica.service.info
     return info.name, info.epoch
+
+
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait for one of these, and cancel the others."""
+    waiting = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waiting:
+            wait.cancel()
 
 
 # ---- room

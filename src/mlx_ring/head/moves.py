@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from mlx_ring.api.service import Moved
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.head.model import HostedModel, Ready
-from mlx_ring.head.move_order import FailedLoads, MoveOrder, NoRoomYet, Turn, Unloaded, epoch_of
+from mlx_ring.head.move_order import FailedLoads, MoveOrder, NoRoomYet, Turn, Unloaded, epoch_of, first_of
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.plan_requests import find_node
 from mlx_ring.head.replica import Replica
@@ -30,7 +30,6 @@ from mlx_ring.planner.replan import MoveWay, UnchangeableWorkers
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
 Result = TypeVar("Result")
 
 
@@ -238,20 +237,19 @@ class Moves:
             NotReady: too many loads have failed.
         """
         failed = FailedLoads(hosted.model_id, replica)
-        while (error := replica.service.error) is not None or epoch_of(replica) == before:
-            if isinstance(error, PlanError):
-                raise error
-            failed.check()
-            self._end_if_lacking(turn)
-            await asyncio.sleep(_LOOK_S)
-
-    def _end_if_lacking(self, turn: Turn) -> None:
-        if self._machines().lacks(1):
-            turn.end()
+        with turn.ends_after(self._machines().wait_until_lacking, 1):
+            while (error := replica.service.error) is not None or epoch_of(replica) == before:
+                changed = replica.service.changed
+                if isinstance(error, PlanError):
+                    raise error
+                failed.check()
+                await changed.wait()
 
     async def _drain(self, machines: Machines, node: str, name: str, *, force: bool) -> Sequence[Moved]:
         session = _session(machines, node)
-        async with self._order.of_machine(node):
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._order.change_drains)
+            await stack.enter_async_context(self._order.of_machine(node))
             was_drained = _is_drained(machines, node)
             # Before it is marked, because a load in progress may need this machine.
             self._check_drain(machines, node, name, session)
@@ -259,6 +257,7 @@ class Moves:
             await machines.drain(node)
             try:
                 self._queued.add(node)
+                self._order.change_drains()
                 try:
                     async with self._order.turn():
                         self._check_drain(machines, node, name, session)
@@ -321,11 +320,12 @@ class Moves:
         while True:
             has_room = True
             async with self._order.turn(hosted) as turn:
-                freed = self._order.freed
+                freed, readmitted = self._order.freed, self._order.drains_changed
                 replica = self._using(hosted, node, failed) if _is_drained(machines, node) else None
                 if replica is None:
                     return moved
                 loads = failed.setdefault(replica, FailedLoads(hosted.model_id, replica))
+                loaded = replica.service.changed
                 try:
                     work = self._move(hosted, replica, node, loads, turn, force=force)
                     moved += await self._order.move(hosted, turn, work)
@@ -336,6 +336,9 @@ class Moves:
                     has_room = False
             if not has_room:
                 await freed.wait()
+            elif self._using(hosted, node, failed) is replica and replica.service.error is not None:
+                # It was planned before, perhaps with this node.
+                await first_of(loaded.wait(), readmitted.wait(), freed.wait())
 
     async def readmit(self, node: str) -> None:
         """Let plans use a drained machine again, once its drain has ended.
@@ -345,10 +348,10 @@ class Moves:
         machines = self._machines()
         found = find_node(machines.cluster_view(), node)
         draining = self._order.of_machine(found)
-        while True:
-            if not draining.locked() or found in self._queued or machines.lacks(1):
-                return await machines.drain(found, is_drained=False)
-            await asyncio.sleep(_LOOK_S)
+        while draining.locked() and found not in self._queued and not machines.lacks(1):
+            await first_of(self._order.drains_changed.wait(), machines.wait_until_lacking(1))
+        await machines.drain(found, is_drained=False)
+        self._order.change_drains()
 
     @staticmethod
     def _using(hosted: HostedModel, node: str, failed: Mapping[Replica, FailedLoads]) -> Replica | None:
@@ -377,18 +380,14 @@ class Moves:
         *,
         force: bool,
     ) -> Sequence[Moved]:
-        """Move a replica away from a node. While it is being loaded, wait a moment, and return nothing."""
+        """Move a replica away from a node. While it is being loaded, return nothing."""
         if replica.service.error is not None:
-            # It was planned before, perhaps with this node.
             try:
                 failed.check()
             except NotReady as error:
                 if not force:
                     raise
                 log.warning("It has no layers to move: %s", error)
-            else:
-                turn.end()
-                await asyncio.sleep(_LOOK_S)
             return ()
         started, requests = time.monotonic(), len(replica.service.engine.requests())
         try:
@@ -419,16 +418,17 @@ class Moves:
     async def _until_left(self, replica: Replica, node: str, failed: FailedLoads, turn: Turn) -> None:
         """Replace the ranks on a drained node, and wait until all serve, as `_until_served` does."""
         machines = self._machines()
-        while (error := replica.service.error) is not None or (
-            node in nodes_of(replica) and _is_drained(machines, node)
-        ):
-            if isinstance(error, PlanError):
-                raise error
-            failed.check()
-            self._end_if_lacking(turn)
-            if error is None:
-                replica.drain(frozenset({node}), f"{node} is needed for something else.")
-            await asyncio.sleep(_LOOK_S)
+        with turn.ends_after(machines.wait_until_lacking, 1):
+            while (error := replica.service.error) is not None or (
+                node in nodes_of(replica) and _is_drained(machines, node)
+            ):
+                changed, readmitted = replica.service.changed, self._order.drains_changed
+                if isinstance(error, PlanError):
+                    raise error
+                failed.check()
+                if error is None:
+                    replica.drain(frozenset({node}), f"{node} is needed for something else.")
+                await first_of(changed.wait(), readmitted.wait())
 
 
 def _session(machines: Machines, node: str) -> int | None:

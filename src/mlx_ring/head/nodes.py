@@ -9,10 +9,13 @@ from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_ring.api.service import LinkInfo
-from mlx_ring.cluster.membership import Membership
+from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
+from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import NodeDrained, PlanError, RingError
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.instance_watch import InstanceWatch
@@ -23,8 +26,13 @@ from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import join_lines, lan_addresses
+from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, keep_alive, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
+from mlx_ring.rpc.tls.peers import node_name
 from mlx_ring.settings.config import Settings
+
+if TYPE_CHECKING:
+    from mlx_ring.cluster.control import Control
 
 
 class NodeListener(Protocol):
@@ -344,3 +352,66 @@ def drained_remark(membership: Membership) -> str:
 def new_instance(served: ServedModel) -> str:
     """Make a unique name of an instance."""
     return f"{served.local.name.rsplit('/', 1)[-1]}-{secrets.token_hex(3)}"
+
+
+def cluster_sites(control: Control, membership: Membership, head_port: int, *, path: str = "") -> list[Site]:
+    """Return a site for every member, with a channel to its agent.
+
+    Other machines fetch the model from the head and from each other.
+
+    Args:
+        control: the head's control of the cluster.
+        membership: the present members.
+        head_port: port on which other machines reach the head.
+        path: Path of the model on the head's machine, if one is to be loaded.
+    """
+    members = list(membership.members.values())
+    others = [member for member in members if member.node != control.node]
+    sites: list[Site] = []
+    for member in members:
+        address, name = address_of(member.host, member.port), node_name(member.node)
+        channel = open_aio_channel(
+            address, control.credentials, name, max_message_bytes=AGENT_MESSAGE_BYTES, more=keep_alive()
+        )
+        link = AgentLink(channel, f"the agent of {member.node}")
+        is_local = member.node == control.node
+        if is_local:
+            hosts = {other.node: other.head_host for other in others}
+            source = Source(path)
+        else:
+            hosts = {"": member.host} | {other.node: other.host_of(member) for other in others}
+            source = Source(peers=_weights_peers(member, others, head_port))
+        reserve_share = 1.0 - member.memory_utilization
+        limit = member.profile.memory_bytes
+        sites.append(
+            Site(
+                *(member.node, link, is_local, hosts, source, reserve_share, limit),
+                trusted=member.trusted,
+                trusted_problem=member.trusted_problem,
+                other_agents=partial(_other_agents, control, member),
+            )
+        )
+    return sites
+
+
+def _other_agents(control: Control, member: Member) -> dict[str, str]:
+    """Return the addresses at which a member reaches the agents of the present other ones, by node."""
+    return {
+        other.node: address_of(
+            member.head_host if other.node == control.node else member.host_of(other), other.port
+        )
+        for other in control.membership.members.values()
+        if other.node != member.node
+    }
+
+
+def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
+    """Return the peers from which a member may fetch weights: the head and every other member."""
+    return (
+        WeightsPeer(address_of(member.head_host, head_port)),
+        *(
+            WeightsPeer(address_of(member.host_of(other), other.port), other.node)
+            for other in others
+            if other is not member
+        ),
+    )

@@ -6,15 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from mlx_ring.cluster.adoption import Adoptable
-from mlx_ring.cluster.agent_link import AgentLink, Source, WeightsPeer
-from mlx_ring.cluster.deployment import Site, address_of
+from mlx_ring.cluster.deployment import Site, Trusting
 from mlx_ring.cluster.layer_split import Cut, balanced_split, even_split
 from mlx_ring.cluster.link_survey import link_remarks
-from mlx_ring.cluster.membership import Member, Membership
+from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
@@ -28,6 +27,7 @@ from mlx_ring.head.plan_requests import (
     with_throughput,
 )
 from mlx_ring.head.rank_placements import (
+    Node,
     Stage,
     forecast_of,
     place_as_planned,
@@ -46,13 +46,11 @@ from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.model_sizes import decode_bytes, profile_folder
 from mlx_ring.planner.place import place, plan_given
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.backends import is_collective
-from mlx_ring.rpc.channels import AGENT_MESSAGE_BYTES, keep_alive, open_aio_channel
 from mlx_ring.rpc.link_profile import LinkProfile
-from mlx_ring.rpc.tls.peers import node_name
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
 
@@ -199,7 +197,7 @@ async def place_on_cluster(
     by_node = {site.node: with_throughput(site, found) for site in sites}
     if len(rank_shares(order.settings)) > 1:
         return await asyncio.to_thread(_place_shared, order, cluster, by_node)
-    plan = await asyncio.to_thread(_plan_in_reach, order, cluster)
+    plan = await asyncio.to_thread(_plan_separately, order, cluster)
     plan = replace(plan, remarks=(*plan.remarks, *link_remarks([stage.node for stage in plan.stages], links)))
     ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
@@ -208,37 +206,100 @@ async def place_on_cluster(
     return Placement(ranges, ranks, plan, expected)
 
 
-def _plan_in_reach(order: Order, cluster: ClusterProfile) -> Plan:
+def plan_as_at_start(
+    settings: Settings,
+    folder: ModelFolder,
+    model: ModelProfile,
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    nodes: Mapping[str, Trusting],
+    least: int = 1,
+) -> Plan:
+    """Return the plan by which a model would be loaded on these machines.
+
+    Args:
+        settings: settings of the model.
+        folder: the model.
+        model: sizes of the model.
+        request: one replica's share of the request.
+        cluster: the machines, in order of preference.
+        nodes: the machines by their names in `cluster`.
+        least: smallest number of machines.
+
+    Raises:
+        PlanError: the machines cannot hold the model as promised.
+    """
+    if len(rank_shares(settings)) > 1:
+        return _plan_shared(settings, folder, model, request, cluster, nodes, least)[-1]
+    return _plan_in_reach(settings, model, request, cluster, least, level=logging.DEBUG)
+
+
+def _plan_separately(order: Order, cluster: ClusterProfile) -> Plan:
+    model = profile_folder(order.served.folder, order.served.names[0])
+    return _plan_in_reach(order.settings, model, replica_request(order), cluster, order.nodes)
+
+
+def _plan_in_reach(
+    settings: Settings,
+    model: ModelProfile,
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    least: int,
+    *,
+    level: int = logging.WARNING,
+) -> Plan:
     """Plan without some machines if a strategy cannot use all because of broken links."""
+
+    def plan(cluster: ClusterProfile) -> Plan:
+        in_order, of_nodes = plan_request_for(settings, request, cluster.nodes)
+        return place(model, replace(cluster, nodes=in_order), of_nodes)
+
     try:
-        return _plan(order, cluster)
+        return plan(cluster)
     except PlanError as error:
-        smaller = cluster.in_reach(max(1, order.nodes))
+        smaller = cluster.in_reach(max(1, least))
         if len(smaller.nodes) == len(cluster.nodes):
             raise
         left = [node.name for node in cluster.nodes if node not in smaller.nodes]
-        log.warning("Planning without %s, because otherwise: %s", " and ".join(left), error)
-        return _plan(order, smaller)
+        log.log(level, "Planning without %s, because otherwise: %s", " and ".join(left), error)
+        return plan(smaller)
 
 
 def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Placement:
-    """Place equally many `--tp` ranks on each machine, on as many machines as have room for them."""
-    settings, served = order.settings, order.served
-    stages = shared_stages(settings)
-    cut = Cut.alike(
-        cut_layers(served.folder, settings.model_copy(update={"stages": stages})), rank_shares(settings)
+    settings, served, request = order.settings, order.served, replica_request(order)
+    model = profile_folder(served.folder, served.names[0])
+    cut, nodes, plan = _plan_shared(
+        settings, served.folder, model, request, cluster, sites, min(order.nodes, len(cluster.nodes))
     )
-    share_out(read_tensor_sizes(served.folder), cut.shares[0])
-    nodes, problem = [sites[node.name] for node in cluster.nodes], None
-    for ranks in share_stages(cut, settings.link, nodes, min(order.nodes, len(nodes))):
-        places = [[placed.site.node for placed in stage] for stage in ranks]
+    ranks = with_routes(place_ranks([*chain.from_iterable(nodes)], cut.shares), settings.link)
+    placed, forecast = forecast_of(request, settings, served, cluster, cut.ranges, ranks)
+    return Placement(cut.ranges, placed, plan, forecast)
+
+
+def _plan_shared(
+    settings: Settings,
+    folder: ModelFolder,
+    model: ModelProfile,
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    nodes: Mapping[str, Node],
+    least: int,
+) -> tuple[Cut, Sequence[Sequence[Node]], Plan]:
+    """Plan equally many `--tp` ranks on each machine, on as many machines as have room for them.
+
+    Returns:
+        The stages and shares, the machines of each stage's ranks, and the plan.
+    """
+    stages = shared_stages(settings)
+    cut = Cut.alike(cut_layers(folder, settings.model_copy(update={"stages": stages})), rank_shares(settings))
+    share_out(read_tensor_sizes(folder), cut.shares[0])
+    problem, names = None, {node.node: name for name, node in nodes.items()}
+    for spread in share_stages(cut, settings.link, [nodes[node.name] for node in cluster.nodes], least):
+        places = [[names[node.node] for node in stage] for stage in spread]
         try:
-            plan = plan_given_ranks(order, cluster, cut, places, "as --tp asks for them")
+            return cut, spread, _plan_ranks(model, request, cluster, cut, places, "as --tp asks for them")
         except PlanError as error:
             problem = problem or error
-            continue
-        placed, forecast = forecast_of(replica_request(order), settings, served, cluster, cut.ranges, ranks)
-        return Placement(cut.ranges, placed, plan, forecast)
     raise problem or PlanError("There is no machine to plan for.")
 
 
@@ -250,13 +311,24 @@ def plan_given_ranks(
     Raises:
         PlanError: a node has no room for its ranks.
     """
+    model = profile_folder(order.served.folder, order.served.names[0])
+    return _plan_ranks(model, replica_request(order), cluster, cut, places, how)
+
+
+def _plan_ranks(
+    model: ModelProfile,
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    cut: Cut,
+    places: Sequence[Sequence[str]],
+    how: str,
+) -> Plan:
     by_name = {node.name: node for node in cluster.nodes}
     stages = [
         (layers, [(by_name[node], share) for node, share in zip(nodes, shares, strict=True)])
         for layers, nodes, shares in zip(cut.ranges, places, cut.shares, strict=True)
     ]
-    model = profile_folder(order.served.folder, order.served.names[0])
-    return plan_given(model, cluster, replica_request(order), stages, how)
+    return plan_given(model, cluster, request, stages, how)
 
 
 async def offered(placement: Placement, offer: Callable[[], Awaitable[WeightsManifest]]) -> Placement:
@@ -329,69 +401,6 @@ def plan_of_cut(
         return None
 
 
-def cluster_sites(control: Control, membership: Membership, head_port: int, *, path: str = "") -> list[Site]:
-    """Return a site for every member, with a channel to its agent.
-
-    Other machines fetch the model from the head and from each other.
-
-    Args:
-        control: the head's control of the cluster.
-        membership: the present members.
-        head_port: port on which other machines reach the head.
-        path: Path of the model on the head's machine, if one is to be loaded.
-    """
-    members = list(membership.members.values())
-    others = [member for member in members if member.node != control.node]
-    sites: list[Site] = []
-    for member in members:
-        address, name = address_of(member.host, member.port), node_name(member.node)
-        channel = open_aio_channel(
-            address, control.credentials, name, max_message_bytes=AGENT_MESSAGE_BYTES, more=keep_alive()
-        )
-        link = AgentLink(channel, f"the agent of {member.node}")
-        is_local = member.node == control.node
-        if is_local:
-            hosts = {other.node: other.head_host for other in others}
-            source = Source(path)
-        else:
-            hosts = {"": member.host} | {other.node: other.host_of(member) for other in others}
-            source = Source(peers=_weights_peers(member, others, head_port))
-        reserve_share = 1.0 - member.memory_utilization
-        limit = member.profile.memory_bytes
-        sites.append(
-            Site(
-                *(member.node, link, is_local, hosts, source, reserve_share, limit),
-                trusted=member.trusted,
-                trusted_problem=member.trusted_problem,
-                other_agents=partial(_other_agents, control, member),
-            )
-        )
-    return sites
-
-
-def _other_agents(control: Control, member: Member) -> dict[str, str]:
-    """Return the addresses at which a member reaches the agents of the present other ones, by node."""
-    return {
-        other.node: address_of(
-            member.head_host if other.node == control.node else member.host_of(other), other.port
-        )
-        for other in control.membership.members.values()
-        if other.node != member.node
-    }
-
-
-def _weights_peers(member: Member, others: Sequence[Member], head_port: int) -> tuple[WeightsPeer, ...]:
-    """Return the peers from which a member may fetch weights: the head and every other member."""
-    return (
-        WeightsPeer(address_of(member.head_host, head_port)),
-        *(
-            WeightsPeer(address_of(member.host_of(other), other.port), other.node)
-            for other in others
-            if other is not member
-        ),
-    )
-
-
 def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     """Return the request for a plan.
 
@@ -420,12 +429,6 @@ def replica_request(order: Order) -> PlanRequest:
     share = -(-request.demand.sequences // order.replicas)
     tensor = request.allows_tensor and not order.pipeline_only
     return replace(request, demand=replace(request.demand, sequences=share), allows_tensor=tensor)
-
-
-def _plan(order: Order, cluster: ClusterProfile) -> Plan:
-    profile = profile_folder(order.served.folder, order.served.names[0])
-    in_order, request = plan_request_for(order.settings, replica_request(order), cluster.nodes)
-    return place(profile, replace(cluster, nodes=in_order), request)
 
 
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:

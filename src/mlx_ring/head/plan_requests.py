@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.deployment import Site, Trusting, address_of, route_between
@@ -30,7 +30,6 @@ from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import PlanRequest, proportional_counts
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.rank_settings import rank_shares
 
 if TYPE_CHECKING:
     from mlx_ring.cluster.control import Control
@@ -174,13 +173,22 @@ def planned_names(view: ClusterView, plans: Iterable[Plan | None]) -> set[str] |
     return found
 
 
+class Granted(NamedTuple):
+    """Memory and share of the speed that the owner of a machine grants."""
+
+    memory_bytes: int
+    speed_share: float
+
+
+def granted_by(clusters: Iterable[ClusterProfile]) -> Mapping[str, Granted]:
+    """Return the grants of each machine of some clusters, by its name there."""
+    nodes = (node for cluster in clusters for node in cluster.nodes)
+    return {node.name: Granted(node.memory_bytes, node.speed_share) for node in nodes}
+
+
 def why_fixed(settings: Settings) -> str:
     """Return the reason why settings leave no choice of a split; empty if they do."""
-    if settings.strategy == "custom":
-        return "--strategy custom gives the split"
-    if len(rank_shares(settings)) > 1:
-        return "--tp gives each machine's part"
-    return ""
+    return "--strategy custom gives the split" if settings.strategy == "custom" else ""
 
 
 def ids_of(view: ClusterView, names: Container[str]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
+from typing import TypeVar
 
 from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, WorkerPlace, group_routes, route_between
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
@@ -47,6 +48,7 @@ class RankPlacement:
     """Form of quantized weights if its worker computes on a CPU; `auto` is float32 where no native kernels run."""
 
 
+Node = TypeVar("Node", bound=Trusting)
 Stage = tuple[RankPlacement, ...]
 """The placements of the ranks of one stage, in order."""
 
@@ -137,9 +139,11 @@ def forecast_of(
     return with_weights(ranks, settled, settings.cpu_weights), forecast
 
 
-def spread_evenly(sites: Sequence[Site], ranks: int) -> tuple[Site, ...]:
-    """Return a site for each rank, with equally many consecutive ranks on each site."""
-    return tuple(sites[rank * len(sites) // ranks] for rank in range(ranks))
+def _spread_evenly(nodes: Sequence[Node], cut: Cut) -> tuple[tuple[Node, ...], ...]:
+    """Return a machine for each rank of each stage, with equally many consecutive ranks on each machine."""
+    ranks = sum(map(len, cut.shares))
+    places = (nodes[rank * len(nodes) // ranks] for rank in range(ranks))
+    return tuple(tuple(next(places) for _ in stage) for stage in cut.shares)
 
 
 def even_numbers(ranks: int, most: int) -> Iterator[int]:
@@ -153,17 +157,21 @@ def with_routes(ranks: tuple[Stage, ...], link: str) -> tuple[Stage, ...]:
     Raises:
         PlanError: some machines have no trusted network in common.
     """
-    if is_collective(link) and len(ranks) > 1:
-        routes = group_routes([stage[0].site for stage in ranks], f"--link {link}")
-        return tuple((replace(stage[0], route=route),) for stage, route in zip(ranks, routes, strict=True))
-    return tuple(map(_joined, ranks))
+    routes = _routes([[placed.site for placed in stage] for stage in ranks], link)
+    return tuple(
+        tuple(replace(placed, route=route) for placed, route in zip(stage, of_stage, strict=True))
+        for stage, of_stage in zip(ranks, routes, strict=True)
+    )
 
 
-def _joined(stage: Stage) -> Stage:
-    if len(stage) == 1:
-        return stage
-    routes = group_routes([placed.site for placed in stage], f"A stage of {len(stage)} workers")
-    return tuple(replace(placed, route=route) for placed, route in zip(stage, routes, strict=True))
+def _routes(stages: Sequence[Sequence[Trusting]], link: str) -> Sequence[Sequence[GroupRoute]]:
+    """Return the route to each rank of each stage; raise `PlanError` if there is none."""
+    if is_collective(link) and len(stages) > 1:
+        return [(route,) for route in group_routes([stage[0] for stage in stages], f"--link {link}")]
+    return [
+        group_routes(stage, f"A stage of {len(stage)} workers") if len(stage) > 1 else (GroupRoute(),)
+        for stage in stages
+    ]
 
 
 def assign(
@@ -251,38 +259,43 @@ def _place_of(site: Site, hosts: Hostfile) -> int | None:
     return None
 
 
-def share_stages(cut: Cut, link: str, sites: Sequence[Site], least: int) -> list[tuple[Stage, ...]]:
-    """Return every placement with equally many ranks on each machine, the most machines first.
+def share_stages(
+    cut: Cut, link: str, nodes: Sequence[Node], least: int
+) -> list[tuple[tuple[Node, ...], ...]]:
+    """Return the machines of each stage's ranks, for each number of machines with equally many ranks, the most first.
 
     Args:
         cut: stages and their ranks.
         link: kind of link between stages.
-        sites: the machines, in order of preference.
+        nodes: the machines, in order of preference.
         least: smallest number of machines.
 
     Raises:
         PlanError: no trusted route exists.
     """
-    ranks, placements = sum(map(len, cut.shares)), list[tuple[Stage, ...]]()
+    ranks, spreads = sum(map(len, cut.shares)), list[tuple[tuple[Node, ...], ...]]()
     problem: PlanError | None = None
-    for number in even_numbers(ranks, len(sites)):
+    for number in even_numbers(ranks, len(nodes)):
         if number < least:
             break
         # A machine without a trusted interface can only be used if no group needs one.
-        for chosen in _choices(sites, number):
+        for chosen in _choices(nodes, number):
+            spread = _spread_evenly(chosen, cut)
             try:
-                placements.append(with_routes(place_ranks(spread_evenly(chosen, ranks), cut.shares), link))
-                break
+                _routes(spread, link)
             except PlanError as error:
                 problem = problem or error
-    if not placements:
-        raise problem or PlanError(f"{ranks} workers cannot be spread evenly over {len(sites)} machines.")
-    return placements
+            else:
+                spreads.append(spread)
+                break
+    if not spreads:
+        raise problem or PlanError(f"{ranks} workers cannot be spread evenly over {len(nodes)} machines.")
+    return spreads
 
 
-def _choices(sites: Sequence[Site], number: int) -> list[Sequence[Site]]:
-    trusting = [site for site in sites if site.trusted]
-    choices = [sites[:number]]
+def _choices(nodes: Sequence[Node], number: int) -> list[Sequence[Node]]:
+    trusting = [node for node in nodes if node.trusted]
+    choices = [nodes[:number]]
     if len(trusting) >= number and trusting[:number] != choices[0]:
         choices.append(trusting[:number])
     return choices

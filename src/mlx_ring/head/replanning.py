@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,8 @@ from mlx_ring.head.moves import Choice, Moves, nodes_of
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import (
+    Granted,
+    granted_by,
     ids_of,
     measured_cluster,
     planned_names,
@@ -36,6 +39,7 @@ from mlx_ring.head.plan_requests import (
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.reshaping import why_only_whole
 from mlx_ring.head.status import ClusterView
+from mlx_ring.head.step_down import plan_of_start
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages
 from mlx_ring.planner.profiles import ClusterProfile
@@ -68,9 +72,9 @@ class _Watched:
 
     patience: Patience
     instances: Sequence[str] = ()
-    granted: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
+    granted: Mapping[str, Granted] = field(default_factory=dict[str, Granted])
     """Grants of each machine when the instances were loaded, or when there was no better split."""
-    last: Mapping[str, Granted] = field(default_factory=dict[str, "Granted"])
+    last: Mapping[str, Granted] = field(default_factory=dict[str, Granted])
     """The same at the last look."""
     had: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     """Layers that each machine has had."""
@@ -142,7 +146,10 @@ class Replanning:
             return
         compared = self._compared(hosted, machines)
         services = [each.replica.service for each in compared]
-        granted, names = _granted(compared), [service.info.name for service in services]
+        granted, names = (
+            granted_by(now.cluster for _, now in compared),
+            [service.info.name for service in services],
+        )
         if watched.instances != names:
             watched.forget()
             plans = (each.placement and each.placement.plan for each in services)
@@ -155,16 +162,7 @@ class Replanning:
             }
             watched.instances = names
         watched.last = granted
-        basis = [
-            (
-                now.loaded,
-                known_facts(now.cluster),
-                known_facts(now.beside),
-                dict(now.cluster.links),
-                now.refusal,
-            )
-            for _, now in compared
-        ]
+        basis = [machines.cluster_view().hung, *(now.basis for _, now in compared)]
         if basis != watched.basis:
             watched.found, watched.basis = await self._compare(hosted, compared), basis
         times = [service.engine.step_times() for service in services]
@@ -263,7 +261,14 @@ class Replanning:
         watched.had = had
         view = self._view
         head = readable_names(view).get(view.own, view.own)
-        only_whole = why_only_whole(hosted.settings.link)
+        members = {name: view.membership.members[node] for node, name in readable_names(view).items()}
+        situation = partial(
+            Situation,
+            only_whole=why_only_whole(hosted.settings.link),
+            head=head,
+            had=had,
+            plan=partial(plan_of_start, hosted.settings, served.folder, members, view.hung),
+        )
 
         def compare_one(now: Present) -> Comparison | None:
             sizes = sizes_of(served.folder, served.names[0], now.cluster)
@@ -271,10 +276,7 @@ class Replanning:
                 node.name in before and node.memory_bytes < before[node.name].memory_bytes
                 for node in now.cluster.nodes
             )
-            situation = Situation(
-                sizes, *now, has_less_memory=has_less, only_whole=only_whole, head=head, had=had
-            )
-            return compare(situation)
+            return compare(situation(sizes, *now, has_less_memory=has_less))
 
         def work() -> Better | None:
             found, errors = list[Better](), list[RingError]()
@@ -384,6 +386,12 @@ class Present(NamedTuple):
     beside: ClusterProfile
     refusal: str
 
+    @property
+    def basis(self) -> object:
+        """Facts on which a comparison depends."""
+        facts = known_facts(self.cluster), known_facts(self.beside)
+        return self.loaded, *facts, dict(self.cluster.links), self.refusal
+
 
 class Compared(NamedTuple):
     """Replica that serves, and its machines as they are now."""
@@ -402,21 +410,6 @@ class Better(NamedTuple):
     def load_s(self) -> float | None:
         """Longest time that a load of it took; None before the first."""
         return self.replica.service.recoveries.load_s
-
-
-class Granted(NamedTuple):
-    """Memory and share of the speed that the owner of a machine grants."""
-
-    memory_bytes: int
-    speed_share: float
-
-
-def _granted(compared: Iterable[Compared]) -> Mapping[str, Granted]:
-    return {
-        node.name: Granted(node.memory_bytes, node.speed_share)
-        for _, now in compared
-        for node in now.cluster.nodes
-    }
 
 
 def _refusal(hosted: HostedModel, proposal: ProposalStatus, *, may_pause: bool) -> Conflict | None:

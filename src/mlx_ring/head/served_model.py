@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.engine_stats import Policy
@@ -205,8 +207,25 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         tokenizer.encode("", add_special_tokens=False)
     except Exception as error:  # the libraries raise any kind
         reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"The tokenizer in {folder.path} cannot be loaded: {reason}") from error
+        raise ModelCorrupt(
+            _file_problem(folder.path / "tokenizer.json")
+            or f"The tokenizer in {folder.path} cannot be loaded: {reason}"
+        ) from error
     return tokenizer
+
+
+def _file_problem(file: Path) -> str:
+    """Return why a tokenizer's file cannot be one, as a sentence; empty if it is missing or may be one."""
+    try:
+        content: object = json.loads(text) if (text := file.read_bytes()) else None
+    except FileNotFoundError:
+        return ""
+    except ValueError:
+        text, content = b"?", None
+    if isinstance(content, dict) and "model" in content:
+        return ""
+    problem = "is no valid tokenizer" if text else "is empty"
+    return f"{file} {problem}: copy or fetch the model's files again."
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> Sampling:

@@ -13,11 +13,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from mlx_ring.api.ops.status import HungBackendStatus
-from mlx_ring.cluster.quarantine import HANGS, WINDOW_S, Hang, HungBackend, HungBackends, pair_of
+from mlx_ring.cluster.membership import Member
+from mlx_ring.cluster.quarantine import (
+    HANGS,
+    WINDOW_S,
+    Hang,
+    HungBackend,
+    HungBackends,
+    barred_backends,
+    pair_of,
+)
 from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, RingError, WorkerStuck
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.in_flight import Unanswered
-from mlx_ring.head.placing import Order, Placement
+from mlx_ring.head.placing import Order, Placement, plan_as_at_start
+from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.rpc.backends import AUTO, BACKENDS, is_collective
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
@@ -197,11 +210,55 @@ def _next_order(order: Order, placement: Placement, barred: AbstractSet[str]) ->
         changes["link"] = "grpc"
         log.info("Linking the stages of %s by gRPC instead of %s", order.served.names[0], settings.link)
         return replace(order, settings=settings.model_copy(update=changes))
-    ranks = len(rank_shares(settings))
     log.info("Splitting %s into stages, without tensor parallelism", order.served.names[0])
-    stages = 1 if settings.nodes > 1 else min(settings.stages * ranks, order.served.folder.num_layers)
-    changes |= {"tp": 1, "tp_shares": (), "stages": stages, "strategy": "auto", "proportions": ()}
-    return replace(order, settings=settings.model_copy(update=changes), pipeline_only=True)
+    return replace(order, settings=_without_groups(settings, order.served.folder), pipeline_only=True)
+
+
+def _without_groups(settings: Settings, folder: ModelFolder) -> Settings:
+    """Return settings by which no workers share layers."""
+    ranks = len(rank_shares(settings))
+    stages = 1 if settings.nodes > 1 else min(settings.stages * ranks, folder.num_layers)
+    changes = {"backend": AUTO, "tp": 1, "tp_shares": (), "stages": stages, "strategy": "auto"}
+    return settings.model_copy(update={**changes, "proportions": ()})
+
+
+def plan_of_start(
+    settings: Settings,
+    folder: ModelFolder,
+    members: Mapping[str, Member],
+    hung: Sequence[HungBackend],
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    request: PlanRequest,
+) -> Plan:
+    """Return the plan by which a model would be loaded on these machines, without groups whose backends hung.
+
+    Args:
+        settings: settings of the model.
+        folder: the model.
+        members: the machines by their names in `cluster`.
+        hung: the backends that hung.
+        model: sizes of the model.
+        cluster: the machines, in order of preference.
+        request: the request for plans.
+
+    Raises:
+        PlanError: the machines cannot hold the model as promised.
+    """
+    plan = plan_as_at_start(settings, folder, model, request, cluster, members)
+    groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
+    barred = [barred_backends(hung, [members[rank.node].node for rank in ranks]) for ranks in groups]
+    asked = settings.backend
+    if not may_step_down(settings) or not any(
+        _RING in each and (asked in {AUTO, _RING} or asked in each) for each in barred
+    ):
+        return plan
+    lower = _without_groups(settings, folder)
+    apart = replace(request, strategy=lower.strategy, allows_tensor=False)
+    try:
+        return plan_as_at_start(lower, folder, model, apart, cluster, members)
+    except PlanError:
+        return plan
 
 
 # ---- blame

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -80,21 +81,20 @@ class NodePorts:
     def __init__(self, first_and_last: Sequence[int]) -> None:
         """Use the ports from the first to the last one; without them, the system picks free ones."""
         self._ports = range(first_and_last[0], first_and_last[-1] + 1) if first_and_last else range(0)
-        self._next = 0
-        """Place of the next port to try. A process that was started a moment ago may not listen yet."""
+        self._taken: Counter[int] = Counter()
+        """Ports of processes that have not ended. One that was started a moment ago may not listen yet."""
 
     def take(self, host: str) -> int:
-        """Return a port that is free on an address; 0, with which the system picks one, without a range.
+        """Return a port that is free on an address, and keep it; 0, with which the system picks one, without a range.
 
         Raises:
             AddressInUse: all of them are taken.
         """
         if not self._ports:
             return 0
-        for place in range(self._next, self._next + len(self._ports)):
-            port = self._ports[place % len(self._ports)]
-            if _is_free(bare_host(host), port):
-                self._next = (place + 1) % len(self._ports)
+        for port in self._ports:
+            if not self._taken[port] and _is_free(bare_host(host), port):
+                self._taken[port] += 1
                 return port
         raise AddressInUse(
             f"--node-ports is {self._ports[0]}-{self._ports[-1]}, and all of these ports are taken on {host}. End what listens "
@@ -104,6 +104,28 @@ class NodePorts:
     def at(self, host: str) -> str:
         """Return an address with such a port."""
         return f"{host}:{self.take(host)}"
+
+    def give_back(self, ports: Iterable[int]) -> None:
+        """Let other processes have ports of one that has ended."""
+        self._taken.subtract(ports)
+
+
+class ProcessPorts:
+    """Ports that one process has until it ends."""
+
+    def __init__(self, ports: NodePorts) -> None:
+        """Start without a port of this machine's."""
+        self._ports, self._taken = ports, list[int]()
+
+    def at(self, host: str) -> str:
+        """Return an address with another port. Raises `AddressInUse` if all are taken."""
+        self._taken.append(self._ports.take(host))
+        return f"{host}:{self._taken[-1]}"
+
+    def give_back(self) -> None:
+        """Let other processes have the ports, because this one has ended, or was not started."""
+        taken, self._taken = self._taken, []
+        self._ports.give_back(taken)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -35,6 +35,14 @@ _LINK_S = 1.0
 """Time until workers that have their layers are linked."""
 
 
+class MakePlan(Protocol):
+    """Maker of the best plan of a model, as at the start of a head."""
+
+    def __call__(self, model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Plan:
+        """Return the plan; raise `PlanError` if none fits."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """Instance that serves, and its machines as they are now."""
@@ -56,6 +64,7 @@ class Situation:
     """Machine of the head, which has all weights."""
     had: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     """Layers that each machine has had since the model was first loaded, and whose weights it keeps on its disk."""
+    plan: MakePlan = place
 
 
 class UnchangeableWorkers(PlanError):
@@ -105,7 +114,7 @@ def compare(now: Situation) -> Comparison | None:
     Raises:
         PlanError: no plan fits, the strategy cannot be used with these machines, or loaded stages do not reach each other.
     """
-    best = place(now.model, now.cluster, now.request)
+    best = now.plan(now.model, now.cluster, now.request)
     if stages_of(best) == now.loaded:
         return None
     found = _compared(now, best)
@@ -117,7 +126,7 @@ def _compared(now: Situation, best: Plan) -> Comparison:
     if now.refusal:
         return _with_pause(now, loaded, best, now.refusal)
     try:
-        second = place(now.model, now.beside, now.request)
+        second = now.plan(now.model, now.beside, now.request)
     except PlanError as error:
         return _with_pause(now, loaded, best, str(error))
     if stages_of(second) != now.loaded and _gain(loaded, second) >= min(LEAST_GAIN, _gain(loaded, best)):
@@ -138,13 +147,14 @@ def _fetch_s(now: Situation, planned: LoadedStages) -> float:
             present[node].update(range(layers.start, layers.end))
     seconds, last = 0.0, len(model.layers) - 1
     for layers, ranks in planned:
-        for node, share in ranks:
+        # Ranks that share layers read whole tensors, and keep their part.
+        for node in {node for node, _ in ranks}:
             gained = set(range(layers.start, layers.end)) - present[node]
             nbytes = sum(model.layers[layer].weight_bytes for layer in gained)
             nbytes += model.ends_bytes(is_first=0 in gained, is_last=last in gained)
             link = now.cluster.link(now.head, node)
             usual = now.cluster.usual_link if link == UNREACHABLE else link
-            seconds += 0.0 if node == now.head else share * nbytes / usual.bandwidth
+            seconds += 0.0 if node == now.head else nbytes / usual.bandwidth
     return seconds
 
 

@@ -9,13 +9,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from mlx_cpu_kernels import SpeedReport
+from mlx_ring.core.errors import AddressInUse
 from mlx_ring.core.lean_imports import import_mlx_lm, importing
 from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
 from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
@@ -33,6 +35,7 @@ from mlx_ring.worker.platform.device import (
     limit_kept_buffers,
 )
 
+Listening = TypeVar("Listening")
 _END_WITHIN_S = 1.0
 _IMPORTED_LATER = ("grpc._channel", "grpc._server", "mlx_lm.models.rope_utils", "numpy")
 """Modules that gRPC, most models, and links between machines import at their first use."""
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     access = PeerAccess(None if options.credentials is None else KeptCredentials(options.credentials))
     if options.in_group:
         access.group, access.capabilities = (
-            GroupPort(options.group_listen),
+            listening(options.group_listen, GroupPort),
             group_capabilities(options.in_group),
         )
     disk = (
@@ -99,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.add_generic_rpc_handlers((worker.handler(),))
     server.add_insecure_port(f"unix:{options.socket}")
     if options.credentials is not None:
-        access.port = add_secure_port(server, options.listen, serve_from_folder(options.credentials))
+        own = serve_from_folder(options.credentials)
+        access.port = listening(options.listen, lambda address: add_secure_port(server, address, own))
     server.start()
     set_scheduling()
     worker.compute()
@@ -107,6 +111,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.shutdown()
     # gRPC's threads may still hold an open stream, which is no longer needed.
     os._exit(0)
+
+
+def listening(address: str, listen: Callable[[str], Listening]) -> Listening:
+    """Listen, or end with a sentence, which the agent reports: another process may have begun to listen there."""
+    try:
+        return listen(address)
+    except (AddressInUse, OSError) as error:
+        problem = f"{address} cannot be used: {error.strerror}." if isinstance(error, OSError) else error
+        sys.exit(
+            f"{problem} If several agents of this machine have the same --node-ports, give each its own."
+        )
 
 
 @cache

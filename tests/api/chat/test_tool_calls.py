@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.chat.call_examples import FORMATS, IDS
+from tests.api.chat.call_examples import ARGUMENTS, FORMATS, IDS, CallExample
 from tests.api.chat.formats import call_marks, read, rules, split_at
 
 from mlx_ring.api.chat.answer import ChatAnswer
@@ -136,6 +136,40 @@ def test_required_call_that_is_cut_off_is_no_text(text: str, marks: CallMarks, *
         parts=read(beginning, rules(format_, early=early, required=True), cut_off=True)
     ).calls
     assert json.loads(call.arguments or "{}") == {}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("example", [each for each in FORMATS if each.separator is not None])
+def test_required_call_keeps_its_arguments_if_the_next_one_is_cut_off(
+    example: CallExample, *, early: bool
+) -> None:
+    """Cut off two calls after each character behind the first one."""
+    text = example.two_calls()
+    is_list = example.call.startswith("[")
+    first_end = len(example.marks().start + example.call) - is_list
+    second_end = text.rindex("get_weather") + len("get_weather") + 1
+    for length in range(first_end, len(text)):
+        reading_rules = rules(ChatFormat(calls=example.marks()), early=early, required=True)
+        answer = ChatAnswer(parts=read(text[:length], reading_rules, cut_off=True))
+        assert answer.content == ""
+        assert json.loads(answer.calls[0].arguments) == json.loads(ARGUMENTS)
+        if is_list:
+            assert len(answer.calls) == 1 + (length >= second_end), text[:length]
+
+
+def test_only_the_first_call_of_a_list_counts_if_several_are_not_allowed() -> None:
+    example = next(each for each in FORMATS if each.parser == "pythonic")
+    reading_rules = rules(ChatFormat(calls=example.marks()), parallel=False, required=True)
+    answer = ChatAnswer(parts=read(example.two_calls()[:-30], reading_rules, cut_off=True))
+    assert [json.loads(call.arguments) for call in answer.calls] == [json.loads(ARGUMENTS)]
+
+
+def test_commas_within_arguments_are_no_ends_of_calls() -> None:
+    example = next(each for each in FORMATS if each.parser == "pythonic")
+    text = f"{example.marks().start}[get_weather(city='x), get_weather(city=1), get_weather(', days"
+    reading_rules = rules(ChatFormat(calls=example.marks()), required=True)
+    answer = ChatAnswer(parts=read(text, reading_rules, cut_off=True))
+    assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", "")]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])

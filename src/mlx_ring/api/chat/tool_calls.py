@@ -6,10 +6,13 @@ arrive. Only the heading before them has to be parsed for that.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import cast
 
 from mlx_ring.api.chat import model_format
@@ -192,7 +195,8 @@ class CallsReader:
         """End the answer without a mark that ends calls, because some formats have none.
 
         A call that is cut off in its arguments is a call with the arguments so far, streamed or not. A required one
-        that is cut off before them has none, or is dropped if its name is incomplete.
+        has none if it is cut off before them, or if its format is read at the end. It is dropped if its name is
+        incomplete.
         """
         if cut_off and self.is_cut_off and self._call is None:
             return self._end_in_heading()
@@ -298,7 +302,10 @@ class CallsReader:
         """Return the call that was cut off before its arguments, if its name is complete."""
         pattern = _NAMES.get(self._rules.marks.parser)
         start = 0 if self.calls == self._first else self._closing_end()
-        found = None if pattern is None else pattern.match(self._text, start)
+        complete, left = _calls_before_cut(self._rules, self._text[start:])
+        self._add(complete)
+        is_last = bool(complete) and not self._rules.parallel
+        found = None if pattern is None or is_last else pattern.match(left)
         if found is not None and found["name"] in self._rules.names:
             opening = CallOpening(self.calls, self._rules.new_id(), found["name"])
             self._parts += [opening, CallArguments(self.calls, "")]
@@ -310,11 +317,15 @@ class CallsReader:
         parsed = parse_calls(self._rules, self._text)
         if not parsed:
             return self._reading(rest, self._raw + self._text + end)
+        self._add(parsed)
+        return self._reading(rest)
+
+    def _add(self, parsed: Sequence[_ParsedCall]) -> None:
+        """Add complete calls, or only the first one if several are not allowed."""
         for name, arguments, call_id in parsed if self._rules.parallel else parsed[:1]:
             opening = CallOpening(self.calls, call_id or self._rules.new_id(), name)
             self._parts += [opening, CallArguments(self.calls, arguments)]
             self.calls += 1
-        return self._reading(rest)
 
     def _pass_on(self, length: int) -> None:
         if length:
@@ -342,8 +353,39 @@ class _JsonCall:
     arguments: str = ""
 
 
-def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]]:
-    """Return names, arguments as JSON, and ids of all calls between marks; none if one of them is not a call."""
+_ParsedCall = tuple[str, str, str | None]
+"""Name of a call's tool, its arguments as JSON, and its id if it has one."""
+_READ_LIST: Mapping[str, Callable[[str], object]] = {
+    "mistral": json.loads,
+    "pythonic": partial(ast.parse, mode="eval"),
+}
+"""Readers of the formats that write several calls as one list, by parser. They fail for an incomplete list."""
+_LONGEST_HEADING, _MOST_ENDS = 256, 64
+"""Characters in which a call's name is looked for, and places at which a list is tried to end."""
+
+
+def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
+    """Return the complete calls of a list that was cut off, and the rest as if the list began there."""
+    read, pattern = _READ_LIST.get(rules.marks.parser), _NAMES.get(rules.marks.parser)
+    if read is None or pattern is None:
+        return [], text
+    commas = [place for place, character in enumerate(text) if character == ","]
+    begins = (
+        place for place in reversed(commas) if pattern.match(f"[{text[place + 1 : place + _LONGEST_HEADING]}")
+    )
+    for end in [len(text), *commas[-1:], *islice(begins, _MOST_ENDS)]:
+        whole = f"{text[:end]}]"
+        try:
+            read(whole)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        if complete := parse_calls(rules, whole):
+            return complete, f"[{text[end + 1 :]}"
+    return [], text
+
+
+def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
+    """Return all calls between marks; none if one of them is not a call."""
     try:
         found = rules.marks.parse(text, rules.as_templates_read)
     except Exception:  # noqa: BLE001 - each parser fails with its own exceptions on unexpected text
@@ -355,7 +397,7 @@ def parse_calls(rules: CallRules, text: str) -> list[tuple[str, str, str | None]
     return [call for call in calls if call is not None] if all(calls) else []
 
 
-def _read_call(rules: CallRules, found: object) -> tuple[str, str, str | None] | None:
+def _read_call(rules: CallRules, found: object) -> _ParsedCall | None:
     if not isinstance(found, dict):
         return None
     call = cast("dict[str, object]", found)
