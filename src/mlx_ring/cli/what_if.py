@@ -25,7 +25,7 @@ from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, w
 _KILO = 1024
 _BAR = 50
 _FEW_ROWS, _LARGE = 4, 1000
-_SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most")
+_SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most|give a \w+ --kv-cache-memory")
 
 
 @dataclass(frozen=True, slots=True)
