@@ -13,7 +13,7 @@ from tests.processes import run_cli, run_in_process
 from mlx_ring.core.errors import TokenRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.core.join_token import parse_token
-from mlx_ring.rpc.tls.identity import open_identity
+from mlx_ring.rpc.tls.peers import open_identity
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
