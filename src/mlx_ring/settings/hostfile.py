@@ -4,7 +4,7 @@
     {"backend": "jaccl", "envs": ["NAME=value"], "hosts": [...]}                       the same, with more
     [["127.0.0.1:32323"], ["127.0.0.1:32324"]]                                        for the ring itself, by rank
 
-`rdma` says which RDMA device of each rank leads to each other one; an entry may also be a list of names, one for each
+`rdma` says which RDMA device of each rank leads to each other one. An entry may also be a list of names, one for each
 cable between the two. MLX takes a mesh, in which every two are connected, and a ring, in which neighbours are, all by
 equally many cables. Unknown fields are refused by name.
 (`mlx/_distributed_utils/common.py`, `mlx/distributed/ring/ring.cpp`, `mlx/distributed/jaccl/lib/jaccl/jaccl.cpp`)
