@@ -128,7 +128,7 @@ def plan(
 ) -> None:
     """Show the layers that each machine would get, why, and the predicted speed.
 
-    Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
+    Without a model and machines, list the known machines. Without machines, the options of a what-if question ask the running cluster.
     """
     given = _Given(
         flags=flags,
@@ -148,7 +148,7 @@ def plan(
     asks = what_if.is_asked or len(given.kinds) > 1
     check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given, api_key=api_key)
     if not is_given and not asks:
-        check_alone(given.plan_flags)
+        check_alone(given.plan_flags, model)
         list_machines()
         return
     machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
