@@ -49,8 +49,7 @@ from mlx_ring.rpc.tls.certificates import (
 )
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.identity import open_identity
-from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
+from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name, open_identity
 
 
 async def call_as_member(head: Head, credentials: Credentials) -> int:

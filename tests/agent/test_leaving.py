@@ -21,7 +21,7 @@ from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.power import LogindWarnings
 from mlx_ring.rpc.protos.cluster_pb2 import AttendReply
-from mlx_ring.rpc.tls.identity import open_identity
+from mlx_ring.rpc.tls.peers import open_identity
 
 MAY_LEAVE = AttendReply(may_leave=True)
 

@@ -102,6 +102,27 @@ def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
     assert json.loads(printed)["capacities"][0]["first_token_s"] is None
 
 
+def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None:
+    options = (
+        "capacity",
+        "llama-1b",
+        *MACHINE,
+        "--prompt",
+        "900",
+        "--answer",
+        "100",
+        "--rate",
+        "0.1",
+        "--json",
+    )
+    most = [
+        json.loads(run_in_process(*options, *more, folder=tmp_path).stdout)["capacities"][0]["max_num_seqs"]
+        for more in ((), ("--kv-cache-memory", "128MiB"))
+    ]
+    # A block of 256 tokens has 8 MiB of KV.
+    assert most[0] > most[1] == 128 // (4 * 8)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -116,6 +137,11 @@ def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
         (("--url", "http://127.0.0.1:9", "--link", "tb5"), "--link is tb5, but no machine is added"),
         ((*MACHINE, "--add", "m4-max-128", "--link", "tb9"), "The link tb9 is unknown; known links are"),
         ((*MACHINE, "--kv-bits", "5"), "--kv-bits is 5; it must be one of 4, 8, 16."),
+        ((*MACHINE, "--kv-cache-memory", "5"), "--kv-cache-memory is 5; it must be a size of 1MiB or more"),
+        (
+            (*MACHINE, "--kv-cache-memory", "20GB"),
+            "does not fit with a KV cache of 20.0 GB for each worker, because no plan leaves every worker that much",
+        ),
         ((*MACHINE, "--burst", "4"), "--burst is 4, but --arrivals is poisson; give --arrivals burst."),
         (
             (*MACHINE, "--prompt", "9", "--requests", "x.csv"),

@@ -98,7 +98,7 @@ def test_a_plan_for_throughput_shows_a_table_for_each_replica(tmp_path: Path) ->
 
 
 def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
-    done = run_in_process("plan", "demo", folder=tmp_path)
+    done = run_in_process("plan", folder=tmp_path)
     assert done.returncode == 0
     assert "m3-ultra-mac-studio" in done.stdout
 
@@ -179,6 +179,11 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
             ["demo", *MINIS, "--strategy", "uniform", "--proportions", "0.7,0.3"],
             "--proportions is 0.7,0.3, which",
         ),
+        (
+            ["demo"],
+            "No machines are given for demo; name some, such as `mlx-ring plan demo --machine m4-mac-mini-16` (",
+        ),
+        (["demo", "--kv-cache-memory", "1GB"], "--kv-cache-memory is 1GB, but no machines are given"),
         (["demo", "--kv-bits", "8"], "--kv-bits is 8, but no machines are given; name some with --machine"),
         (["--prompt", "100"], "--prompt is 100, but no machines are given"),
         (["demo", "--strategy", "tensor"], "--strategy is tensor, but no machines are given"),

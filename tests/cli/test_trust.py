@@ -15,7 +15,7 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import TokenRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.core.join_token import parse_token
-from mlx_ring.rpc.tls.identity import open_identity
+from mlx_ring.rpc.tls.peers import open_identity
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -90,6 +90,10 @@ def test_a_running_head_is_asked_for_all_that_is_given(tmp_path: Path) -> None:
             "plan", "--url", url, "--add", "m4-16", "--context", "100", "--prompt", "200", folder=tmp_path
         )
         assert f"The head at {url} refuses: A prompt of 200 tokens" in refused
+        refused = complaint("plan", "--url", url, "--kv-cache-memory", "1GB", folder=tmp_path)
+        assert "--kv-cache-memory is 1GB, which a what-if question to the head does not take" in refused
+        refused = complaint("recommend", "--url", url, "--kv-cache-memory", "1GB", folder=tmp_path)
+        assert f"--kv-cache-memory is 1GB, but the head at {url} plans with its own" in refused
         refused = complaint("plan", "lama", "--url", url, folder=tmp_path)
         assert f"The head at {url} refuses: There is no model 'lama'" in refused
 
@@ -120,6 +124,24 @@ def test_a_list_of_models_says_why_one_does_not_fit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "supports 32768 at most" in done.stdout
     assert "GB are missing" in done.stdout
+
+
+def test_users_and_models_are_those_of_a_given_kv_memory(tmp_path: Path) -> None:
+    """Ask for users whose KV takes 256 MiB each."""
+    options = ("plan", "llama-8b", "--machine", "m4-pro-48", "--users-at", "2k", "--json")
+    found = run_in_process(*options, "--kv-cache-memory", "2GiB", folder=tmp_path)
+    (one,) = json.loads(found.stdout)["outcomes"]
+    assert one["users"] == 8
+    options = ("plan", "--what-fits", "--machine", "m4-pro-48", "--json", "--kv-cache-memory", "1GB")
+    found = run_in_process(*options, folder=tmp_path)
+    fits = {one["label"]: one for one in json.loads(found.stdout)["outcomes"]}
+    assert not fits["Llama-3.1-8B 4-bit"]["fits"]
+    assert "give a larger --kv-cache-memory" in fits["Llama-3.1-8B 4-bit"]["why"]
+    assert fits["Llama-3.2-3B 4-bit"]["fits"]
+    options = ("plan", "--what-fits", "--machine", "m4-pro-48", "--kv-cache-memory", "1GB")
+    lines = run_in_process(*options, folder=tmp_path).stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("Llama-3.1-8B 4-bit"))
+    assert line.endswith("  give a larger --kv-cache-memory")
 
 
 def test_a_plot_of_nothing_leaves_the_reasons_in_sight(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ATTEND
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.credentials import load_credentials
-from mlx_ring.rpc.tls.identity import open_identity
-from mlx_ring.rpc.tls.peers import HEAD_NAME
+from mlx_ring.rpc.tls.peers import HEAD_NAME, open_identity
 
 WAIT_S = 60.0
 

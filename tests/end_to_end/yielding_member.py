@@ -39,7 +39,7 @@ def main() -> None:
     # gRPC reads its log level on import, and these modules import it.
     from mlx_ring.agent.enrolment import join
     from mlx_ring.agent.member import run_member
-    from mlx_ring.rpc.tls.identity import open_identity
+    from mlx_ring.rpc.tls.peers import open_identity
 
     folder, address = node_folder(state), parse_head_address(head)
     join(str(address), token, folder)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.examples import examples
@@ -274,6 +274,8 @@ def test_one_machine_serves_no_more_with_several_workers(
     between_s=st.floats(0.05, 0.5),
     layers=st.lists(st.sampled_from([[8], [4, 4], [2, 6], [3, 2, 3]]), min_size=1, max_size=2),
 )
+@example(73, 27, 0.4423022257752348, [[8]])
+@example(73, 2, 0.4423022257752348, [[8]])
 @examples(0.03)
 def test_everything_on_one_machine_serves_at_most_as_many_as_that_machine_alone(
     prompt: int, answer: int, between_s: float, layers: list[list[int]]

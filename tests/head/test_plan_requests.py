@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.profiles import made_up_profile
@@ -10,9 +12,11 @@ from tests.profiles import made_up_profile
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.head.placing import plan_request
 from mlx_ring.head.plan_requests import measured_cluster, plan_request_for, proportional_stages
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.yielding import Yielding
+from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -133,3 +137,17 @@ def test_a_machine_that_yields_counts_with_its_share(tmp_path: Path) -> None:
     assert (half.ratios.decode, half.ratios.prefill) == (4.0, 4.0)
     taken = (1 << 20) / 0.5
     assert half.memory_bytes == (whole.memory_bytes + taken) / 2 - taken
+
+
+def test_a_head_with_a_given_kv_memory_promises_what_that_holds(tiny_model: Path) -> None:
+    folder = read_model_folder(tiny_model)
+    served: Any = SimpleNamespace(folder=folder, names=("tiny",))
+    usual = plan_request(load_settings({}), served)
+    assert (usual.demand.kv_memory_bytes, usual.demand.sequences) == (None, 1)
+    given: dict[str, object] = {"kv_cache_memory": "1MiB"}
+    small = plan_request(load_settings(given), served).demand
+    assert small.kv_memory_bytes == 1 << 20
+    assert 256 <= small.context_tokens < usual.demand.context_tokens
+    assert small.context_tokens % 256 == 0
+    asked = plan_request(load_settings({**given, "max_model_len": 4096, "expected_users": 2}), served)
+    assert (asked.demand.context_tokens, asked.demand.sequences, asked.users) == (4096, 1, 2)

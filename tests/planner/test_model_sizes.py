@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType] - its signature has unknown parts
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType] - the one way to a class
@@ -237,7 +239,10 @@ def test_layers_keep_the_tokens_that_mlx_lm_keeps_of_every_family() -> None:
         counted = [look_back(folder, index) for index in range(folder.num_layers)]
         windows = [back.window for back in counted if back.kept_per_token]
         assert windows == [window for cache in caches for window in _kept(cache)], family
-        assert all(back.kept_per_token or back.state_bytes or family in _WITHOUT_STATE for back in counted)
+        assert all(
+            back.kept_per_token or back.state or back.state_floats or family in _WITHOUT_STATE
+            for back in counted
+        )
 
 
 _WITHOUT_STATE = {"gemma3n", "gemma4", "gemma4_text", "nemotron_h"}
@@ -339,6 +344,49 @@ _DELTA: dict[str, Any] = {
     "partial_rotary_factor": 0.25,
     "tie_word_embeddings": False,
 }
+_PLAMO: dict[str, Any] = {
+    "hidden_size_per_head": 128,
+    "mamba_num_heads": 8,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "tie_word_embeddings": True,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_KIMI: dict[str, Any] = {
+    **_LATENT,
+    "head_dim": 64,
+    "rope_theta": 1e4,
+    "model_max_length": 4096,
+    "moe_intermediate_size": 256,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4],
+        "num_heads": 8,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+    },
+}
+_LING: dict[str, Any] = {
+    **_EXPERTS,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "group_norm_size": 4,
+    "rope_theta": 1e4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+}
 _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", {**_MAMBA_2, "head_dim": 64, "mamba_d_ssm": 1024}),
     "nemotron_h": ("nemotron_h", {**_MAMBA_2, "hybrid_override_pattern": list("M-*-")}),
@@ -413,7 +461,42 @@ _HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("qwen3_5", {"text_config": {"model_type": "qwen3_5_text", **_SIZES, **_DELTA}}),
+    "plamo2": ("plamo2", {**_PLAMO, "mamba_step": 2}),
+    "plamo2 with more states": ("plamo2", {**_PLAMO, "mamba_step": 4, "tie_word_embeddings": False}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {
+            "conv1d_width": 4,
+            "logits_soft_cap": 30.0,
+            "attention_window_size": 64,
+            "num_key_value_heads": 1,
+            "rope_theta": 1e4,
+            "block_types": ["recurrent", "recurrent", "attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "kimi_linear": ("kimi_linear", {**_KIMI, "num_experts": 8}),
+    "kimi_linear without experts": ("kimi_linear", {**_KIMI, "num_experts": 0}),
+    "bailing_moe_linear": ("bailing_moe_linear", {**_LING, "layer_group_size": 2}),
+    "bailing_moe_linear with wide shared experts": (
+        "bailing_moe_linear",
+        {**_LING, "layer_group_size": 3, "num_shared_experts": 2, "moe_shared_expert_intermediate_size": 320},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", {**_LING, **_LATENT, "layer_group_size": 2}),
+    "rwkv7": (
+        "rwkv7",
+        {
+            "head_dim": 64,
+            "a_low_rank_dim": 32,
+            "v_low_rank_dim": 16,
+            "gate_low_rank_dim": 64,
+            "decay_low_rank_dim": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
+_WITHOUT_HEADS = ("mamba", "mamba2", "rwkv7")
+"""Families whose published configurations have no attention heads."""
 
 
 @pytest.mark.parametrize("case", _HYBRIDS)
@@ -423,8 +506,7 @@ def test_hybrids_have_as_many_weights_as_the_modules_of_mlx_lm(case: str, tmp_pa
     config = {"model_type": family, "torch_dtype": "bfloat16", **_SIZES, **entries}
     model_class, arguments = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
     model: Any = model_class(arguments.from_dict(json.loads(json.dumps(config))))
-    if family.startswith("mamba"):
-        # Published ones have no attention heads.
+    if family in _WITHOUT_HEADS:
         del config["num_attention_heads"], config["num_key_value_heads"]
     profile = profile_of(config, tmp_path)
     counted = [_parameters(layer) for layer in model.layers]
@@ -432,6 +514,48 @@ def test_hybrids_have_as_many_weights_as_the_modules_of_mlx_lm(case: str, tmp_pa
     assert profile.weight_bytes / 2 == pytest.approx(_parameters(model), rel=0.01)
     quantized = profile_of(config, tmp_path, 4)
     assert quantized.weight_bytes < 0.4 * profile.weight_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _HYBRIDS)
+def test_layers_keep_as_many_bytes_as_the_caches_of_mlx_lm(case: str) -> None:
+    """Compare the states and the KV of some tokens in half precision."""
+    family, entries = _HYBRIDS[case]
+    config = {"model_type": family, **_SIZES, **entries}
+    model_class, arguments = cast("tuple[Any, Any]", cast("object", _get_classes(config)))
+    model: Any = model_class(arguments.from_dict(json.loads(json.dumps(config))))
+    model.set_dtype(mx.bfloat16)
+    for layer in model.layers:
+        # MLX computes experts in float32 alone on a CPU, and caches do not depend on them.
+        for name, part in list(layer.children().items()):
+            paths = (
+                dict(cast("list[tuple[str, Any]]", part.named_modules()))
+                if isinstance(part, nn.Module)
+                else ()
+            )
+            if any("switch" in path for path in paths):
+                setattr(layer, name, nn.Identity())
+    caches: list[Any] = make_prompt_cache(model)
+    tokens = 3
+    mx.eval(model(mx.array([list(range(tokens))]), cache=caches))
+    folder = ModelFolder(Path(), config, {}, ())
+    counted = [look_back(folder, index) for index in range(folder.num_layers)]
+    kept = [
+        2 * (tokens * back.kept_per_token + back.state) + 4 * back.state_floats
+        for back in counted
+        if back.kept_per_token or back.state or back.state_floats
+    ]
+    assert kept == pytest.approx([_cached_bytes(cache, tokens) for cache in caches], rel=0.01)
+
+
+def _cached_bytes(cache: Any, tokens: int) -> int:
+    """Return the bytes of a state, or of the keys and values of some tokens without the room behind them."""
+    if isinstance(cache, CacheList):
+        return sum(_cached_bytes(part, tokens) for part in cast("Any", cache).caches)
+    arrays: list[Any] = [each for each in getattr(cache, "cache", ()) if each is not None]
+    if not arrays:
+        arrays = [cache.keys[..., :tokens, :], cache.values[..., :tokens, :]]
+    return sum(each.nbytes for each in arrays)
 
 
 def _parameters(module: Any) -> int:

@@ -16,7 +16,6 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import LoadedStages, place, plan_loaded
-from mlx_ring.planner.plan import Round, StageStep, StepOverheads
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
@@ -29,6 +28,7 @@ from mlx_ring.planner.replan import (
 )
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.step_overheads import Round, StageStep, StepOverheads
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 
 MODEL = model_of(28)

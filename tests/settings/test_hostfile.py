@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.rpc.rdma import as_json, part_of
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.hostfile import load_hostfile, read_hostfile
+from mlx_ring.settings.hostfile import as_json, load_hostfile, part_of, read_hostfile
 from mlx_ring.settings.rank_settings import named_addresses, named_machines, with_named_group
 
 PAIR: list[dict[str, object]] = [

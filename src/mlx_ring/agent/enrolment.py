@@ -43,8 +43,7 @@ from mlx_ring.rpc.tls.certificates import (
 )
 from mlx_ring.rpc.tls.credentials import Anchor, Credentials, load_credentials
 from mlx_ring.rpc.tls.handshakes import handshake_error
-from mlx_ring.rpc.tls.identity import Identity, open_identity
-from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
+from mlx_ring.rpc.tls.peers import HEAD_NAME, Identity, node_name, open_identity
 
 log = logging.getLogger(__name__)
 

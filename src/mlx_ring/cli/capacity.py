@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.flags import KvMemory, given_kv_memory, with_settings
 from mlx_ring.cli.planning import (
     COMPARISONS,
     KV_BITS,
@@ -100,6 +100,7 @@ def capacity(
             metavar="4|8|16", help="Bits of the KV cache. By default 16, or those of the running head."
         ),
     ] = None,
+    kv_cache_memory: KvMemory = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -222,10 +223,11 @@ def capacity(
             f"The longest request has {longest:,} tokens of prompt and answer; {sizes.name} supports {sizes.context_tokens:,} at most."
         )
     bits = basis.request.demand.kv_bits if kv_bits is None else kv_bits
+    kv_memory = given_kv_memory(kv_cache_memory) or basis.request.demand.kv_memory_bytes
     question = Question(
         load,
         level,
-        PlanRequest(Demand(longest, 1, bits)),
+        PlanRequest(Demand(longest, 1, bits, kv_memory_bytes=kv_memory)),
         _policy(flags, settings, basis.policy),
         _most_running(flags, settings, basis.policy),
         rate,

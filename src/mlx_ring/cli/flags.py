@@ -11,7 +11,7 @@ import typer
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import Flag, default_text, flag_name, flag_of
-from mlx_ring.settings.settings_sources import allowed_values, has_choices, log_old_name
+from mlx_ring.settings.settings_sources import allowed_values, has_choices, load_settings, log_old_name
 
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
 _MANY = 20
@@ -94,6 +94,22 @@ def setting_option(
         hidden=hidden,
         show_default=False,
     )
+
+
+KvMemory = Annotated[
+    str | None,
+    setting_option("kv_cache_memory", default="as much as the plan needs, or that of the running head"),
+]
+"""Option of commands that only plan."""
+
+
+def given_kv_memory(text: str | None) -> int | None:
+    """Return the bytes of `--kv-cache-memory`; None if it is not given.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    return None if text is None else load_settings({"kv_cache_memory": text}).kv_cache_memory
 
 
 def _text(parameter: str, option: Any) -> inspect.Parameter:

@@ -108,7 +108,7 @@ def _reachable(head: FoundHead) -> HeadAddress:
 
 def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
     from mlx_ring.agent.member import run_member
-    from mlx_ring.rpc.tls.identity import open_identity
+    from mlx_ring.rpc.tls.peers import open_identity
 
     folder = node_folder(state)
     run_member(

@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli.flags import KvMemory, given_kv_memory
 from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
 from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, RequestError
@@ -195,6 +196,7 @@ def recommend(
     link: Annotated[
         str | None, typer.Option(metavar="NAME", help="Link between the machines, such as tb5-rdma.")
     ] = None,
+    kv_cache_memory: KvMemory = None,
     url: Annotated[
         str | None, typer.Option(help="Head whose cluster counts; by default one on this machine.")
     ] = None,
@@ -207,7 +209,7 @@ def recommend(
     "Here" is the cluster of a head that runs on this machine, or else this machine alone, which is measured if it was
     not yet. The memory of other loaded models is free for a recommended one.
     """
-    outcomes, where = _outcomes(cluster, machine, link, url, cacert, api_key)
+    outcomes, where = _outcomes(cluster, machine, link, kv_cache_memory, url, cacert, api_key)
     good = sorted(
         (each for each in outcomes if each.fits and each.tokens_per_s >= _PLEASANT_TOKENS_PER_S),
         key=lambda each: (-each.memory_bytes, each.model),
@@ -224,6 +226,7 @@ def _outcomes(
     cluster: Path | None,
     machine: list[str] | None,
     link: str | None,
+    kv_cache_memory: str | None,
     url: str | None,
     cacert: Path | None,
     api_key: str | None,
@@ -232,13 +235,20 @@ def _outcomes(
     from mlx_ring.cli.planning import given_machines
     from mlx_ring.cli.what_if import Asked, ask_planner, ask_running
     from mlx_ring.planner.profiles import ClusterProfile, measured_node
+    from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
     from mlx_ring.planner.what_if import Question
 
-    asked = Asked(None, Question(), None, what_fits=True)
+    demand = Demand(USUAL_CONTEXT, 1, kv_memory_bytes=given_kv_memory(kv_cache_memory))
+    asked = Asked(None, Question(request=PlanRequest(demand)), None, what_fits=True)
     if cluster is not None or machine:
         machines, _ = given_machines(cluster, machine, link)
         return ask_planner(machines, asked).outcomes, " and ".join(each.name for each in machines.nodes)
-    for place in [url] if url is not None else [head.url for head in heads_here()]:
+    heads = [url] if url is not None else [head.url for head in heads_here()]
+    if heads and kv_cache_memory is not None:
+        raise ConfigError(
+            f"--kv-cache-memory is {kv_cache_memory}, but the head at {heads[0]} plans with its own; leave it out."
+        )
+    for place in heads:
         try:
             return ask_running(place, asked, {}, cacert, api_key).outcomes, f"the cluster of {place}"
         except ConfigError as error:

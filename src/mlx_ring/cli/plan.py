@@ -10,7 +10,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mlx_ring.cli.flags import setting_option, with_settings
+from mlx_ring.cli.flags import KvMemory, given_kv_memory, setting_option, with_settings
 from mlx_ring.cli.heads import DEFAULT_URL
 from mlx_ring.cli.planning import (
     COMPARISONS,
@@ -91,6 +91,7 @@ def plan(
             help_text="Bits of the KV cache; 16,8,4 compares them. By default 16, or those of the running head.",
         ),
     ] = None,
+    kv_cache_memory: KvMemory = None,
     quantization: WeightBits = None,
     add: Annotated[
         list[str] | None,
@@ -127,7 +128,7 @@ def plan(
 ) -> None:
     """Show the layers that each machine would get, why, and the predicted speed.
 
-    Without --cluster and --machine, list the known machines. The options of a what-if question ask the running cluster then.
+    Without a model and machines, list the known machines. Without machines, the options of a what-if question ask the running cluster.
     """
     given = _Given(
         flags=flags,
@@ -139,6 +140,7 @@ def plan(
         sequences=sequences,
         replicas=replicas,
         kv_bits=kv_bits,
+        kv_cache_memory=kv_cache_memory,
         quantization=quantization,
     )
     what_if = _WhatIf(add, link, users_at, url, cacert, api_key, plot_file, what_fits=what_fits, plot=plot)
@@ -146,7 +148,7 @@ def plan(
     asks = what_if.is_asked or len(given.kinds) > 1
     check_uses(link, url, cacert, adds=bool(add or machine), is_given=is_given, api_key=api_key)
     if not is_given and not asks:
-        check_alone(given.plan_flags)
+        check_alone(given.plan_flags, model)
         list_machines()
         return
     machines, listed = given_machines(cluster, machine, link) if is_given else (None, DevicesFile(()))
@@ -172,6 +174,7 @@ class _Given:
     sequences: int | None
     replicas: str | None
     kv_bits: str | None
+    kv_cache_memory: str | None
     quantization: int | None
 
     @property
@@ -200,6 +203,7 @@ class _Given:
             "sequences",
             "replicas",
             "kv_bits",
+            "kv_cache_memory",
             "quantization",
         )
         return settings | {f"--{name.replace('_', '-')}": getattr(self, name) for name in own}
@@ -222,7 +226,7 @@ class _Given:
         objective = str(self.flags["optimize_for"] or OBJECTIVES[0])
         strategy = current_strategy(self.strategy or listed.strategy or "auto")
         return PlanRequest(
-            Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical),
+            Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical, given_kv_memory(self.kv_cache_memory)),
             strategy=cast("Strategy", one_of("--strategy", strategy, tuple(STRATEGIES))),
             objective=cast("Objective", one_of("--optimize-for", objective, OBJECTIVES)),
             proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
@@ -267,6 +271,7 @@ def _ask(
             "head",
             {
                 "--strategy": given.strategy,
+                "--kv-cache-memory": given.kv_cache_memory,
                 "--quantization": given.quantization,
                 "--proportions": given.proportions,
                 "--layers": given.layers,

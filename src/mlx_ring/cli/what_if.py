@@ -25,7 +25,7 @@ from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, w
 _KILO = 1024
 _BAR = 50
 _FEW_ROWS, _LARGE = 4, 1000
-_SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most")
+_SHORTLY = re.compile(r"[\d.]+ GB are missing|supports \d+ at most|give a \w+ --kv-cache-memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Asked:
             raise ConfigError(f"--what-fits lists popular models; leave {self.model} out.")
 
 
-def check_alone(given: Mapping[str, object]) -> None:
-    """Check that no flag of a plan is given without machines.
+def check_alone(given: Mapping[str, object], model: str | None) -> None:
+    """Check that neither a flag of a plan nor a model is given without machines.
 
     Raises:
         ConfigError: one is given.
@@ -57,6 +57,11 @@ def check_alone(given: Mapping[str, object]) -> None:
                 f"{flag} is {value}, but no machines are given; name some with --machine, describe them in a file for --cluster, "
                 "or ask a running head with --url."
             )
+    if model is not None:
+        raise ConfigError(
+            f"No machines are given for {model}; name some, such as `mlx-ring plan {model} --machine m4-mac-mini-16` "
+            "(`mlx-ring plan` lists all), describe them in a file for --cluster, or ask a running head with --url."
+        )
 
 
 def plan_as_json(plan: Plan) -> Mapping[str, object]:

@@ -40,8 +40,7 @@ from mlx_ring.rpc.methods import ATTEND, CLUSTER_SERVICE, service_handler
 from mlx_ring.rpc.protos import cluster_pb2
 from mlx_ring.rpc.tls.caller_checks import AioPeerGuard
 from mlx_ring.rpc.tls.credentials import Credentials, serve_renewed
-from mlx_ring.rpc.tls.identity import open_identity
-from mlx_ring.rpc.tls.peers import Peer, host_of_call, peer_of_call
+from mlx_ring.rpc.tls.peers import Peer, host_of_call, open_identity, peer_of_call
 
 log = logging.getLogger(__name__)
 

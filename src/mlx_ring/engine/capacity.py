@@ -14,10 +14,10 @@ from itertools import chain
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.capacity_search import (
     CLOSE,
+    MOST_RUNNING,
     Found,
     Replicas,
     Search,
-    fitting_policy,
     replicas_of,
 )
 from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
@@ -162,7 +162,7 @@ class CapacityMeter:
         question = self._question
         kinds = replicas_of(self._model, cluster, request, plans)
         first = (Search(kind, question.load, question.level, question.policy) for kind in kinds)
-        return [replace(each, policy=fitting_policy(each, question.max_num_seqs)) for each in first]
+        return [replace(each, policy=_fitting_policy(each, question.max_num_seqs)) for each in first]
 
     def _within_head(self, searches: Sequence[Search]) -> list[Found]:
         """Return what is found of each kind, at as many requests as the head can handle."""
@@ -201,6 +201,35 @@ class CapacityMeter:
                 self._found[kind] = search.highest()
             found.append(self._found[kind])
         return found
+
+
+def _fitting_policy(search: Search, most_running: int | None) -> Policy:
+    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
+    if most_running is not None:
+        return replace(search.policy, max_num_seqs=most_running)
+    replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
+    context = load.mean_prompt + load.mean_answer / 2
+    tokens = round(load.mean_prompt + load.mean_answer)
+    most = max(1, min(MOST_RUNNING, *(member.room(tokens) for member in replicas.members)))
+
+    def keeps(rows: int) -> bool:
+        """Return True if a token comes in time where each micro-batch of all instances has so many rows."""
+        each = [
+            [member.costs.decode_s(stage, rows, context) for stage in range(member.stages)]
+            for member in replicas.members
+        ]
+        hops = [
+            sum(sum(member.costs.hop_s(stage, rows)) for stage in range(member.stages - 1))
+            for member in replicas.members
+        ]
+        rounds = [max(sum(one) + hop, len(one) * max(one)) for one, hop in zip(each, hops, strict=True)]
+        cycles = Counter[int]()
+        for one, loads in zip(each, replicas.machine_seconds(each), strict=True):
+            cycles.update({machine: len(one) * seconds for machine, seconds in loads.items()})
+        return limit_s is None or max([*rounds, *cycles.values()]) <= limit_s
+
+    rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
+    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))
 
 
 def _head_s(load: Load) -> float:

@@ -44,6 +44,8 @@ _FIRST_TRY, _FIRST_STEP, _LARGEST_STEP = 0.6, 1.4, 4.0
 _QUEUED_SHARE = 0.05
 """Share of a run's requests that may wait: beyond it, the queue grows."""
 _FEW_QUEUED = 16
+_QUEUED_TIMES = 2
+"""Time to a first token, as a multiple of the longest one of a lone request, from which a prompt surely queued."""
 
 # ---- replicas
 
@@ -285,12 +287,50 @@ class Search:
         skipped = measured // 4 + math.ceil(2 * self._streams(rate))
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
-        return self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
+        outcome = self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
             _drawn(self.load).requests(count, rate), skipped=skipped, drains=False
         )
+        outcome.is_overrun |= self._falls_behind(outcome, rate)
+        return outcome
 
+    def _falls_behind(self, outcome: Outcome, rate: float) -> bool:
+        """Return True if prompts queued during the whole run, and still fewer were answered than arrive at a rate.
+
+        Then they queue up without end, even if the queue is still short when the run ends.
+        """
+        if not outcome.first_token_s or outcome.begun >= rate * outcome.span_s:
+            return False
+        return min(outcome.first_token_s) > _QUEUED_TIMES * self._fullest_s
+
+    @cached_property
+    def _fullest_s(self) -> float:
+        """Seconds of a step of as many prompts, and of one of as many rows, as there may be, through all stages."""
+        rows, prompts = self._fullest
+        spans, context = [self._mean_span] * prompts, self.load.mean_prompt + self.load.mean_answer / 2
+        each = (
+            sum(
+                member.costs.chunk_s(stage, spans) + member.costs.decode_s(stage, rows, context)
+                for stage in range(member.stages)
+            )
+            for member in self.replicas.members
+        )
+        return self.replicas.shares.slower * max(each)
+
+    @property
+    def _mean_span(self) -> Span:
+        """Tokens of a mean prompt that are computed."""
+        cached = int(self.load.mean_prompt * self.load.prefix_hits)
+        return Span(cached, max(1, int(self.load.mean_prompt) - cached))
+
+    @property
+    def _fullest(self) -> tuple[int, int]:
+        """Most rows, and most mean prompts, of a step."""
+        rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
+        return rows, max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // self._mean_span.tokens)
+
+    @cached_property
     def alone(self) -> Outcome:
-        """Return what is measured of requests that come one after the other."""
+        """Measurements of requests that come one after the other."""
         apart_s = _APART * self._request_s(1)
         requests = self.load.requests(_LONE, 1.0)
         spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
@@ -315,16 +355,17 @@ class Search:
 
     def _occupied_s(self, member: Replica, rows: int, prompts: int) -> tuple[list[float], list[float]]:
         """Return the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
-        costs, load = member.costs, self.load
-        answer, prompt = load.mean_answer, load.mean_prompt
-        cached = int(prompt * load.prefix_hits)
-        computed = max(1, int(prompt) - cached)
+        costs, load, span = member.costs, self.load, self._mean_span
+        context = load.mean_prompt + load.mean_answer / 2
+        # The prompt's last step draws the first token.
+        decoded = load.mean_answer - 1
         stages: list[float] = []
         for stage in range(member.stages):
-            decode_s = costs.decode_s(stage, rows, prompt + answer / 2) / rows
-            prefill_s = costs.chunk_s(stage, [Span(cached, computed)] * prompts) / prompts
-            stages.append(answer * decode_s + prefill_s)
-        return stages, [costs.hop_s(stage, int(computed + answer))[1] for stage in range(member.stages - 1)]
+            decode_s = costs.decode_s(stage, rows, context) / rows
+            prefill_s = costs.chunk_s(stage, [span] * prompts) / prompts
+            stages.append(decoded * decode_s + prefill_s)
+        tokens = int(span.tokens + decoded)
+        return stages, [costs.hop_s(stage, tokens)[1] for stage in range(member.stages - 1)]
 
     @cached_property
     def most(self) -> float:
@@ -334,10 +375,7 @@ class Search:
     @cached_property
     def _busiest_s(self) -> dict[int, float]:
         """Seconds from request to request as the busiest stages can take them, by the rows of a step, fewest first."""
-        cached = int(self.load.mean_prompt * self.load.prefix_hits)
-        computed = max(1, int(self.load.mean_prompt) - cached)
-        prompts = max(1, PROMPTS_TOGETHER * self.policy.prefill_chunk // computed)
-        rows = max(1, -(-self.policy.max_num_seqs // self.replicas.stages))
+        rows, prompts = self._fullest
         fuller = sorted({rows >> shift or 1 for shift in range(rows.bit_length())})
         return {count: self._apart_s(count, prompts) for count in fuller}
 
@@ -384,10 +422,9 @@ class Search:
         """Return the highest rate at which the level holds, to within 5 %; `known` is a rate at which it does."""
         low, high, step = 0.0, self.most, _FIRST_STEP
         if known is None:
-            alone = self.alone()
-            found = Found(0.0, alone, None, self.policy)
-            if self.level.broken(alone):
-                return replace(found, beyond=alone)
+            found = Found(0.0, self.alone, None, self.policy)
+            if self.level.broken(self.alone):
+                return replace(found, beyond=self.alone)
             rate = _FIRST_TRY * high
         else:
             found, low = known, known.rate
@@ -407,32 +444,3 @@ class Search:
                 step = min(step * step, _LARGEST_STEP)
                 rate = high / step
         return found
-
-
-def fitting_policy(search: Search, most_running: int | None) -> Policy:
-    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
-    if most_running is not None:
-        return replace(search.policy, max_num_seqs=most_running)
-    replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
-    context = load.mean_prompt + load.mean_answer / 2
-    tokens = round(load.mean_prompt + load.mean_answer)
-    most = max(1, min(MOST_RUNNING, *(member.room(tokens) for member in replicas.members)))
-
-    def keeps(rows: int) -> bool:
-        """Return True if a token comes in time where each micro-batch of all instances has so many rows."""
-        each = [
-            [member.costs.decode_s(stage, rows, context) for stage in range(member.stages)]
-            for member in replicas.members
-        ]
-        hops = [
-            sum(sum(member.costs.hop_s(stage, rows)) for stage in range(member.stages - 1))
-            for member in replicas.members
-        ]
-        rounds = [max(sum(one) + hop, len(one) * max(one)) for one, hop in zip(each, hops, strict=True)]
-        cycles = Counter[int]()
-        for one, loads in zip(each, replicas.machine_seconds(each), strict=True):
-            cycles.update({machine: len(one) * seconds for machine, seconds in loads.items()})
-        return limit_s is None or max([*rounds, *cycles.values()]) <= limit_s
-
-    rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
-    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))

@@ -328,7 +328,9 @@ class Outcome:
     """Seconds of the whole request, of those of them that ended."""
     gaps: list[Gap] = field(default_factory=list[Gap])
     tokens: int = 0
-    """Tokens of answers."""
+    """Tokens of answers ..."""
+    begun: int = 0
+    """... and answers of which the first one came within the span."""
     prefill_s: list[float] = field(default_factory=list[float])
     """Seconds in which each stage computed prompts ..."""
     decode_s: list[float] = field(default_factory=list[float])
@@ -345,7 +347,7 @@ class Outcome:
     """... and their number."""
     preemptions: int = 0
     is_overrun: bool = False
-    """True if the simulation ended because too many requests waited."""
+    """True if requests queue up: too many waited, so that the simulation ended, or more came than were answered."""
     elapsed_s: float = 0.0
     """Time of the last event."""
 

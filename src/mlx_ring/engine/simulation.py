@@ -390,7 +390,9 @@ class _Instance:
         if stream.first_token_at is None:
             stream.first_token_at = now
             self._prefilling.note_decoding(stream)
-            outcome.tokens += outcome.begin_s <= now <= outcome.end_s
+            is_within = outcome.begin_s <= now <= outcome.end_s
+            outcome.begun += is_within
+            outcome.tokens += is_within
             if stream.request.at_s >= outcome.begin_s:
                 outcome.first_token_s.append(now - stream.request.at_s)
         else:

@@ -43,6 +43,7 @@ from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.forecast import Forecast
+from mlx_ring.planner.memory_fit import within_kv_memory
 from mlx_ring.planner.model_sizes import decode_bytes, profile_folder
 from mlx_ring.planner.place import place, plan_given
 from mlx_ring.planner.plan import Plan
@@ -404,14 +405,21 @@ def plan_of_cut(
 def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     """Return the request for a plan.
 
-    It promises a long context to one stream, or a shorter one to all sequences for throughput.
+    It promises a long context to one stream, or a shorter one to all sequences for throughput; of that, as much as
+    a worker's `--kv-cache-memory` holds.
     """
     sequences = users = settings.expected_users
     promised = max(_PROMISED_TOKENS_EACH, KEPT_TOKENS // users)
     if settings.optimize_for == "throughput":
         promised, sequences = _PROMISED_TOKENS_EACH, max(users, settings.max_num_seqs)
     context = settings.max_model_len or min(promised, served.folder.context_length)
-    demand = Demand(context, sequences, 16 if settings.kv_bits == "off" else int(settings.kv_bits))
+    bits = 16 if settings.kv_bits == "off" else int(settings.kv_bits)
+    demand = Demand(context, sequences, bits, kv_memory_bytes=settings.kv_cache_memory)
+    if settings.kv_cache_memory is not None:
+        stored = profile_folder(served.folder, served.names[0])
+        loaded = stored.widened if widens_half_precision(settings.dtype) and stored.widened else stored
+        count, keeps_context = settings.replicas or 1, settings.max_model_len is not None
+        demand = within_kv_memory(loaded, demand, count, keeps_context=keeps_context)
     return PlanRequest(
         demand,
         strategy=settings.strategy,

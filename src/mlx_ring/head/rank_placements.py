@@ -29,9 +29,8 @@ from mlx_ring.planner.request import PlanRequest
 from mlx_ring.rpc.backends import AUTO, is_collective, joined_ranks
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos import worker_pb2
-from mlx_ring.rpc.rdma import as_json, is_mesh, is_ring, part_of
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.hostfile import Hostfile, is_loopback
+from mlx_ring.settings.hostfile import Hostfile, as_json, is_loopback, is_mesh, is_ring, part_of
 from mlx_ring.settings.rank_settings import named_addresses, named_machines
 
 

@@ -37,8 +37,8 @@ from mlx_ring.engine.step_times import AlikeSteps, DecodeRound, StageTimes, Step
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.plan import Round, StageStep, StepOverheads
 from mlx_ring.planner.profiles import StepRatios
+from mlx_ring.planner.step_overheads import Round, StageStep, StepOverheads
 from mlx_ring.settings.config import Settings
 
 StepKind = Literal["decode", "prefill"]

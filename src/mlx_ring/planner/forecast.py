@@ -296,7 +296,7 @@ def forecast_plan(
 ) -> tuple[Forecast, list[list[KvRoom]]]:
     """Return the predictions for a plan, and the KV memory of each rank of each stage.
 
-    The KV cache may take what weights and working memory leave of a machine's usable memory.
+    The KV cache may take what is given, or what weights and working memory leave of a machine's usable memory.
     """
     nodes = {node.name: node for node in cluster.nodes}
     stages = settle_weights(
@@ -307,7 +307,7 @@ def forecast_plan(
     )
 
     def forecast(context: int) -> Forecast:
-        one = replace(demand, context_tokens=context, sequences=1)
+        one = replace(demand, context_tokens=context, sequences=1, kv_memory_bytes=None)
         firsts = [(ranks[0][0], layers) for layers, ranks in stages]
         return Forecast(model, one, cluster, firsts, [ranks for _, ranks in stages])
 
@@ -320,7 +320,9 @@ def forecast_plan(
 
     def room(node: NodeProfile, short: PromisedMemory, long: PromisedMemory) -> KvRoom:
         each = -(-(long.kv_bytes - short.kv_bytes) // _ROOM_TOKENS)
-        left = (node.usable_bytes - held[node.name]) // names[node.name]
+        left = demand.kv_memory_bytes
+        if left is None:
+            left = (node.usable_bytes - held[node.name]) // names[node.name]
         return KvRoom(max(0, left), each, max(0, short.kv_bytes - each))
 
     return forecast(demand.context_tokens), [

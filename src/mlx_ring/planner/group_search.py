@@ -15,13 +15,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise, permutations
+from typing import TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from mlx_ring.planner.request import proportional_counts
 from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 
+_Made = TypeVar("_Made")
 _BLOCKS = 32
 _BETWEEN = (0.0, 0.06, 0.13, 0.22, 0.35, 0.5, 0.7)
 """Bounds of a division's pace that are tried, between the most even division and the one without a bound."""
@@ -376,3 +379,43 @@ def _with_exchanged_machines(stages: SizedGroups, machines: int) -> Iterator[Siz
                 exchanged, there, [one if node == other else node for node in members], layers
             )
         yield exchanged
+
+
+# ---- tables of a search
+
+
+def once(make: Callable[[tuple[Table, ...]], _Made], *tables: Sequence[Table]) -> list[_Made]:
+    """Return what is made of each machine's tables, once for machines that have the same objects."""
+    each: list[tuple[Table, ...]] = list(zip(*tables, strict=True))
+    distinct = {tuple(map(id, one)): one for one in each}
+    made = {key: make(one) for key, one in distinct.items()}
+    return [made[tuple(map(id, one))] for one in each]
+
+
+def by_length(table: Table) -> Table:
+    """Return the costs of stages by number of layers, all layers first, and by end: `(layers, layers + 1)`.
+
+    A bound that excludes long stages then leaves the last rows.
+    """
+    ends = np.arange(len(table))
+    firsts = ends - np.arange(len(table) - 1, 0, -1)[:, None]
+    return np.where(firsts >= 0, table[firsts, ends], np.inf)
+
+
+def paces_by_length(sums: Table, paces: Table) -> tuple[Table, Table]:
+    """Return the least pace of the possible stages of each number of layers, and the greatest; NaN for none."""
+    is_possible = np.isfinite(sums)
+    least = np.min(paces, axis=1, where=is_possible, initial=np.inf)
+    most = np.max(paces, axis=1, where=is_possible, initial=-np.inf)
+    some = is_possible.any(axis=1)
+    return np.where(some, least, np.nan), np.where(some, most, np.nan)
+
+
+def arriving_room(ends: int, *rows: int) -> tuple[Table, Table]:
+    """Return room for costs by end, and a view of those before each stage, in the order of `by_length`.
+
+    Their shapes are `(*rows, ends)` and `(*rows, ends - 1, ends)`.
+    """
+    room = np.full((*rows, 2 * ends - 1), np.inf)
+    strides = (*room.strides, room.strides[-1])
+    return room[..., ends - 1 :], as_strided(room, (*rows, ends - 1, ends), strides)

@@ -11,7 +11,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import in_order
-from mlx_ring.planner.stage_costs import StageTables, held_kv_bytes
+from mlx_ring.planner.stage_costs import StageTables, held_kv_bytes, limited_kv_bytes
 from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_plans import MOST_ALIKE, place_tensor
 from mlx_ring.planner.tensor_search import SharedLayers
@@ -23,20 +23,19 @@ MOST_USERS = 4096
 _SHORTEST_CONTEXT = 256
 _KV_BITS = (8, 4)
 _PAIR = 2
+_GB = 10**9
 
 
 def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
     """Return why no plan fits, and what would fit."""
     if broken := _broken_links(model, cluster, request):
         return broken
+    if request.demand.kv_memory_bytes is not None and (why := _given_kv_memory(model, cluster, request)):
+        return why
     demand, usable = request.demand, sum(node.usable_bytes for node in cluster.nodes)
-    tables = StageTables(model, demand)
+    tables = StageTables(model, replace(demand, kv_memory_bytes=None))
     need = min(float(tables.memory(node)[0, -1]) for node in cluster.nodes)
-    several = "" if demand.sequences == 1 else "s"
-    asked = (
-        f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens "
-        f"needs {need / 1e9:.1f} GB"
-    )
+    asked = f"{_asked(model, demand)} needs {need / 1e9:.1f} GB"
     nodes = len(cluster.nodes)
     owner = f"the {nodes} machines have" if nodes > 1 else f"{cluster.nodes[0].name} has"
     have = f"{owner} {usable / 1e9:.1f} GB for it"
@@ -47,6 +46,49 @@ def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: Plan
             f"{asked}, and {have}, but the strategy {request.strategy} does not divide it so that it fits."
         )
     return f"{begin} {_nearest_fit(model, cluster, request)}"
+
+
+def _asked(model: ModelProfile, demand: Demand) -> str:
+    several = "" if demand.sequences == 1 else "s"
+    return f"{model.name} with {demand.sequences} sequence{several} of {demand.context_tokens} tokens"
+
+
+def _given_kv_memory(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:
+    """Return why no plan fits with the given KV memory; empty if none would without it."""
+    demand, given = request.demand, request.demand.kv_memory_bytes or 0
+    if not fits(model, cluster, replace(request, demand=replace(demand, kv_memory_bytes=None))):
+        return ""
+    begin = f"{_asked(model, demand)} does not fit with a KV cache of {_size(given)} for each worker"
+    if fits(model, cluster, replace(request, demand=replace(demand, context_tokens=1, sequences=1))):
+        return f"{begin}: give a larger --kv-cache-memory. {_nearest_fit(model, cluster, request)}"
+    return f"{begin}, because no plan leaves every worker that much beside its weights: give a smaller --kv-cache-memory."
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= _GB else f"{nbytes / 1e6:.0f} MB"
+
+
+def within_kv_memory(
+    model: ModelProfile, demand: Demand, replicas: int = 1, *, keeps_context: bool
+) -> Demand:
+    """Return the load as far as the given KV memory of workers with all layers holds it, one for each replica.
+
+    Any split into several workers then holds it, too. At least one sequence stays, with a shorter context if it is too
+    long, unless `keeps_context` is set.
+    """
+    if demand.kv_memory_bytes is None:
+        return demand
+    limit = demand.kv_memory_bytes
+
+    def held(tokens: int) -> float:
+        one = replace(demand, sequences=1, context_tokens=tokens)
+        return sum(limited_kv_bytes(layer, model, one) for layer in model.layers)
+
+    context = demand.context_tokens
+    if held(context) > limit and not keeps_context:
+        context = most_of(lambda tokens: held(tokens) <= limit, context)
+    sequences = replicas * max(1, int(limit / max(1.0, held(context))))
+    return replace(demand, context_tokens=context, sequences=min(demand.sequences, sequences))
 
 
 def _broken_links(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:

@@ -22,12 +22,11 @@ from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
 from mlx_ring.planner.layer_parts import (
     ACTIVE_COUNTS,
     EXPERT_COUNTS,
-    Role,
     experts_of,
     layer_matrices,
     look_back,
-    state_space,
 )
+from mlx_ring.planner.mixers import Role, mixer_of_layer
 from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile
 from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 
@@ -163,12 +162,14 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
 
 def _is_tied(folder: ModelFolder) -> bool:
     """Report whether the embedding is the head: if the files have no head, else as mlx-lm reads the configuration."""
-    is_tied = language_module(folder.config) in _TIED_FAMILIES or bool(folder.entry("tie_word_embeddings"))
+    module, given = language_module(folder.config), folder.entry("tie_word_embeddings")
+    # Files of RecurrentGemma have no head, and its configurations leave this out.
+    is_tied = module in _TIED_FAMILIES or bool(module == "recurrent_gemma" if given is None else given)
     if not folder.tensors:
         return is_tied
     _, outside = group_by_layers(folder.tensors)
     has_head = any(names_head(entry.name) and entry.shape[:1] == (folder.vocab_size,) for entry in outside)
-    return not has_head or (is_tied and language_module(folder.config) != "gemma3_text")
+    return not has_head or (is_tied and module != "gemma3_text")
 
 
 def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
@@ -195,6 +196,7 @@ def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProf
     small = _small_numbers(folder, index) * plain_bytes
     back = look_back(folder, index)
     kv = back.kept_per_token * plain_bytes
+    state_bytes = back.state * plain_bytes + back.state_floats * _FLOAT // 8
     held = sum(sizes.values()) + small
     active = sum(counts.values()) - counts["experts"] * (1 - share)
     return LayerProfile(
@@ -202,7 +204,7 @@ def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProf
         read_bytes=int(held - sizes["experts"] * (1 - share)) if experts else int(held),
         flops_per_token=2 * int(active),
         kv_bytes_per_token=0 if back.window is not None else kv,
-        kv_bytes_per_sequence=back.state_bytes + (0 if back.window is None else kv * back.window),
+        kv_bytes_per_sequence=state_bytes + (0 if back.window is None else kv * back.window),
         query_width=back.query_width,
         score_width=back.score_width,
         index_width=back.index_width,
@@ -221,7 +223,8 @@ def _small_numbers(folder: ModelFolder, index: int) -> int:
         if folder.model_type == "gpt_oss"
         or (folder.model_type.startswith("qwen2") and matrix.name.endswith(("q_proj", "k_proj", "v_proj")))
     )
-    return 2 * folder.hidden_size + biases + state_space(folder, index)[1]
+    mixer = mixer_of_layer(folder, index)
+    return 2 * folder.hidden_size + biases + (0 if mixer is None else mixer.numbers)
 
 
 def _layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:

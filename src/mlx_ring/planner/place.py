@@ -21,7 +21,7 @@ from mlx_ring.planner.memory_fit import explain_shortage
 from mlx_ring.planner.pipeline import GroupStage, Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, PlanRequest
+from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_groups import SharedModel, crowded, given_group
@@ -390,6 +390,7 @@ def plan_given(
     stages = settle_weights(model, request.demand, cluster, stages)
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]
+    _check_kv_memory(model, groups, request.demand)
     pipeline = Pipeline(cluster, groups, request.demand)
     prediction = pipeline.prediction(request)
     stage_s = tuple(pipeline.lone_stream(shared.context_tokens)[0])
@@ -410,6 +411,23 @@ def _check_reach(cluster: ClusterProfile, stages: Sequence[StageRanks]) -> None:
                     f"{sender.name} would send to {receiver.name}, but the two do not reach each other: "
                     "fix the network between them."
                 )
+
+
+def _check_kv_memory(model: ModelProfile, stages: Sequence[GroupStage], demand: Demand) -> None:
+    """Raise `PlanError` if a worker's given KV memory does not hold the promised load."""
+    for stage in stages:
+        first, end = stage.layers.start, stage.layers.end
+        share, member = min(
+            ((member.costs.kv_share(first, end), member) for member in stage.group.members),
+            key=lambda pair: pair[0],
+        )
+        if share < 1:
+            given = demand.kv_memory_bytes or 0
+            raise PlanError(
+                f"{model.name} with {demand.sequences} x {demand.context_tokens} tokens needs {given / share / 1e6:.0f} MB "
+                f"of KV cache in the worker on {member.node.name}, which has {given / 1e6:.0f} MB (--kv-cache-memory): "
+                "ask for fewer or shorter sequences, or give more."
+            )
 
 
 def _check_memory(plan: Plan, *, quantizes_kv: bool) -> None:

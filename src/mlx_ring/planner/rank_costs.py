@@ -26,8 +26,9 @@ from mlx_ring.planner.stage_costs import (
     before,
     bytes_ahead,
     head_seconds,
-    held_kv_bytes,
     layer_seconds,
+    limited_kv_bytes,
+    planned_kv_bytes,
     prefill_factor,
     prefill_layers,
     working_bytes,
@@ -68,10 +69,12 @@ class RankCosts:
         self._kinds = [_share_of(layer, part) for layer in layers.kinds]
         self._head_bytes = round(layers.model.head_bytes * part.vocabulary)
         weights = layers.by_layer([layer.weight_bytes for layer in self._kinds])
-        kv = layers.by_layer([held_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
+        kv = layers.by_layer([planned_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
+        limited = layers.by_layer([limited_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         self._seconds: dict[tuple[int, int], Table] = {}
         self._prefill: dict[tuple[int, int], Table] = {}
         self._weights_before, self._kv_before = before(weights), before(kv)
+        self._given_bytes, self._limited_before = demand.kv_memory_bytes, before(limited)
 
     def seconds_before(self, rows: int, context_tokens: int) -> Table:
         """Return the computing seconds of all layers before each; the output head counts to the last layer."""
@@ -106,8 +109,8 @@ class RankCosts:
         return int(self._weights_before[end] - self._weights_before[first]) + self._ends_bytes(first, end)
 
     def kv_bytes(self, first: int, end: int) -> int:
-        """Return the KV bytes of the promised load."""
-        return int(self._kv_before[end] - self._kv_before[first])
+        """Return the bytes of the KV cache: those that are given, or those of the promised load."""
+        return (self._given_bytes or 0) + int(self._kv_before[end] - self._kv_before[first])
 
     def memory_bytes(self, first: int, end: int) -> int:
         """Return the bytes of the rank, including working memory and the process."""
@@ -115,7 +118,16 @@ class RankCosts:
         whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
         layers = self._weights_before + self._kv_before
         ahead = bytes_ahead(self._model, self.node, np.array(end - first))
-        return int(np.ceil(layers[end] - layers[first] + ahead)) + whole
+        return int(np.ceil(layers[end] - layers[first] + ahead)) + whole + (self._given_bytes or 0)
+
+    def kv_share(self, first: int, end: int) -> float:
+        """Return the largest part of the rank's KV of the promised load that a given KV memory holds; infinite for all."""
+        held = float(self._limited_before[end] - self._limited_before[first])
+        return np.inf if self._given_bytes is None or not held else self._given_bytes / held
+
+    def fits(self, first: int, end: int) -> bool:
+        """Return True if the machine has the memory of the rank, and its KV cache that of the promised load."""
+        return self.memory_bytes(first, end) <= self.node.usable_bytes and self.kv_share(first, end) >= 1
 
     def _ends_bytes(self, first: int, end: int) -> int:
         """Return the bytes of embedding and head; a stage with both keeps a tied table once, whole."""
@@ -131,10 +143,23 @@ class RankCosts:
         held += bytes_ahead(self._model, self.node, np.maximum(0, ends[None, :] - ends[:, None]))
         held[0] += self._model.embedding_bytes
         held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary
+        held += self._given_bytes or 0
         if self._model.is_tied:
             held[0, -1] += self._ends_bytes(0, len(self._layers.index))
             held[0, -1] -= self._model.embedding_bytes + self._head_bytes
         return held
+
+    def kv_shares(self, ends: NDArray[np.intp]) -> Table:
+        """Return `kv_share` of every stage between two of the ends."""
+        kv = self._limited_before[ends]
+        held = kv[None, :] - kv[:, None]
+        if self._given_bytes is None:
+            return np.full(held.shape, np.inf)
+        return np.divide(self._given_bytes, held, out=np.full(held.shape, np.inf), where=held > 0)
+
+    def fits_table(self, ends: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Return `fits` of every stage between two of the ends."""
+        return (self.memory_table(ends) <= self.node.usable_bytes) & (self.kv_shares(ends) >= 1)
 
 
 def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:

@@ -145,6 +145,8 @@ def _streams(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest)
     usable = sum(node.usable_bytes for node in cluster.nodes)
     free = usable - max(1, int(usable / (1.2 * model.weight_bytes))) * model.weight_bytes
     nodes = len(cluster.nodes)
+    if request.demand.kv_memory_bytes is not None:
+        free = min(free, nodes * request.demand.kv_memory_bytes)
     most = min(_PLANNED_STREAMS * nodes, max(nodes, int(free / 2 / max(1.0, each))))
     return sorted({most, max(nodes, most // 8), nodes}, reverse=True)
 

@@ -34,6 +34,8 @@ class Demand:
     kv_bits: int = 16
     typical_tokens: int | None = None
     """Mean context of decoded tokens; None for half of `context_tokens`."""
+    kv_memory_bytes: int | None = None
+    """Memory of each worker's KV cache, whatever it holds; None for as much as the promised load needs."""
 
     @property
     def mean_context_tokens(self) -> int:

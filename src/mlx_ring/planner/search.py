@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from mlx_ring.planner.group_search import KnownCuts, cut
+from mlx_ring.planner.group_search import KnownCuts, arriving_room, by_length, cut, once, paces_by_length
 from mlx_ring.planner.profiles import Kinds, kinds_of, sets_by_size
-from mlx_ring.planner.stage_costs import Table, arriving_room, by_length, once, paces_by_length
+from mlx_ring.planner.stage_costs import Table
 
 MOST_NODES = 8
 """Number of machines up to which searches are exact, whatever the machines are."""

@@ -7,15 +7,15 @@ each of these is what was found there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from mlx_cpu_kernels.machine import scratch_bytes
+from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.host.machine_profile import WeightRate
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
@@ -26,6 +26,8 @@ TOKEN_BYTES = 4
 _NUMBERS_PER_TOKEN = 16
 """Peak numbers of a layer's activations for one token of a chunk, as a multiple of the hidden size."""
 _FLOAT_BYTES = 4
+_TOO_MUCH = 1e18
+"""Bytes that no machine has, as the memory of stages whose KV cache is larger than `kv_memory_bytes`."""
 _HALF_TILE = 16
 """Rows that are empty on average in the last tile of a product."""
 
@@ -33,7 +35,6 @@ Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
 
 _Seconds = TypeVar("_Seconds")
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class StageTables:
         return self._memory[form] + node.process_bytes + bytes_ahead(form.model, node, self._counts)
 
     def memory(self, node: NodeProfile) -> Table:
-        """Return the bytes of every possible stage, including working memory and the processes of mlx-ring."""
+        """Return the bytes of every possible stage, including working memory and the processes of mlx-ring.
+
+        A stage whose KV cache exceeds the given memory needs more than any machine has.
+        """
         *preferred, smallest = self._forms.on(node)
         held = self._memory_of(smallest, node)
         for form in preferred:
@@ -149,7 +153,9 @@ class StageTables:
         return held + model.ends_bytes(is_first=first == 0, is_last=end == len(model.layers))
 
     def kv_bytes(self, node: NodeProfile, first: int, end: int) -> int:
-        """Return the KV bytes of a stage, for the promised load."""
+        """Return the bytes of a stage's KV cache: those that are given, or those of the promised load."""
+        if self.demand.kv_memory_bytes is not None:
+            return self.demand.kv_memory_bytes
         model = self.model_on(node)
         return int(sum(held_kv_bytes(layer, model, self.demand) for layer in model.layers[first:end]))
 
@@ -352,6 +358,9 @@ def _scores(layer: LayerProfile, model: ModelProfile, tokens: int) -> float:
 def _held_bytes(layers: LayerKinds, demand: Demand) -> Table:
     model, bytes_before = layers.model, _bytes_before(layers, demand)
     held = bytes_before[None, :] - bytes_before[:, None]
+    if (given_bytes := demand.kv_memory_bytes) is not None:
+        kv = before(layers.by_layer([limited_kv_bytes(layer, model, demand) for layer in layers.kinds]))
+        held += np.where(kv[None, :] - kv[:, None] <= given_bytes, given_bytes, _TOO_MUCH)
     if model.is_tied:
         held[0, -1] -= min(model.embedding_bytes, model.head_bytes)
     return held + working_bytes(model)
@@ -379,11 +388,22 @@ def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> f
     return demand.sequences * (each + layer.kv_bytes_per_sequence)
 
 
+def limited_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """Return the KV bytes of a layer in whole blocks, as a worker with a given KV memory counts them."""
+    tokens = -(-demand.context_tokens // BLOCK) * BLOCK
+    return held_kv_bytes(layer, model, replace(demand, context_tokens=tokens))
+
+
+def planned_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """Return the KV bytes that a layer adds to its stage; 0 if the memory of the stage's KV cache is given."""
+    return 0.0 if demand.kv_memory_bytes is not None else held_kv_bytes(layer, model, demand)
+
+
 def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
     """Return the bytes of all layers before each; embedding and head count to the outer layers."""
     model = layers.model
     sizes = layers.by_layer(
-        [layer.weight_bytes + held_kv_bytes(layer, model, demand) for layer in layers.kinds]
+        [layer.weight_bytes + planned_kv_bytes(layer, model, demand) for layer in layers.kinds]
     )
     sizes[0] += model.embedding_bytes
     sizes[-1] += model.head_bytes + _FLOAT_BYTES * demand.sequences * model.vocabulary
@@ -393,43 +413,3 @@ def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:
 def before(each: Table) -> Table:
     """Return the sum of all layers before each, and of all."""
     return np.concatenate(([0.0], np.cumsum(each)))
-
-
-# ---- tables
-
-
-def once(make: Callable[[tuple[Table, ...]], _Made], *tables: Sequence[Table]) -> list[_Made]:
-    """Return what is made of each machine's tables, once for machines that have the same objects."""
-    each: list[tuple[Table, ...]] = list(zip(*tables, strict=True))
-    distinct = {tuple(map(id, one)): one for one in each}
-    made = {key: make(one) for key, one in distinct.items()}
-    return [made[tuple(map(id, one))] for one in each]
-
-
-def by_length(table: Table) -> Table:
-    """Return the costs of stages by number of layers, all layers first, and by end: `(layers, layers + 1)`.
-
-    A bound that excludes long stages then leaves the last rows.
-    """
-    ends = np.arange(len(table))
-    firsts = ends - np.arange(len(table) - 1, 0, -1)[:, None]
-    return np.where(firsts >= 0, table[firsts, ends], np.inf)
-
-
-def paces_by_length(sums: Table, paces: Table) -> tuple[Table, Table]:
-    """Return the least pace of the possible stages of each number of layers, and the greatest; NaN for none."""
-    is_possible = np.isfinite(sums)
-    least = np.min(paces, axis=1, where=is_possible, initial=np.inf)
-    most = np.max(paces, axis=1, where=is_possible, initial=-np.inf)
-    some = is_possible.any(axis=1)
-    return np.where(some, least, np.nan), np.where(some, most, np.nan)
-
-
-def arriving_room(ends: int, *rows: int) -> tuple[Table, Table]:
-    """Return room for costs by end, and a view of those before each stage, in the order of `by_length`.
-
-    Their shapes are `(*rows, ends)` and `(*rows, ends - 1, ends)`.
-    """
-    room = np.full((*rows, 2 * ends - 1), np.inf)
-    strides = (*room.strides, room.strides[-1])
-    return room[..., ends - 1 :], as_strided(room, (*rows, ends - 1, ends), strides)

@@ -80,6 +80,7 @@ class SharedModel:
         if key not in self._largest:
             least, whole = (costs.memory_table(ends) for costs in self.bounds(node))
             room = (node.usable_bytes - least) / np.maximum(1.0, whole - least)
+            room = np.minimum(room, self.bounds(node)[1].kv_shares(ends))
             self._largest[key] = np.where(room > 0, np.minimum(room, 1.0), -np.inf)
         return self._largest[key]
 
@@ -164,8 +165,7 @@ class RankGroup:
         return Times(np.where(fits, unhindered, np.inf), np.where(fits, steady, np.inf))
 
     def _holds(self, ends: Ends) -> NDArray[np.bool_]:
-        rooms = [member.costs.memory_table(ends) <= member.node.usable_bytes for member in self.members]
-        return np.logical_and.reduce(rooms)
+        return np.logical_and.reduce([member.costs.fits_table(ends) for member in self.members])
 
     def _holds_somehow(self, ends: Ends) -> NDArray[np.bool_]:
         """Return where the largest shares that memory allows add up to the whole."""
@@ -218,9 +218,7 @@ class RankGroup:
         return computing + (end - first) * self.exchange_s(tokens)[0]
 
     def fits(self, first: int, end: int) -> bool:
-        return all(
-            member.costs.memory_bytes(first, end) <= member.node.usable_bytes for member in self.members
-        )
+        return all(member.costs.fits(first, end) for member in self.members)
 
 
 def alone(shared: SharedModel, node: NodeProfile, place: int = 0) -> RankGroup:
@@ -277,9 +275,7 @@ def fitting_group(
         if shares is None:
             return None
         group = group_of(shared, nodes, _in_parts(shares), ring)
-        over = np.array(
-            [member.costs.memory_bytes(first, end) > member.node.usable_bytes for member in group.members]
-        )
+        over = np.array([not member.costs.fits(first, end) for member in group.members])
         if not over.any():
             return group
         # Whole heads may exceed the share.
@@ -333,7 +329,8 @@ def _seconds(
 def _most(none: RankCosts, whole: RankCosts, first: int, end: int) -> float:
     """Return the largest share of these layers that memory allows."""
     least, all_of_it = none.memory_bytes(first, end), whole.memory_bytes(first, end)
-    return (none.node.usable_bytes - least) / max(1, all_of_it - least)
+    room = (none.node.usable_bytes - least) / max(1, all_of_it - least)
+    return min(room, whole.kv_share(first, end))
 
 
 def _even_times(fixed: Table, each: Table, caps: Table, least: float) -> Table | None:

@@ -261,12 +261,16 @@ class MeanLayers:
         held = costs.memory(node)[0]
         each = max(1.0, (held[-1] - held[1]) / max(1, self._layers - 1))
         own_s = _own_seconds(node)
+        room = max(0.0, (node.usable_bytes - float(held[1])) // each + 1)
+        if self._times.demand.kv_memory_bytes is not None:
+            # Memory does not grow in proportion to the layers where a given KV memory ends.
+            room = float(np.count_nonzero(held[1:] <= node.usable_bytes))
         return MeanLayer(
             (place,),
             (decode_s - own_s) / self._layers,
             prompt_s / self._chunks / self._layers,
             own_s,
-            max(0.0, (node.usable_bytes - float(held[1])) // each + 1),
+            room,
         )
 
     def together(self, members: tuple[int, ...], ring: Ring, rows: int) -> MeanLayer | None:

@@ -80,6 +80,17 @@ def test_now_is_what_the_head_has_loaded_with_its_own_bits() -> None:
     assert (other["kv_bits"], other["stages"]) == (16, ["m4-mac-mini-16 0-31"]), "a model that is not served"
 
 
+def test_users_are_those_that_the_kv_memory_of_the_head_s_workers_holds() -> None:
+    api = Api()
+    asked = {"model": "8b-4bit", "context_tokens": 2048}
+    (free,) = api.post("/cluster/what-if", asked).json()["outcomes"]
+    api.catalog.request = PlanRequest(Demand(8192, 1, kv_memory_bytes=1 << 30))
+    (given,) = api.post("/cluster/what-if", asked).json()["outcomes"]
+    assert free["users"] > given["users"] == 4, "each has 256 MiB of KV"
+    (short,) = api.post("/cluster/what-if", {**asked, "context_tokens": 16384}).json()["outcomes"]
+    assert "give a larger --kv-cache-memory" in short["why"]
+
+
 def test_a_cluster_without_measurements_is_no_reason_to_try_again() -> None:
     api = Api()
     api.catalog.is_measured = False

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.rpc.tls.certificates import key_to_pem
-from mlx_ring.rpc.tls.identity import Identity, open_identity
-from mlx_ring.rpc.tls.peers import check_node_id
+from mlx_ring.rpc.tls.peers import Identity, check_node_id, open_identity
 
 
 def test_id_and_key_are_the_same_after_a_restart(tmp_path: Path) -> None:

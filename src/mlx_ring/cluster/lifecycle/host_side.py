@@ -65,7 +65,7 @@ def installation_here(state: Path, *, identity: bool) -> Installation:
     """Describe this machine; with `identity`, create its ID if it has none."""
     folder = node_folder(state)
     if identity:
-        from mlx_ring.rpc.tls.identity import open_identity  # imports gRPC, needed the first time only
+        from mlx_ring.rpc.tls.peers import open_identity  # imports gRPC, needed the first time only
 
         node = open_identity(folder).node
     else:

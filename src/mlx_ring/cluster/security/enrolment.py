@@ -33,12 +33,12 @@ from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVIC
 from mlx_ring.rpc.protos import enrol_pb2
 from mlx_ring.rpc.tls.certificates import key_to_pem, make_signing_request, needs_renewal
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_renewed
-from mlx_ring.rpc.tls.identity import open_identity
 from mlx_ring.rpc.tls.peers import (
     address_of_call,
     check_node_id,
     host_of_call,
     node_name,
+    open_identity,
     peer_of_call,
     peer_of_certificate,
 )

@@ -1,21 +1,28 @@
-"""Identity of the machine at the other end of a call, and its revocation."""
+"""Identities of machines: this one's, made once and kept on disk, and that at the other end of a call with its revocation."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.host.private_files import locked, read_private, write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
 
+    from mlx_ring.rpc.tls.certificates import Key
+
 HEAD_NAME = "head.mlx-ring"
 _NODE_SUFFIX = ".node.mlx-ring"
+_ID_FILE = "node-id"
+_LONGEST_NAME = 40
 _NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,46}[a-z0-9])?")
 
 
@@ -138,3 +145,52 @@ def _peer_of_pem(pem: bytes) -> Peer:
     from cryptography import x509  # slow to import, and a single machine has no certificates
 
     return peer_of_certificate(x509.load_pem_x509_certificate(pem))
+
+
+# ---- this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A node's id and its key. Certificates change; these stay."""
+
+    node: str
+    key: Key = field(repr=False)
+
+
+def open_identity(folder: Path, machine: str = "") -> Identity:
+    """Open the identity in this folder. The first call makes it: `mini-7f3a` on a machine called Mini.local.
+
+    Args:
+        folder: private to this machine; the credentials lie there too.
+        machine: start of a new id; by default the machine's own name.
+
+    Raises:
+        ConfigError: the files cannot be read.
+    """
+    # Slow to import, and not needed by workers.
+    from mlx_ring.host.machine import node_name as name_of_this_machine
+    from mlx_ring.rpc.tls.certificates import key_from_pem, key_to_pem, make_key
+    from mlx_ring.rpc.tls.credentials import KEY_FILE
+
+    with locked(folder):
+        kept = read_private(folder / _ID_FILE)
+        node = (
+            _new_id(machine or name_of_this_machine())
+            if kept is None
+            else kept.decode(errors="replace").strip()
+        )
+        check_node_id(node)
+        pem = read_private(folder / KEY_FILE)
+        key = make_key() if pem is None else key_from_pem(pem, folder / KEY_FILE)
+        if pem is None:
+            write_private(folder / KEY_FILE, key_to_pem(key))
+        if kept is None:
+            write_private(folder / _ID_FILE, f"{node}\n".encode())
+    return Identity(node, key)
+
+
+def _new_id(machine: str) -> str:
+    """Make an id from the machine's name and six digits, because machines may have the same name."""
+    readable = re.sub(r"[^a-z0-9]+", "-", machine.split(".", 1)[0].lower())[:_LONGEST_NAME].strip("-")
+    return f"{readable or 'node'}-{secrets.token_hex(3)}"
