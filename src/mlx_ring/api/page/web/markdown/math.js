@@ -4,6 +4,7 @@
 
 import { h, useLayoutEffect, useRef } from "../vendor/preact.js";
 import { loadKatex, useLibrary } from "./libraries.js";
+import { inAlphabet } from "./math-alphabets.js";
 
 /** Longest formula in characters: no closing mark is searched for beyond. */
 const MAX_FORMULA = 4000;
@@ -68,7 +69,7 @@ export function MathText({ text, isDisplay = false }) {
     if (!katex || !element) return;
     try {
       const tree = katex.__renderToDomTree(text, options);
-      dropStyles(tree);
+      adaptTree(tree);
       element.replaceChildren(tree.toNode());
     } catch {
       element.replaceChildren(sourceElement(text));
@@ -88,14 +89,41 @@ function sourceElement(text) {
 }
 
 /**
- * Remove inline styles, which the page's security policy refuses: they are only frames and bold shadows. Remove
- * relative lengths such as +6pt too, because browsers read them as absolute ones and cut the formula off.
+ * Write what browsers do not read, or read otherwise, in another way: alphabets of symbols as characters of their own,
+ * those of words and enclosing lines as classes. Remove inline styles, which the page's security policy refuses: they are only frames and bold
+ * shadows. Remove relative lengths such as +6pt too, because browsers read them as absolute ones and cut the formula
+ * off.
  * @param {MathTree} tree
  */
-function dropStyles(tree) {
+export function adaptTree(tree) {
   const { attributes = {} } = tree;
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "style" || value.startsWith("+")) delete attributes[name];
   }
-  for (const child of tree.children ?? []) dropStyles(child);
+  const { mathvariant, notation } = attributes;
+  if (mathvariant && mathvariant !== "normal") {
+    delete attributes.mathvariant;
+    if (tree.type === "mtext") attributes.class = mathvariant;
+    // Without the attribute, a browser would slant a single letter that has no form of its own in the alphabet.
+    else if (!setAlphabet(tree, mathvariant) && tree.type === "mi") attributes.mathvariant = "normal";
+  }
+  if (tree.type === "menclose") {
+    tree.type = "mrow";
+    delete attributes.notation;
+    attributes.class = notation ?? "";
+  }
+  for (const child of tree.children ?? []) adaptTree(child);
+}
+
+/**
+ * Write the texts below a tree in another alphabet. Return true if all their characters have such a form.
+ * @param {MathTree} tree
+ * @param {string} variant
+ * @returns {boolean}
+ */
+function setAlphabet(tree, variant) {
+  if (tree.text === undefined) return (tree.children ?? []).map((child) => setAlphabet(child, variant)).every(Boolean);
+  const before = tree.text;
+  tree.text = inAlphabet(before, variant);
+  return Array.from(before).every((letter) => inAlphabet(letter, variant) !== letter);
 }
