@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.engine_stats import Policy
@@ -96,6 +97,11 @@ def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
             )
         prepared.append((own, served))
     return prepared
+
+
+def start_name(given: str, local: LocalModel) -> str:
+    """Return the name or the absolute path with which another start, in any folder, finds the model that was given."""
+    return str(Path(given).expanduser().absolute()) if local.kind in ("folder", "file") else given
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:

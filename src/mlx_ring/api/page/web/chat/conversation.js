@@ -10,8 +10,8 @@ const ID_BYTES = 8;
 
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
- * streams. `key` finds the answer among the messages. `isKept` is true while the text is that of the try before, and the next one has none yet. `isQueued` is true
- * while other answers of this browser must end first.
+ * streams. `key` finds the answer among the messages. `isKept` is true while the text is that of the try before, and
+ * the next one has none yet. `isQueued` is true while other answers of this browser must end first.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
  *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean, key?: string

@@ -16,6 +16,9 @@ const LIMITS = { maxExpand: 500, maxSize: 20 };
  * @typedef {{ source: string, isDisplay: boolean, next: number }} Formula
  */
 
+/** What follows the dollar of a shell's variable, such as $PATH. */
+const VARIABLE = /^[A-Z_]{2}/;
+
 /** @type {[open: string, close: string, isDisplay: boolean][]} */
 const MARKS = [
   ["$$", "$$", true],
@@ -50,10 +53,21 @@ function closingDollar(near) {
   for (let end = near.indexOf("$"); end > 0; end = near.indexOf("$", end + 1)) {
     const isEscaped = near[end - 1] === "\\";
     if (isEscaped || /\s/.test(near.charAt(end - 1)) || /[\d$]/.test(near.charAt(end + 1))) continue;
-    const source = near.slice(0, end);
-    return /^\d/.test(source) && !/[\\^_={}+*/<>-]/.test(source) ? -1 : end;
+    if (VARIABLE.test(near.slice(end + 1, end + 3))) continue;
+    return isPrice(near.slice(0, end)) ? -1 : end;
   }
   return -1;
+}
+
+/**
+ * Return true if a text after a dollar begins with a price: a number without signs of a formula, or one before
+ * another dollar or words.
+ * @param {string} text
+ */
+function isPrice(text) {
+  if (!/^\d/.test(text)) return false;
+  if (!/[\\^_={}+*/<>-]/.test(text) || /(?<!\\)\$/.test(text)) return true;
+  return !/\\[a-z]/i.test(text) && (text.match(/\p{L}{2,}/gu) ?? []).length > 1;
 }
 
 /**
@@ -90,9 +104,9 @@ function sourceElement(text) {
 
 /**
  * Write what browsers do not read, or read otherwise, in another way: alphabets of symbols as characters of their own,
- * those of words and enclosing lines as classes. Remove inline styles, which the page's security policy refuses: they are only frames and bold
- * shadows. Remove relative lengths such as +6pt too, because browsers read them as absolute ones and cut the formula
- * off.
+ * those of words and enclosing lines as classes. Remove inline styles, which the page's security policy refuses: they
+ * are only frames and bold shadows. Remove relative lengths such as +6pt too, because browsers read them as absolute
+ * ones and cut the formula off.
  * @param {MathTree} tree
  */
 export function adaptTree(tree) {
