@@ -491,7 +491,7 @@ def test_tabs_neither_revert_what_others_change_nor_ask_in_the_same_chat(
         assert events.problems == []
 
 
-def test_keyboard_returns_to_the_question_when_its_button_is_gone(
+def test_focus_moves_to_the_question_when_its_button_is_removed(
     browser: Browser, long_answers_url: str
 ) -> None:
     with open_page(browser, long_answers_url) as (page, _):

@@ -131,8 +131,8 @@ export function Recommendations({ load }) {
 }
 
 /**
- * Return the models that fit by their verdict: those that run well first, and among them the largest; then those slow
- * with long prompts, the quickest to their first token first; then slower ones, the fastest first.
+ * Return the models that fit, by their verdict. Among those that run well the largest is first, among the others the
+ * fastest.
  * @param {Outcome[]} outcomes
  */
 export function rank(outcomes) {

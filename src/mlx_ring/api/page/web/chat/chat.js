@@ -157,8 +157,8 @@ export function Chat({ chats, live, models, jobs, notices }) {
 }
 
 /**
- * Move the focus to the field for a question when its element is gone or disabled, as Stop and Retry are once pressed:
- * from the start of the page the way back is long. On a phone the keyboard would cover the conversation.
+ * Move the focus to the field for a question when its element is removed or disabled, as Stop and Retry are. On a phone
+ * the keyboard would cover the conversation.
  */
 function useQuestionFocus() {
   // Read before the elements change.

@@ -60,8 +60,8 @@ function closingDollar(near) {
 }
 
 /**
- * Return true if a text after a dollar begins with a price: a number without signs of a formula, or one before
- * another dollar or words.
+ * Return true if a text after a dollar begins with a price. After its number there are no signs of a formula, or there
+ * are words or another dollar.
  * @param {string} text
  */
 function isPrice(text) {
@@ -103,9 +103,9 @@ function sourceElement(text) {
 }
 
 /**
- * Write what browsers do not read, or read otherwise, in another way: alphabets of symbols as characters of their own,
- * those of words and enclosing lines as classes. Remove inline styles, which the page's security policy refuses: they
- * are only frames and bold shadows. Remove relative lengths such as +6pt too, because browsers read them as absolute
+ * Write what browsers do not show in another way. Alphabets of symbols become characters of their own, those of words
+ * and enclosing lines become classes. Remove inline styles, which the page's security policy refuses: they are only
+ * frames and bold shadows. Remove relative lengths such as +6pt too, because browsers read them as absolute
  * ones and cut the formula off.
  * @param {MathTree} tree
  */
