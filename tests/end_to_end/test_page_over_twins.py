@@ -512,6 +512,7 @@ def test_focus_moves_to_the_question_when_its_button_is_removed(
         page.get_by_label("Edit the question").fill("Another?")
         press("Ask again")
         expect(page.get_by_role("article", name="You")).to_contain_text("Another?")
+        expect(answer).to_contain_text(ALPHABET)
         expect(question).to_be_focused()
         press("Stop")
         page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")

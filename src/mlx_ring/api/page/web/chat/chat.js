@@ -164,7 +164,7 @@ function useQuestionFocus() {
   // Read before the elements change.
   const { activeElement: focused, body } = document;
   useLayoutEffect(() => {
-    const isLost = focused !== body && (!focused?.isConnected || focused.matches(":disabled"));
+    const isLost = focused && focused !== body && (!focused.isConnected || focused.matches(":disabled"));
     const isTaken = document.activeElement !== body && document.activeElement !== focused;
     if (!isLost || isTaken || matchMedia("(pointer: coarse)").matches) return;
     document.getElementById("question")?.focus({ preventScroll: true });
