@@ -2,9 +2,9 @@ import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
 import { AnswerMarks } from "../../../src/mlx_ring/api/page/web/chat/answer-marks.js";
 import { MAX_STREAMS } from "../../../src/mlx_ring/api/page/web/chat/answer-slots.js";
-import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { EMPTY_ANSWER, editName } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
 import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
-import { ChatStore, editName } from "../../../src/mlx_ring/api/page/web/chat/store.js";
+import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
 
 const NAME = "mlx-ring.chats";

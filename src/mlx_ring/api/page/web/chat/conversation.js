@@ -226,6 +226,15 @@ export function withEdit(conversation, place, content) {
 }
 
 /**
+ * Return the name under which a change of the question at a place is kept.
+ * @param {Conversation} conversation
+ * @param {number} place
+ */
+export function editName({ id }, place) {
+  return `${id}/${place}`;
+}
+
+/**
  * Return the calls of the last answer that have no result yet.
  * @param {Conversation} conversation
  * @returns {ToolCall[]}

@@ -12,6 +12,7 @@ import { takeSlot } from "./answer-slots.js";
 import { streamCompletion } from "./completion.js";
 import {
   EMPTY_ANSWER,
+  editName,
   hasText,
   isAnswer,
   joinAnswers,
@@ -416,15 +417,6 @@ export class ChatStore {
 /** @param {Conversation[]} conversations */
 function sortNewestFirst(conversations) {
   return conversations.sort((one, two) => two.at - one.at);
-}
-
-/**
- * Return the name under which `edits` keeps a change of the question at a place.
- * @param {Conversation} conversation
- * @param {number} place
- */
-export function editName({ id }, place) {
-  return `${id}/${place}`;
 }
 
 /**

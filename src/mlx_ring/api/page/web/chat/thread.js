@@ -6,9 +6,8 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { isAnswer, isCutOff, openCalls } from "./conversation.js";
+import { editName, isAnswer, isCutOff, openCalls } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
-import { editName } from "./store.js";
 
 /** Distance from the end at which the thread still follows new text. */
 const NEAR_END_PX = 60;
