@@ -14,12 +14,12 @@ from tests.engine.twin import TwinExecutor
 
 from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, Moved, State
+from mlx_ring.api.service import LinkInfo, ModelService, Moved, State
 from mlx_ring.core.engine_stats import Meter, Policy
-from mlx_ring.core.errors import Conflict, ModelNotFound, PlanError, RequestError, RingError
+from mlx_ring.core.errors import Conflict, ExceedsMemory, ModelNotFound, RequestError, RingError
 from mlx_ring.core.generation import OpenRequest
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
-from mlx_ring.core.worker_status import WorkerInfo
+from mlx_ring.core.worker_status import InstanceInfo, WorkerInfo
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Limits
@@ -206,6 +206,7 @@ class TwinService:
         held: HeldRequests | None = None,
     ) -> None:
         self.model_id, *self.aliases = names
+        self.start_name = self.model_id
         self.is_loaded = True
         self.context_length = context
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
@@ -368,7 +369,7 @@ class TwinCatalog:
         if name.startswith("nobody/"):
             raise ModelNotFound(f"There is no model {name!r}.")
         if name == "org/large" and not force:
-            raise PlanError("It needs more memory than the machines here have.")
+            raise ExceedsMemory("It needs more memory than the machines here have.")
         for done in (0, 50, 100):
             report(PullProgress("downloading", done, 100))
             await asyncio.sleep(0)

@@ -450,3 +450,135 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         page.get_by_role("button", name="Use org/twin").click()
         ask(page, "Hello.")
         expect(answer.last).to_contain_text("org/twin")
+
+
+def test_tabs_neither_revert_what_others_change_nor_ask_in_the_same_chat(
+    browser: Browser, long_answers_url: str
+) -> None:
+    with open_page(browser, long_answers_url) as (one, events):
+        answers = one.get_by_role("article", name="Answer")
+        ask(one, "First question.")
+        expect(answers).to_contain_text(ALPHABET)
+        other = one.context.new_page()
+        other.goto(long_answers_url)
+        field = other.get_by_label("Your question")
+        expect(field).to_have_attribute(
+            "placeholder", "Another tab of this browser receives an answer in this chat."
+        )
+        field.fill("Second question.")
+        expect(other.get_by_role("button", name="Send")).to_be_disabled()
+        other.get_by_role("button", name="Rename").click()
+        other.get_by_label("Name of this chat").fill("Named elsewhere")
+        other.keyboard.press("Enter")
+        expect(one.get_by_role("heading", name="Named elsewhere")).to_be_visible()
+        one.get_by_role("button", name="Stop").click()
+        expect(other.get_by_role("article", name="Answer")).to_contain_text(ALPHABET)
+        expect(other.get_by_role("heading", name="Named elsewhere")).to_be_visible()
+        expect(other.get_by_role("button", name="Send")).to_be_enabled()
+        one.get_by_role("button", name="Continue").click()
+        expect(one.get_by_role("button", name="Stop")).to_be_visible()
+        other.get_by_role("button", name="Delete all").click()
+        expect(other.get_by_role("button", name="Cancel")).to_be_focused()
+        other.get_by_role("button", name="Delete permanently").click()
+        expect(answers).to_have_count(0)
+        one.close(run_before_unload=True)
+        other.reload()
+        expect(other.get_by_role("button", name="New chat")).to_be_visible()
+        assert (
+            other.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('mlx-ring.chat'))")
+            == []
+        )
+        assert events.problems == []
+
+
+def test_focus_moves_to_the_question_when_its_button_is_removed(
+    browser: Browser, long_answers_url: str
+) -> None:
+    with open_page(browser, long_answers_url) as (page, _):
+        question = page.get_by_label("Your question")
+        answer = page.get_by_role("article", name="Answer")
+
+        def press(name: str) -> None:
+            page.get_by_role("button", name=name).focus()
+            page.keyboard.press("Enter")
+
+        press("What can you help me with?")
+        for name in ("Stop", "Continue", "Stop", "Retry", "Stop"):
+            expect(answer).to_contain_text(ALPHABET)
+            expect(question).to_be_focused()
+            press(name)
+        expect(question).to_be_focused()
+        press("Edit")
+        page.get_by_label("Edit the question").fill("Another?")
+        press("Ask again")
+        expect(page.get_by_role("article", name="You")).to_contain_text("Another?")
+        expect(answer).to_contain_text(ALPHABET)
+        expect(question).to_be_focused()
+        press("Stop")
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        press("Copy answer")
+        expect(page.get_by_role("button", name="Copied")).to_be_focused()
+
+
+def test_change_of_a_question_is_kept_while_other_views_are_open(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, _):
+        ask(page, "First question.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens")
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Edit the question").fill("Rewritten with care")
+        page.get_by_role("link", name="Models").click()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Edit the question")).to_have_value("Rewritten with care")
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("link", name="Models").click()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_role("button", name="Edit")).to_be_visible()
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 256), (390, 330), (390, 664), (1280, 300)])
+def test_conversation_can_be_read_in_a_short_window(
+    width: int, height: int, browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url, width=width) as (page, _):
+        page.set_viewport_size({"width": width, "height": height})
+        ask(page, "Hello.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("Retry")
+        page.get_by_role("button", name="Parameters").click()
+        expect(page.get_by_label("Temperature")).to_be_visible()
+        assert page.evaluate("document.querySelector('.thread').clientHeight") > 100
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+TABLE = r"""| Model | Memory | Speed | Words |
+|---|--:|--:|---|
+| Qwen3-30B-A3B-Instruct-2507 | 17.25 GB | 55.5 tok/s | a rather long description of extraordinary things |
+
+Sets: $\mathbb{R}$ and $\cancel{y}$.
+"""
+
+
+BROKEN_WORDS = """(cells) => cells.flatMap((cell) => {
+    const range = document.createRange();
+    const text = cell.firstChild;
+    return [...text.data.matchAll(/\\S+/g)].filter(({ 0: word, index }) => {
+        range.setStart(text, index);
+        range.setEnd(text, index + word.length);
+        return !word.includes("-") && range.getClientRects().length > 1;
+    }).map(([word]) => word);
+})"""
+"""The words that are broken into several lines."""
+
+
+def test_table_on_a_phone_breaks_no_word_and_formulas_have_their_letters_and_lines(browser: Browser) -> None:
+    with serving(TwinService(says=TABLE)) as url, open_page(browser, url, width=390) as (page, events):
+        ask(page, "Show me.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer.locator("math")).to_have_count(2)
+        assert answer.locator("td").evaluate_all(BROKEN_WORDS) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        expect(answer.locator("math").first.locator("mi")).to_have_text("\N{DOUBLE-STRUCK CAPITAL R}")
+        lines = answer.locator("math .updiagonalstrike").evaluate(
+            "(row) => getComputedStyle(row).backgroundImage"
+        )
+        assert "linear-gradient" in lines
+        assert events.problems == []

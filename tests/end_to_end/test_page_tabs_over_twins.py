@@ -129,6 +129,21 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         )
 
 
+def test_download_that_is_refused_because_of_the_memory_can_be_forced(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService())
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models") as (page, _),
+    ):
+        add = page.get_by_role("region", name="Add a model")
+        add.get_by_label("Name").fill("org/large")
+        page.keyboard.press("Enter")
+        expect(add.get_by_role("alert")).to_contain_text("It needs more memory than the machines here have.")
+        add.get_by_role("button", name="Download all the same").click()
+        expect(add).to_contain_text("org/large is downloaded.")
+        expect(add.get_by_role("alert")).to_have_count(0)
+
+
 def test_models_on_the_disk_are_listed_and_downloads_in_progress_are_followed(browser: Browser) -> None:
     catalog = TwinCatalog(TwinService())
     with (

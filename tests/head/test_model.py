@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +24,8 @@ from mlx_ring.core.types import SamplingParams
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.move_order import unload_for
 from mlx_ring.head.router import SEQUENCE_TOKENS, Lease, Routed, Router, give_back
-from mlx_ring.head.served_model import prepare_model
+from mlx_ring.head.served_model import prepare_model, start_name
+from mlx_ring.models.model_source import find_model
 from mlx_ring.settings.settings_sources import load_settings
 
 IDLE = EngineLoad(is_open=True, sequences=0, tokens_to_read=0, shared_tokens=0)
@@ -260,3 +262,14 @@ def test_model_is_leased_from_the_start_of_a_preparation_to_the_submission(*, st
             await run_tasks_until(lambda: not service.router.is_leased)
 
     asyncio.run(run())
+
+
+def test_another_start_finds_a_folder_or_file_by_its_path_and_other_models_by_their_name(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    folder = find_model(tiny_model.name)
+    assert start_name(tiny_model.name, folder) == str(tiny_model)
+    assert start_name("a file.gguf", replace(folder, kind="file")) == str(tiny_model.parent / "a file.gguf")
+    assert start_name("demo", find_model("demo")) == "demo"
+    assert start_name("qwen3:8b", replace(folder, kind="hub")) == "qwen3:8b"

@@ -20,10 +20,10 @@ from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound
+from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
-from mlx_ring.models.hub_cache import interrupted_downloads
+from mlx_ring.models.hub_cache import check_shared_memory, interrupted_downloads
 from mlx_ring.models.model_source import (
     find_model,
     hold_folder,
@@ -116,6 +116,29 @@ def test_a_model_is_pulled_checked_again_and_removed(tiny_model: Path, home: Pat
         removed = mlx_ring("rm", "someone/tiny", endpoint=endpoint, home=home)
         assert removed.stdout.startswith("someone/tiny is removed, which frees ")
         assert not (home / "hub" / "models--someone--tiny").exists()
+
+
+class GiantHub(FakeHub):
+    """Hub whose weights need more memory than any machine has, by its list."""
+
+    def sibling(self, name: str, data: bytes) -> dict[str, object]:
+        giant = {"size": 10**15, "lfs": {"size": 10**15, "sha256": "0" * 64, "pointerSize": 134}}
+        return super().sibling(name, data) | (giant if name.endswith(".safetensors") else {})
+
+
+def test_a_pull_of_weights_beyond_the_memory_is_refused_with_the_option_that_insists(
+    tiny_model: Path, home: Path
+) -> None:
+    with running_hub(tiny_model, GiantHub) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        insisted = mlx_ring("pull", "someone/tiny", "--force", endpoint=endpoint, home=home)
+    assert pulled.returncode != 0
+    assert pulled.stderr.endswith(
+        " GB. Choose a smaller model. Or download it all the same with --force.\n"
+    ), pulled.stderr
+    assert "on disk" in insisted.stderr
+    with pytest.raises(ExceedsMemory, match=r"8\.0 GB.* 2\.0 GB\. Choose a smaller model\.$"):
+        check_shared_memory("someone/tiny", 8 * 10**9, 2 * 10**9)
 
 
 class NewerHub(FakeHub):

@@ -53,6 +53,7 @@ _REPLIES: Mapping[type[RingError], _Reply] = {
     errors.ModelNotFound: _Reply(404, INVALID, "model_not_found"),
     errors.ModelError: _Reply(400, INVALID, "model_unusable"),
     errors.PlanError: _Reply(503, SERVER, "no_room"),
+    errors.ExceedsMemory: _Reply(503, SERVER, "exceeds_memory"),
     errors.Conflict: _Reply(409, INVALID, "conflict"),
     errors.NotReady: _Reply(503, SERVER, "not_ready"),
     errors.Draining: _Reply(503, SERVER, "draining"),

@@ -11,7 +11,7 @@ from mlx_ring.core.engine_stats import EngineStats, Meter, Policy, StepTotals
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import GenerateRequest, OpenRequest, RequestStream
 from mlx_ring.core.types import Sampling
-from mlx_ring.core.worker_status import WorkerInfo
+from mlx_ring.core.worker_status import InstanceInfo
 from mlx_ring.models.model_folder import PullProgress, Report
 from mlx_ring.models.model_source import LocalModel
 from mlx_ring.models.pooling import Pooling
@@ -137,23 +137,6 @@ class LinkInfo:
     """Reason why nothing passes. The figures are then 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceInfo:
-    """Plan in force, and its workers in order of stage and rank."""
-
-    name: str
-    epoch: int
-    layers: int
-    """Number of the model's layers."""
-    workers: tuple[WorkerInfo, ...]
-    kv_bits: int = 0
-    """Bits of a quantized key or value; 0: kept as computed."""
-
-    @property
-    def stages(self) -> int:
-        return len({worker.stage for worker in self.workers})
-
-
 class ServedInstance(Protocol):
     """Instance of a model."""
 
@@ -201,6 +184,11 @@ class ModelService(Protocol):
     @property
     def aliases(self) -> Sequence[str]:
         """Further names that requests may use."""
+        ...
+
+    @property
+    def start_name(self) -> str:
+        """Name, or absolute path on the head's machine, with which another start finds the model."""
         ...
 
     @property

@@ -28,7 +28,7 @@ from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
 from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
 from mlx_ring.cli.profile import BUSY
-from mlx_ring.core.errors import ConfigError, RequestError
+from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.running import Running, running_here
@@ -69,7 +69,10 @@ def pull(
     another program with the hub's cache has downloaded are used as they are, and not converted. Gated models need HF_TOKEN, a token from your account on the hub.
     """
     if must_be_fetched(model):
-        found = fetch_here(model, memory_bytes=None if force else memory_here(api_key, cacert))
+        try:
+            found = fetch_here(model, memory_bytes=None if force else memory_here(api_key, cacert))
+        except ExceedsMemory as error:
+            raise ExceedsMemory(f"{error} Or download it all the same with --force.") from error
         print(f"{found.name} is complete: {gigabytes(found.folder.weight_bytes)} in {found.folder.path}.")
     else:
         found = find_model(model)

@@ -9,6 +9,7 @@
     │   ├── ModelUnsafe            needs code from its folder
     │   └── ModelUnsupported       the architecture cannot be cut, or not that way
     ├── PlanError                  the model cannot be placed as requested
+    │   ├── ExceedsMemory          its weights are too large for all machines together
     │   └── ContextKept            another model keeps the memory for its required context
     ├── HostFailed                 a machine of a cluster file cannot be reached, or fails at an operation
     ├── TrustError                 machines that must not, or cannot, connect to each other
@@ -103,6 +104,10 @@ class ModelUnsupported(ModelError):
 
 class PlanError(RingError):
     """The model cannot be placed as requested."""
+
+
+class ExceedsMemory(PlanError):
+    """The weights need more memory than all machines have. Only a download can insist."""
 
 
 class ContextKept(PlanError):

@@ -121,6 +121,23 @@ class WorkerInfo:
         return {name: size for name, size in self.memory.items() if isinstance(size, int)}
 
 
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """Plan in force, and its workers in order of stage and rank."""
+
+    name: str
+    epoch: int
+    layers: int
+    """Number of the model's layers."""
+    workers: tuple[WorkerInfo, ...]
+    kv_bits: int = 0
+    """Bits of a quantized key or value; 0: kept as computed."""
+
+    @property
+    def stages(self) -> int:
+        return len({worker.stage for worker in self.workers})
+
+
 def _metric(hint: object) -> Metric:
     """Return the metric in a field's annotation."""
     [metric] = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Metric)]

@@ -26,12 +26,13 @@ from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.api.app import build_app
 from mlx_ring.api.journal import Journal
 from mlx_ring.api.middleware.guard import Admission
-from mlx_ring.api.service import InstanceInfo, ModelCatalog
+from mlx_ring.api.service import ModelCatalog
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import AddressInUse
 from mlx_ring.core.folders import journal_folder, manifests_folder, state_folder
 from mlx_ring.core.traces import Tracing, open_tracing
+from mlx_ring.core.worker_status import InstanceInfo
 from mlx_ring.head.http_connections import HttpConfig
 from mlx_ring.head.instance_watch import end_tasks
 from mlx_ring.head.models import Catalog

@@ -13,12 +13,20 @@ from pydantic import TypeAdapter
 
 from mlx_ring.api.context import workers_of
 from mlx_ring.api.ops.status import RecoveryPhase, RecoveryStatus
-from mlx_ring.api.service import InstanceInfo
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.core.worker_status import MEMORY, REPORTED, GroupUse, LinkUse, WaitUse, WorkerInfo, WorkerMemory
+from mlx_ring.core.worker_status import (
+    MEMORY,
+    REPORTED,
+    GroupUse,
+    InstanceInfo,
+    LinkUse,
+    WaitUse,
+    WorkerInfo,
+    WorkerMemory,
+)
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.resumption import Destination, Silences

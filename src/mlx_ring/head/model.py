@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from mlx_ring.api.service import InstanceInfo, State
+from mlx_ring.api.service import State
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady, RingError
 from mlx_ring.core.generation import OpenRequest, WaysBack
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import Sampling
+from mlx_ring.core.worker_status import InstanceInfo
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
@@ -31,6 +32,7 @@ from mlx_ring.head.served_model import (
     memory_for_weights,
     policy_of,
     sampling_defaults,
+    start_name,
 )
 from mlx_ring.models.pooling import Pooling, read_pooling
 from mlx_ring.planner.place import LoadedStages
@@ -119,6 +121,10 @@ class HostedModel:
     @property
     def aliases(self) -> Sequence[str]:
         return self.served.names[1:]
+
+    @property
+    def start_name(self) -> str:
+        return start_name(self.settings.model, self.served.local)
 
     @property
     def tokenizer(self) -> Any:

@@ -100,6 +100,11 @@ def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
     return prepared
 
 
+def start_name(given: str, local: LocalModel) -> str:
+    """Return the name or the absolute path with which another start, in any folder, finds the model that was given."""
+    return str(Path(given).expanduser().absolute()) if local.kind in ("folder", "file") else given
+
+
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:
     """Describe architecture, size and quantization as plain JSON."""
     quantization = folder.quantization or {}

@@ -50,14 +50,13 @@ from huggingface_hub.utils import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
-from mlx_ring.models.hub_cache import PART, check_disk, repository_folder
+from mlx_ring.models.hub_cache import PART, check_disk, check_shared_memory, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
     PullProgress,
     Report,
     check_memory,
-    gigabytes,
     has_tokenizer,
     read_model_config,
     read_model_folder,
@@ -146,6 +145,7 @@ def fetch(
         ModelNotFound: a model that the hub does not have, or a hub out of reach.
         ModelCorrupt: a file that arrived with another content.
         PlanError: weights that do not fit the disk, or the memory; a disk that cannot be written.
+        ExceedsMemory: weights that do not fit `memory_bytes`.
     """
     disable_progress_bars()
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
@@ -159,11 +159,8 @@ def fetch(
         )
     if must_fit:
         check_memory(name, weight_bytes)
-    if memory_bytes is not None and weight_bytes > memory_bytes:
-        raise PlanError(
-            f"{name} needs {gigabytes(weight_bytes)} of memory for its weights, but the machines here have "
-            f"{gigabytes(memory_bytes)}. Choose a smaller model, or download it all the same with --force."
-        )
+    if memory_bytes is not None:
+        check_shared_memory(name, weight_bytes, memory_bytes)
     missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file.name), str)]
     folder = repository_folder(name)
     kept = sum(_kept_bytes(folder / "blobs", file) for file in missing)

@@ -11,7 +11,7 @@ from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
-from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.errors import ConfigError, ExceedsMemory, PlanError
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import gigabytes
@@ -74,6 +74,19 @@ def check_disk(name: str, needed_bytes: int, folder: Path) -> None:
         raise PlanError(
             f"{name} needs {gigabytes(needed_bytes)} on disk, but {folder} has {gigabytes(free)} free: "
             "free some space, or set HF_HOME to a folder on another disk."
+        )
+
+
+def check_shared_memory(name: str, weight_bytes: int, memory_bytes: int) -> None:
+    """Refuse to fetch a model whose weights all machines together cannot hold.
+
+    Raises:
+        ExceedsMemory: weights larger than the memory.
+    """
+    if weight_bytes > memory_bytes:
+        raise ExceedsMemory(
+            f"{name} needs {gigabytes(weight_bytes)} of memory for its weights, but the machines here have "
+            f"{gigabytes(memory_bytes)}. Choose a smaller model."
         )
 
 

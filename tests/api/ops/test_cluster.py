@@ -18,10 +18,10 @@ from mlx_ring.api.ops.status import (
     PlannedStage,
     ProposalStatus,
 )
-from mlx_ring.api.service import InstanceInfo, LinkInfo
+from mlx_ring.api.service import LinkInfo
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.core.worker_status import LinkUse, WorkerInfo, WorkerMemory
+from mlx_ring.core.worker_status import InstanceInfo, LinkUse, WorkerInfo, WorkerMemory
 from mlx_ring.head.head import api_settings
 from mlx_ring.settings.config import Settings
 

@@ -127,6 +127,8 @@ def test_a_pull_streams_its_progress_until_the_model_is_complete(api: Api) -> No
 def test_a_pull_that_cannot_begin_is_refused_with_a_status(api: Api) -> None:
     for fields, status in (({"model": "nobody/knows"}, 404), ({"model": "org/large"}, 503)):
         assert api.post("/models/pull", fields | {"stream": True}).status_code == status
+    error = api.post("/models/pull", {"model": "org/large", "stream": True}).json()["error"]
+    assert error["code"] == "exceeds_memory"
     assert api.post("/models/pull", {"model": "org/large", "force": True}).status_code == 200
 
 

@@ -112,9 +112,11 @@ test("answers that a person or the model ended are not cut off, and only text th
 });
 
 test("an answer replaces the previous one without changing the old conversation", () => {
-  const before = conversation(user("One"), answer(""), user("Two"));
-  assert.deepEqual(withAnswer(before, 1, answer("1")).messages, [user("One"), answer("1"), user("Two")]);
-  assert.deepEqual(before.messages, [user("One"), answer(""), user("Two")]);
+  const [empty, full] = [answer("", { key: "k" }), answer("1", { key: "k" })];
+  const before = conversation(user("One"), answer("0"), empty, user("Two"));
+  assert.deepEqual(withAnswer(before, full).messages, [user("One"), answer("0"), full, user("Two")]);
+  assert.deepEqual(before.messages, [user("One"), answer("0"), empty, user("Two")]);
+  assert.deepEqual(withAnswer(before, answer("1", { key: "other" })), before);
 });
 
 test("tool calls are open until each has its result", () => {

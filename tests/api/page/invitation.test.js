@@ -77,14 +77,14 @@ test("the start command names the models, and what the page knows of the options
   assert.equal(startCommand(plain, { port: "8100", hasKey: false }), "mlx-ring serve demo");
   /** @type {any} */
   const full = {
-    models: [{ model: "org/m" }, { model: "my model" }],
+    models: [{ model: "org/m" }, { model: "m", start_name: "/it's my/m" }],
     urls: ["http://mini:9000"],
     nodes: ["attending", "attending", "attending", "gone"].map((state) => ({ state })),
     join_refusal: null,
   };
   assert.equal(
     startCommand(full, { port: "9000", hasKey: true }),
-    "mlx-ring serve org/m 'my model' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
+    "mlx-ring serve org/m '/it'\\''s my/m' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
   );
   assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
 });

@@ -58,6 +58,11 @@ const CASES = {
     ["a $$x$$ b", '<p>a <MathText isDisplay="true">x</MathText> b</p>'],
     ["from $5 to $10", "<p>from $5 to $10</p>"],
     ["$5 or US$", "<p>$5 or US$</p>"],
+    ["between $100 and $200/month (or 50$)", "<p>between $100 and $200/month (or 50$)</p>"],
+    ["$2/hour for a year, or US$", "<p>$2/hour for a year, or US$</p>"],
+    ["$5, $10 and $HOME/bin:$PATH", "<p>$5, $10 and $HOME/bin:$PATH</p>"],
+    ["the $n$th of $2x^2$", "<p>the <MathText>n</MathText>th of <MathText>2x^2</MathText></p>"],
+    ["$2 \\text{ if } x > 0 \\text{ or so}$", "<p><MathText>2 \\text{ if } x &gt; 0 \\text{ or so}</MathText></p>"],
     ["$5 = x$", "<p><MathText>5 = x</MathText></p>"],
     ["\\$x$", "<p>$x$</p>"],
     ["$$ open", "<p>$$ open</p>"],
@@ -177,6 +182,8 @@ const CASES = {
         '<tbody><tr><td class="centred"><code>x</code></td><td>y | z</td></tr></tbody></table></div><p>end</p>',
     ],
     ["a | b\nno rule", "<p>a | b<br>no rule</p>"],
+    ["Use a | b to pipe\n---\nNext", "<p>Use a | b to pipe</p><hr><p>Next</p>"],
+    ["| a | b |\n|---|", "<p>| a | b |<br>|---|</p>"],
   ],
 };
 

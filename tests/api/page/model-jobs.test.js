@@ -5,6 +5,7 @@ import {
   countRequests,
   describeEnd,
   describeMemory,
+  describeRunning,
   describeSpeed,
   suggestions,
 } from "../../../src/mlx_ring/api/page/web/catalog/model-card.js";
@@ -386,18 +387,63 @@ test("a prediction says what fits and what does not", () => {
 
 test("models that run well come first, the largest first, and those that do not fit are left out", () => {
   /** @param {string} model @param {number} tokens_per_s @param {number} memory_bytes @returns {any} */
-  const outcome = (model, tokens_per_s, memory_bytes, fits = true) => ({ model, tokens_per_s, memory_bytes, fits });
+  const outcome = (model, tokens_per_s, memory_bytes, first_token_s = 1, fits = true) => ({
+    ...{ model, tokens_per_s, memory_bytes, first_token_s, fits },
+  });
   const all = [
     outcome("s", 0.5, 9),
     outcome("a", 90, 1),
+    outcome("p", 60, 50, 200),
+    outcome("q", 50, 60, 100),
     outcome("b", 6, 4),
     outcome("t", 2, 9),
-    outcome("n", 0, 99, false),
+    outcome("n", 0, 99, 1, false),
   ];
   assert.deepEqual(
     rank(all).map(({ model }) => model),
-    ["b", "a", "t", "s"],
+    ["b", "a", "q", "p", "t", "s"],
   );
+});
+
+test("loads are sent one after the other, and say for which they wait, because each holds a connection", async () => {
+  /** @type {Record<string, (response: Response) => void>} */
+  const answer = {};
+  const fetched = mock.method(globalThis, "fetch", (/** @type {URL} */ _, /** @type {any} */ { body }) => {
+    const { model } = JSON.parse(body);
+    return new Promise((done) => {
+      answer[model] = done;
+    });
+  });
+  const jobs = new ModelJobs();
+  const ended = ["a", "b", "c"].map((model) => jobs.load(model));
+  await settle();
+  const waits = () => Object.values(jobs.now).map(({ waitsFor, isRunning }) => isRunning && waitsFor);
+  assert.deepEqual([waits(), fetched.mock.callCount()], [["", "a", "b"], 1]);
+  assert.equal(describeRunning("b", /** @type {any} */ (jobs.now.b)), "b waits for the load of a");
+  answer.a?.(Response.json({ error: { message: "It does not fit." } }, { status: 503 }));
+  await settle();
+  assert.deepEqual([waits(), fetched.mock.callCount()], [[false, "", "b"], 2]);
+  answer.b?.(Response.json({ id: "b" }));
+  await settle();
+  answer.c?.(Response.json({ id: "c" }));
+  assert.deepEqual(await Promise.all(ended), [false, true, true]);
+  const last = jobs.load("a");
+  await settle();
+  assert.equal(jobs.now.a?.waitsFor, "");
+  answer.a?.(Response.json({ id: "a" }));
+  assert.equal(await last, true);
+});
+
+test("a download that was refused because of the memory can be forced", async () => {
+  const error = { message: "It needs more memory.", code: "exceeds_memory" };
+  answerWith(Response.json({ error }, { status: 503 }));
+  const jobs = new ModelJobs();
+  await jobs.add("org/m");
+  assert.equal(jobs.now["org/m"]?.isTooLarge, true);
+  const fetch = answerWith(new Response(DONE));
+  assert.equal(await jobs.download("org/m", false, true), true);
+  const { body } = /** @type {any} */ (fetch.mock.calls[0]).arguments[1];
+  assert.deepEqual(JSON.parse(body), { model: "org/m", stream: true, force: true });
 });
 
 test("a verdict says whether a model is of use in a chat", () => {

@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
+import { AnswerMarks } from "../../../src/mlx_ring/api/page/web/chat/answer-marks.js";
 import { MAX_STREAMS } from "../../../src/mlx_ring/api/page/web/chat/answer-slots.js";
-import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { EMPTY_ANSWER, editName } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
 import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
@@ -9,7 +10,10 @@ import { createStream, settle, setUpBrowser } from "./support.js";
 const NAME = "mlx-ring.chats";
 const { navigator } = globalThis;
 
-afterEach(() => Object.defineProperty(globalThis, "navigator", { value: navigator, configurable: true }));
+afterEach(() => {
+  window.dispatchEvent(new Event("pagehide"));
+  Object.defineProperty(globalThis, "navigator", { value: navigator, configurable: true });
+});
 
 /** @param {number} at @param {any[]} [messages] */
 const chat = (at, messages = [{ role: "user", content: "?" }]) => ({ id: `c${at}`, title: `chat ${at}`, at, messages });
@@ -32,7 +36,13 @@ function openStore(chats) {
     write(NAME, JSON.stringify(value));
     window.dispatchEvent(Object.assign(new Event("storage"), { key: NAME }));
   };
-  return { store: new ChatStore(() => {}), limit, storeElsewhere };
+  /** What another tab says of a chat. @param {string} id @param {object | null} value */
+  const mark = (id, value) => {
+    if (value) write(`mlx-ring.chat-${id}`, JSON.stringify(value));
+    else localStorage.removeItem(`mlx-ring.chat-${id}`);
+    window.dispatchEvent(Object.assign(new Event("storage"), { key: `mlx-ring.chat-${id}` }));
+  };
+  return { store: new ChatStore(() => {}), limit, storeElsewhere, mark };
 }
 
 /** @returns {any[]} */
@@ -81,6 +91,123 @@ test("each result of a tool is stored, also while others are missing", () => {
   ]);
   store.addResult(/** @type {any} */ (calls[0]), "line one\nline two", options);
   assert.equal(stored()[0].messages[2].content, "line one\nline two");
+});
+
+/** A store whose only chat receives an answer, of which a first word has arrived. */
+async function openStreaming() {
+  const page = openStore([chat(1)]);
+  const { store } = page;
+  const stream = createStream();
+  mock.method(globalThis, "fetch", async (/** @type {URL} */ _, /** @type {any} */ { signal }) => {
+    signal.addEventListener("abort", () => stream.abort());
+    return stream.response;
+  });
+  store.ask("More?", options);
+  await settle();
+  await stream.write('data: {"id":"x","choices":[{"delta":{"content":"Hi"}}]}\n\n');
+  await settle();
+  assert.equal(store.now.open.messages[2]?.content, "Hi");
+  return { ...page, stream, contents: () => stored()[0]?.messages.map((/** @type {any} */ { content }) => content) };
+}
+
+for (const [how, left] of /** @type {[string, any[]][]} */ ([
+  ["alone", [chat(2)]],
+  ["with all others", []],
+])) {
+  test(`a chat that another tab deletes ${how} stays deleted when its answer ends or the page is closed`, async () => {
+    const { store, storeElsewhere, stream } = await openStreaming();
+    storeElsewhere(left);
+    assert.deepEqual([ids(store), store.now.running.size], [left.map(({ id }) => id), 0]);
+    await settle();
+    window.dispatchEvent(new Event("pagehide"));
+    assert.deepEqual(stored(), left);
+    assert.equal(localStorage.getItem("mlx-ring.chat-c1"), null);
+    await assert.rejects(stream.write("data: more"));
+  });
+}
+
+test("a chat that another tab renames, and stores as it was before the answer, keeps both when that ends", async () => {
+  const { store, storeElsewhere, stream, contents } = await openStreaming();
+  storeElsewhere([{ ...stored()[0], title: "Renamed", isNamed: true }]);
+  assert.deepEqual([store.now.open.title, store.now.open.messages[2]?.content], ["Renamed", "Hi"]);
+  storeElsewhere([{ ...chat(1), title: "Again" }]);
+  await stream.write(DONE);
+  await settle();
+  assert.deepEqual([stored()[0].title, contents()], ["Again", ["?", "More?", "HiHi"]]);
+});
+
+test("an answer goes to its message, though another tab has removed one before it", async () => {
+  const { storeElsewhere, stream, contents } = await openStreaming();
+  storeElsewhere([{ ...stored()[0], messages: stored()[0].messages.slice(1) }]);
+  await stream.write(DONE);
+  await settle();
+  assert.deepEqual(contents(), ["More?", "HiHi"]);
+});
+
+test("a chat for which another tab has no room keeps its answer that streams", async () => {
+  const { store, storeElsewhere, stream, contents } = await openStreaming();
+  storeElsewhere([chat(9), { unstored: ["c1"] }]);
+  await stream.write(DONE);
+  await settle();
+  assert.deepEqual(ids(store).sort(), ["c1", "c9"]);
+  assert.deepEqual(contents(), ["?", "More?", "HiHi"]);
+});
+
+test("nothing is asked in a chat while another tab receives an answer there", async () => {
+  const calls = ["a", "b"].map((id) => ({ id, name: id, arguments: "{}" }));
+  const messages = [
+    { role: "user", content: "?" },
+    { ...EMPTY_ANSWER, calls, end: "tool_calls" },
+  ];
+  const { store, mark } = openStore([chat(1, messages)]);
+  const fetched = mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  mark("c1", { tab: "other", at: Date.now() });
+  assert.deepEqual([...store.now.elsewhere], ["c1"]);
+  const tries = [
+    store.ask("More?", options),
+    store.retry(1, options),
+    store.edit(0, "Other?", options),
+    store.addResult(/** @type {any} */ (calls[0]), "one", options),
+  ];
+  await settle();
+  assert.deepEqual([tries, fetched.mock.callCount()], [[false, false, false, false], 0]);
+  assert.deepEqual(stored()[0].messages, messages);
+  store.startNew();
+  assert.equal(store.ask("Elsewhere?", options), true);
+  store.open("c1");
+  mark("c1", null);
+  assert.deepEqual([store.now.elsewhere.size, store.ask("More?", options)], [0, true]);
+});
+
+test("a mark that its tab no longer renews expires, without a lock at once", async () => {
+  const { store, mark } = openStore([chat(1)]);
+  mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  const marks = new AnswerMarks("this");
+  Object.defineProperty(globalThis, "navigator", { value: {}, configurable: true });
+  mark("c1", { tab: "other", at: Date.now() - 20_000 });
+  await marks.sweep(["c1"]);
+  assert.equal(marks.isElsewhere("c1"), true);
+  const held = [{ name: "mlx-ring.chat-c1" }];
+  const value = { locks: { query: async () => ({ held }), request: async () => {} } };
+  Object.defineProperty(globalThis, "navigator", { value, configurable: true });
+  await marks.sweep(["c1"]);
+  assert.equal(marks.isElsewhere("c1"), true);
+  held.pop();
+  await marks.sweep(["c1"]);
+  assert.equal(marks.isElsewhere("c1"), false);
+  mark("c1", { tab: "other", at: Date.now() - 80_000 });
+  assert.equal(store.ask("More?", options), true);
+});
+
+test("the deletion of a chat can be undone after a question, and a change of a question is kept until it is sent", () => {
+  const { store } = openStore([chat(2), chat(1)]);
+  mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  store.delete("c1");
+  store.ask("More?", options);
+  assert.equal(store.now.deleted?.id, "c1");
+  store.edits.set(editName(store.now.open, 0), "Changed").set(editName(store.now.open, 1), "Later");
+  store.edit(0, "Changed", options);
+  assert.equal(store.edits.size, 0);
 });
 
 /** @param {ChatStore} store @param {number} count */

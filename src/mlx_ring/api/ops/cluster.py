@@ -16,10 +16,10 @@ from typing_extensions import TypedDict
 from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.status import ClusterParts
-from mlx_ring.api.service import InstanceInfo, LinkInfo, ModelService, ServedInstance, State
+from mlx_ring.api.service import LinkInfo, ModelService, ServedInstance, State
 from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.types import RankId
-from mlx_ring.core.worker_status import LinkUse, WaitUse, WorkerInfo, WorkerMemory
+from mlx_ring.core.worker_status import InstanceInfo, LinkUse, WaitUse, WorkerInfo, WorkerMemory
 
 Availability = Literal["ready", "unavailable"]
 Mean = int | float | None
@@ -89,6 +89,8 @@ class ServedModelStatus(JsonObject):
     """A model and its instances."""
 
     model: str
+    start_name: str
+    """Name, or absolute path on the head's machine, with which `mlx-ring serve` finds the model."""
     state: State
     reason: str | None
     instances: list[ServedInstanceStatus]
@@ -244,6 +246,7 @@ def _model(model: ModelService) -> ServedModelStatus:
     error = model.error
     return {
         "model": model.model_id,
+        "start_name": model.start_name,
         "state": model.state,
         "reason": None if error is None else str(error),
         "instances": [_instance(instance) for instance in model.instances],

@@ -42,6 +42,7 @@ async function copy(text) {
  * @param {string} text
  */
 function copyBySelection(text) {
+  const focused = document.activeElement;
   const field = document.createElement("textarea");
   field.value = text;
   field.className = "visually-hidden";
@@ -51,6 +52,7 @@ function copyBySelection(text) {
     return document.execCommand("copy");
   } finally {
     field.remove();
+    if (focused instanceof HTMLElement) focused.focus({ preventScroll: true });
   }
 }
 

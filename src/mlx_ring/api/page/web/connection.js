@@ -20,7 +20,8 @@ export function startCommand(cluster, { nodes = 0, port = location.port, hasKey 
   const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
   return [
     "mlx-ring serve",
-    ...cluster.models.map(({ model }) => (/^[\w./:@+-]+$/.test(model) ? model : `'${model}'`)),
+    // A server of another version may lack the name to start with.
+    ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
     count && `--nodes ${count}`,
     port && port !== USUAL_PORT && `--port ${port}`,
     // A server of another version may lack a field, and this notice stands outside the views.
@@ -29,6 +30,14 @@ export function startCommand(cluster, { nodes = 0, port = location.port, hasKey 
   ]
     .filter(Boolean)
     .join(" ");
+}
+
+/**
+ * Quote a word for a shell, if it needs that.
+ * @param {string} word
+ */
+function quoted(word) {
+  return /^[\w./:@+-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }
 
 /**

@@ -734,6 +734,8 @@ export interface ServedInstanceStatus {
 /** A model and its instances. */
 export interface ServedModelStatus {
   model: string;
+  /** Name, or absolute path on the head's machine, with which `mlx-ring serve` finds the model. */
+  start_name: string;
   state: "loading" | "ready" | "unavailable" | "unloaded";
   reason: string | null;
   instances: ServedInstanceStatus[];

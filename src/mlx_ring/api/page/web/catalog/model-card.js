@@ -84,7 +84,7 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat
  */
 function Actions({ served: { model, state }, job, jobs, chat, unload }) {
   if (job?.isRunning) {
-    return html`<span class="muted push" role="status">${VERBS[job.kind]} ${model}</span>`;
+    return html`<span class="muted push" role="status">${describeRunning(model, job)}</span>`;
   }
   if (state === "loading") return null;
   const isLoaded = state !== "unloaded";
@@ -106,6 +106,15 @@ function Actions({ served: { model, state }, job, jobs, chat, unload }) {
       onClick=${onSingleClick(isLoaded ? (unload ?? (() => {})) : load)}
     >${isLoaded ? "Unload" : "Load"}</button>
   </span>`;
+}
+
+/**
+ * Return what a job of a model does now.
+ * @param {string} name
+ * @param {Pick<Job, "kind" | "waitsFor">} job
+ */
+export function describeRunning(name, { kind, waitsFor }) {
+  return waitsFor ? `${name} waits for the load of ${waitsFor}` : `${VERBS[kind]} ${name}`;
 }
 
 /**
@@ -227,6 +236,12 @@ export function JobProblem({ name, job, jobs }) {
       canForce &&
       html`<button type="button" class="danger" onClick=${onSingleClick(() => jobs.unload(name, true))}>
         Unload and end its requests
+      </button>`
+    }
+    ${
+      job.isTooLarge &&
+      html`<button type="button" onClick=${onSingleClick(() => jobs.download(name, false, true))}>
+        Download all the same
       </button>`
     }
     <button type="button" class="quiet" onClick=${() => jobs.dismiss(name)}>Dismiss</button>

@@ -13,15 +13,19 @@ import { readDisk } from "../models.js";
  * @property {boolean} isRunning
  * @property {string} problem a sentence, or empty
  * @property {boolean} isConflict whether the server refused because the model is in use
+ * @property {boolean} isTooLarge whether the server refused a download because no machines here could load the model
+ * @property {string} waitsFor model whose load must end first, or empty
  * @property {PullStatus | null} progress of a download
  * @property {boolean} loadsNext whether the model is loaded after its download
  * @property {string} served the server's name of the model once the job has ended well, else empty
+ * @property {number} startedAt in milliseconds of `performance.now`
  * @property {number} seconds that a load took
  */
 
 /** @typedef {Record<string, Job>} Jobs by the model's name */
 
 const CONFLICT = 409;
+const TOO_LARGE = "exceeds_memory";
 const STOPPED = "The download stopped before it was complete. Start it again.";
 /** Time between two looks at downloads that others began. */
 const FOLLOW_MS = 2000;
@@ -30,9 +34,12 @@ const NEW_JOB = {
   isRunning: true,
   problem: "",
   isConflict: false,
+  isTooLarge: false,
+  waitsFor: "",
   progress: null,
   loadsNext: false,
   served: "",
+  startedAt: 0,
   seconds: 0,
 };
 
@@ -49,6 +56,8 @@ export class ModelJobs {
   #isWatching = false;
   /** Names and bytes of downloads that this page does not follow by itself. @type {Set<string | number>} */
   #left = new Set();
+  /** The last load that was asked for, until it ends. @type {{ model: string, ended: Promise<void> } | null} */
+  #lastLoad = null;
 
   /**
    * Call a listener after every change. Return a function that unsubscribes it.
@@ -69,11 +78,42 @@ export class ModelJobs {
   }
 
   /**
-   * Load a model that is on the disk, and serve it from now on.
+   * Load a model that is on the disk, and serve it from now on. It waits for the loads before it, because each holds a
+   * connection, and a browser opens only six to a server.
    * @param {string} model
    */
   load(model) {
-    return this.#run(model, "load", false, () => nameOf(request("models/load", { body: { model } })));
+    return this.#run(model, "load", false, () =>
+      this.#inTurn(model, () => nameOf(request("models/load", { body: { model } }))),
+    );
+  }
+
+  /**
+   * Wait for the load that was asked for before, then load.
+   * @param {string} model
+   * @param {() => Promise<string>} load
+   */
+  async #inTurn(model, load) {
+    const before = this.#lastLoad;
+    const loaded = (async () => {
+      if (before) {
+        this.#set(model, { waitsFor: before.model });
+        await before.ended;
+        this.#set(model, { waitsFor: "", startedAt: performance.now() });
+      }
+      return await load();
+    })();
+    const ended = loaded.then(
+      () => {},
+      () => {},
+    );
+    const own = { model, ended };
+    this.#lastLoad = own;
+    try {
+      return await loaded;
+    } finally {
+      if (this.#lastLoad === own) this.#lastLoad = null;
+    }
   }
 
   /**
@@ -87,12 +127,14 @@ export class ModelJobs {
   /**
    * Download a model to the head's machine. Return true if it arrived, and was loaded where that was wanted.
    * @param {string} model
+   * @param {boolean} [loadsNext]
+   * @param {boolean} [force] whether to download also what the machines here could not load
    */
-  async download(model, loadsNext = false) {
+  async download(model, loadsNext = false, force = false) {
     if (this.now[model]?.isRunning) return false;
     const abort = new AbortController();
     this.#downloads.set(model, abort);
-    const isHere = await this.#run(model, "download", loadsNext, () => this.#pull(model, abort.signal));
+    const isHere = await this.#run(model, "download", loadsNext, () => this.#pull(model, abort.signal, force));
     return isHere && this.now[model]?.loadsNext ? this.load(model) : isHere;
   }
 
@@ -101,13 +143,14 @@ export class ModelJobs {
    * leave none for the rest of the page. The server continues the others, and its list tells their progress.
    * @param {string} model
    * @param {AbortSignal} signal
+   * @param {boolean} force
    */
-  async #pull(model, signal) {
+  async #pull(model, signal, force) {
     /** Function that frees the place for a stream; null if another download has it. @type {(() => void) | null} */
     let release = null;
     let isComplete = false;
     try {
-      for await (const progress of pullModel(model, signal)) {
+      for await (const progress of pullModel(model, signal, force)) {
         this.#set(model, { progress });
         isComplete = progress.status === "done";
         if (isComplete || release || !progress.total_bytes) continue;
@@ -249,11 +292,11 @@ export class ModelJobs {
   async #run(model, kind, loadsNext, act) {
     if (this.now[model]?.isRunning) return false;
     /** @type {Job} */
-    const job = { ...NEW_JOB, kind, loadsNext };
-    const startedAt = performance.now();
+    const job = { ...NEW_JOB, kind, loadsNext, startedAt: performance.now() };
     this.#update({ ...this.now, [model]: job });
     try {
       const served = await act();
+      const { startedAt } = this.now[model] ?? job;
       this.#set(model, { isRunning: false, served, seconds: (performance.now() - startedAt) / 1000 });
       return true;
     } catch (error) {
@@ -261,7 +304,10 @@ export class ModelJobs {
       else if (!(error instanceof ApiError)) throw error;
       // The notice of the connection tells why, and goes when the server is back.
       else if (error.code === "unreachable") this.dismiss(model);
-      else this.#set(model, { isRunning: false, problem: error.message, isConflict: error.status === CONFLICT });
+      else {
+        const [isConflict, isTooLarge] = [error.status === CONFLICT, error.code === TOO_LARGE];
+        this.#set(model, { isRunning: false, problem: error.message, isConflict, isTooLarge });
+      }
       return false;
     }
   }
@@ -311,15 +357,17 @@ function totalOf({ progress }) {
  * Download a model to the head's machine. The server continues if this page leaves. Yield what it says of the progress.
  * @param {string} model
  * @param {AbortSignal} signal
+ * @param {boolean} [force] whether to download also what the machines here could not load
  * @returns {AsyncGenerator<PullStatus>}
  * @throws {ApiError} if the server refuses, or the download fails or breaks off
  */
-export async function* pullModel(model, signal) {
-  const response = await request("models/pull", { body: { model, stream: true }, signal, accept: "text/event-stream" });
+export async function* pullModel(model, signal, force = false) {
+  const body = { model, stream: true, ...(force && { force }) };
+  const response = await request("models/pull", { body, signal, accept: "text/event-stream" });
   for await (const { data } of readEvents(response)) {
-    /** @type {PullStatus & { error?: { message: string } }} */
+    /** @type {PullStatus & { error?: { message: string, code?: string | null } }} */
     const said = JSON.parse(data);
-    if (said.error) throw new ApiError(said.error.message);
+    if (said.error) throw new ApiError(said.error.message, { code: said.error.code ?? null });
     yield said;
     if (said.status === "done") return;
   }

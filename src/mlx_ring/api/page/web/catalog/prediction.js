@@ -45,15 +45,25 @@ const [READING_SPEED, LEAST_SPEED] = [5, 1];
 /** Longest time to the first token for which people wait in a chat, in seconds. */
 const PATIENCE_S = 60;
 
+const [GOOD, SLOW_START, SLOW, TOO_SLOW] = ["runs well here", "slow with long prompts", "slow here", "too slow here"];
+
+/** Verdicts from the best on, each with the value whose highest is listed first. */
+const VERDICTS = /** @type {[name: string, value: (outcome: Outcome) => number][]} */ ([
+  [GOOD, ({ memory_bytes = 0 }) => memory_bytes],
+  [SLOW_START, ({ first_token_s = 0 }) => -first_token_s],
+  [SLOW, ({ tokens_per_s = 0 }) => tokens_per_s],
+  [TOO_SLOW, ({ tokens_per_s = 0 }) => tokens_per_s],
+]);
+
 /**
  * Return in a few words whether a model is of use in a chat here.
  * @param {Pick<Outcome, "fits" | "tokens_per_s" | "first_token_s">} outcome
  */
 export function verdict({ fits, tokens_per_s: speed = 0, first_token_s: first = 0 }) {
   if (!fits) return "does not fit";
-  if (speed < LEAST_SPEED) return "too slow here";
-  if (speed < READING_SPEED) return "slow here";
-  return first > PATIENCE_S ? "slow with long prompts" : "runs well here";
+  if (speed < LEAST_SPEED) return TOO_SLOW;
+  if (speed < READING_SPEED) return SLOW;
+  return first > PATIENCE_S ? SLOW_START : GOOD;
 }
 
 /**
@@ -66,7 +76,7 @@ export function loadableName(label) {
 }
 
 /**
- * Render the button that predicts popular models on this cluster, and those that fit, the fastest first.
+ * Render the button that predicts popular models on this cluster, and those that fit, the best first.
  * @param {{ load: (model: string) => void }} props
  */
 export function Recommendations({ load }) {
@@ -121,16 +131,15 @@ export function Recommendations({ load }) {
 }
 
 /**
- * Return the models that fit: first those that run well, the largest first, then slower ones, the fastest first.
+ * Return the models that fit, by their verdict. Among those that run well the largest is first, among the others the
+ * fastest.
  * @param {Outcome[]} outcomes
  */
 export function rank(outcomes) {
-  const speed = (/** @type {Outcome} */ { tokens_per_s = 0 }) => tokens_per_s;
-  const memory = (/** @type {Outcome} */ { memory_bytes = 0 }) => memory_bytes;
   const fitting = outcomes.filter(({ fits }) => fits);
-  const good = fitting.filter((each) => speed(each) >= READING_SPEED).sort((one, two) => memory(two) - memory(one));
-  const slow = fitting.filter((each) => speed(each) < READING_SPEED).sort((one, two) => speed(two) - speed(one));
-  return [...good, ...slow];
+  return VERDICTS.flatMap(([name, value]) =>
+    fitting.filter((each) => verdict(each) === name).sort((one, two) => value(two) - value(one)),
+  );
 }
 
 /** @param {Outcome} outcome */

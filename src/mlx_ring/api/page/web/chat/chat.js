@@ -13,7 +13,7 @@ import { counted } from "../format.js";
 import { answers } from "../live.js";
 import { useDiskNames } from "../models.js";
 import { describePlacement } from "../status.js";
-import { html, useEffect, useState } from "../vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useState } from "../vendor/preact.js";
 import { Composer } from "./composer.js";
 import { isAnswer } from "./conversation.js";
 import { History } from "./history.js";
@@ -57,20 +57,22 @@ export function Chat({ chats, live, models, jobs, notices }) {
     ? "The server does not answer."
     : isMissing(models, wanted)
       ? `${wanted} is not loaded.`
-      : "";
+      : now.elsewhere.has(now.open.id)
+        ? "Another tab of this browser receives an answer in this chat."
+        : "";
   const problem = findProblem(parameters);
   /** Send nothing that would be refused, and show parameters that have a problem. Return true if it was sent. */
-  const send = (/** @type {() => void} */ act) => {
+  const send = (/** @type {() => boolean} */ act) => {
     if (problem) setPanelOpen(true);
-    else if (!refusal) act();
-    return !problem && !refusal;
+    return !problem && !refusal && act();
   };
   const ask = (/** @type {string} */ text) =>
     send(() => {
       // A person who asks has read the notice of the load.
       if (wanted !== null && running[wanted]?.served) jobs.dismiss(wanted);
-      chats.ask(text, options);
+      return chats.ask(text, options);
     });
+  useQuestionFocus();
   const isRunning = now.running.has(now.open.id);
   const requests = live.connection === "open" ? (live.state?.requests ?? []) : [];
   const streaming = isRunning ? now.open.messages.find((each) => isAnswer(each) && each.end === null) : undefined;
@@ -91,6 +93,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         isRunning=${isRunning}
         request=${request}
         refusal=${refusal}
+        edits=${chats.edits}
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
         retry=${(/** @type {number} */ place) => send(() => chats.retry(place, options))}
@@ -151,6 +154,21 @@ export function Chat({ chats, live, models, jobs, notices }) {
       />
     </div>
   </div>`;
+}
+
+/**
+ * Move the focus to the field for a question when its element is removed or disabled, as Stop and Retry are. On a phone
+ * the keyboard would cover the conversation.
+ */
+function useQuestionFocus() {
+  // Read before the elements change.
+  const { activeElement: focused, body } = document;
+  useLayoutEffect(() => {
+    const isLost = focused && focused !== body && (!focused.isConnected || focused.matches(":disabled"));
+    const isTaken = document.activeElement !== body && document.activeElement !== focused;
+    if (!isLost || isTaken || matchMedia("(pointer: coarse)").matches) return;
+    document.getElementById("question")?.focus({ preventScroll: true });
+  });
 }
 
 /**

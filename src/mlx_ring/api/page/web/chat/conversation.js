@@ -10,11 +10,11 @@ const ID_BYTES = 8;
 
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
- * streams. `isKept` is true while the text is that of the try before, and the next one has none yet. `isQueued` is true
- * while other answers of this browser must end first.
+ * streams. `key` finds the answer among the messages. `isKept` is true while the text is that of the try before, and
+ * the next one has none yet. `isQueued` is true while other answers of this browser must end first.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
- *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean
+ *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean, key?: string
  * }} AnswerMessage
  */
 
@@ -47,7 +47,7 @@ export function newConversation() {
 }
 
 /** Return a random id. Browsers deny `crypto.randomUUID` to pages of other machines without TLS. */
-function randomId() {
+export function randomId() {
   const bytes = crypto.getRandomValues(new Uint8Array(ID_BYTES));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -115,14 +115,36 @@ function titleOf(text) {
 }
 
 /**
- * Replace the answer at a place.
+ * Replace the answer that has the same key, if there is one.
  * @param {Conversation} conversation
- * @param {number} place
  * @param {AnswerMessage} answer
  * @returns {Conversation}
  */
-export function withAnswer(conversation, place, answer) {
-  return { ...conversation, messages: conversation.messages.with(place, answer) };
+export function withAnswer(conversation, answer) {
+  const place = placeOf(conversation, answer);
+  return place < 0 ? conversation : { ...conversation, messages: conversation.messages.with(place, answer) };
+}
+
+/**
+ * Return a conversation as another tab stored it, with the answer that streams into this tab.
+ * @param {Conversation} stored
+ * @param {Conversation} own with that answer
+ * @returns {Conversation}
+ */
+export function withStreaming(stored, own) {
+  const answer = own.messages.filter(isAnswer).find(({ end }) => end === null);
+  if (answer && placeOf(stored, answer) >= 0) return withAnswer(stored, answer);
+  // The other tab stored the version of before the question.
+  const { title, isNamed = false } = stored;
+  return { ...own, title, isNamed };
+}
+
+/**
+ * @param {Conversation} conversation
+ * @param {AnswerMessage} answer
+ */
+function placeOf({ messages }, { key }) {
+  return messages.findIndex((message) => isAnswer(message) && message.key === key && key !== undefined);
 }
 
 /**
@@ -201,6 +223,15 @@ export function withEdit(conversation, place, content) {
   const messages = conversation.messages.slice(0, place);
   const title = place === 0 && !conversation.isNamed ? "" : conversation.title;
   return withMessage({ ...conversation, title, messages }, { role: "user", content });
+}
+
+/**
+ * Return the name under which a change of the question at a place is kept.
+ * @param {Conversation} conversation
+ * @param {number} place
+ */
+export function editName({ id }, place) {
+  return `${id}/${place}`;
 }
 
 /**

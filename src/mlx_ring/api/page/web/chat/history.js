@@ -3,7 +3,7 @@
 /** @import { Conversation } from "./conversation.js" */
 /** @import { ChatState, ChatStore } from "./store.js" */
 
-import { onSingleClick, onValue } from "../components.js";
+import { onSingleClick, onValue, useFocus, useReturningFocus } from "../components.js";
 import { html, useState } from "../vendor/preact.js";
 import { searchConversations } from "./conversation.js";
 import { allToJson, allToMarkdown, fileName, saveFile } from "./export.js";
@@ -19,6 +19,7 @@ export function History({ now, chats }) {
   const [isOpen, setOpen] = useState(false);
   const [isConfirming, setConfirming] = useState(false);
   const [search, setSearch] = useState("");
+  const deleteAll = useReturningFocus(isConfirming);
   const count = now.conversations.length;
   const found = count < FEW ? now.conversations : searchConversations(now.conversations, search);
   const closeAfter = (/** @type {() => void} */ act) => () => {
@@ -67,7 +68,7 @@ export function History({ now, chats }) {
         !isConfirming &&
         html`<p class="all">
           <button type="button" class="quiet" onClick=${() => exportAll(now.conversations)}>Export all</button>
-          <button type="button" class="quiet" onClick=${() => setConfirming(true)}>Delete all</button>
+          <button type="button" class="quiet" ref=${deleteAll} onClick=${() => setConfirming(true)}>Delete all</button>
         </p>`
       }
       ${
@@ -77,11 +78,20 @@ export function History({ now, chats }) {
         <button type="button" class="danger" onClick=${onSingleClick(closeAfter(() => chats.deleteAll()))}>
           Delete permanently
         </button>
-        <button type="button" class="quiet" onClick=${() => setConfirming(false)}>Cancel</button>
+        <${CancelButton} act=${() => setConfirming(false)} />
       </p>`
       }
     </div>
   </aside>`;
+}
+
+/**
+ * Render the button that has the focus while a deletion awaits confirmation.
+ * @param {{ act: () => void }} props
+ */
+function CancelButton({ act }) {
+  const button = useFocus();
+  return html`<button type="button" class="quiet" ref=${button} onClick=${act}>Cancel</button>`;
 }
 
 /**

@@ -21,25 +21,35 @@ const ENDS = {
 };
 
 /**
- * Render a question. `edit` returns false if nothing was sent.
- * @param {{ message: Question, isRunning: boolean, edit: (text: string) => boolean }} props
+ * Render a question. `edit` returns false if nothing was sent. `draft` is a change that was begun before the view
+ * changed.
+ * @param {{
+ *   message: Question, isRunning: boolean, draft: string | null, setDraft: (text: string | null) => void,
+ *   edit: (text: string) => boolean
+ * }} props
  */
-export function UserMessage({ message, isRunning, edit }) {
-  const [isEditing, setEditing] = useState(false);
+export function UserMessage({ message, isRunning, draft, setDraft, edit }) {
+  const [isEditing, setEditing] = useState(draft !== null);
   const button = useReturningFocus(isEditing);
   if (isEditing) {
     const done = (/** @type {string | null} */ text) => {
-      if (text === null || edit(text)) setEditing(false);
+      if (text !== null && !edit(text)) return;
+      setDraft(null);
+      setEditing(false);
     };
-    return html`<${Editor} text=${message.content} done=${done} />`;
+    return html`<${Editor} text=${draft ?? message.content} setDraft=${setDraft} done=${done} />`;
   }
+  const begin = () => {
+    setDraft(message.content);
+    setEditing(true);
+  };
   return html`<article class="message user" aria-label="You">
     <div class="text" dir="auto">${message.content}</div>
     <footer>
       <${CopyButton} text=${() => message.content} what="question" />
       ${
         !isRunning &&
-        html`<button type="button" class="quiet" ref=${button} onClick=${() => setEditing(true)}>
+        html`<button type="button" class="quiet" ref=${button} onClick=${begin}>
         Edit
       </button>`
       }
@@ -49,9 +59,9 @@ export function UserMessage({ message, isRunning, edit }) {
 
 /**
  * Render the form that changes a question. `done` gets null if it was cancelled.
- * @param {{ text: string, done: (text: string | null) => void }} props
+ * @param {{ text: string, setDraft: (text: string) => void, done: (text: string | null) => void }} props
  */
-function Editor({ text, done }) {
+function Editor({ text, setDraft, done }) {
   const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   // Before the first paint: whatever is typed next goes into this field.
   useLayoutEffect(() => field.current?.focus(), []);
@@ -73,6 +83,7 @@ function Editor({ text, done }) {
         dir="auto"
         rows=${Math.min(12, text.split("\n").length + 1)}
         defaultValue=${text}
+        onInput=${onValue(setDraft)}
         onKeyDown=${onKeyDown}
       ></textarea>
     </label>

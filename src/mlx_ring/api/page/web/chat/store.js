@@ -6,36 +6,43 @@
 /** @import { Parameters } from "./parameters.js" */
 
 import { ApiError } from "../api.js";
-import { readStored, writeStored } from "../storage.js";
+import { writeStored } from "../storage.js";
+import { AnswerMarks, isMark } from "./answer-marks.js";
 import { takeSlot } from "./answer-slots.js";
 import { streamCompletion } from "./completion.js";
 import {
   EMPTY_ANSWER,
+  editName,
   hasText,
   isAnswer,
   joinAnswers,
   newConversation,
   openCalls,
+  randomId,
   requestMessages,
   withAnswer,
   withAnswersStopped,
   withEdit,
   withMessage,
+  withStreaming,
   withTitle,
 } from "./conversation.js";
 import { chosenFields, requestFields } from "./parameters.js";
+import { readConversations, readUnstored, STORED_CHATS } from "./stored-chats.js";
 
-const STORED_CHATS = "mlx-ring.chats";
 /** Largest number of stored conversations. */
 export const MAX_CONVERSATIONS = 100;
 /** Longest time between two renders in a hidden tab, which gets no animation frames. */
 const RENDER_MS = 250;
+/** Time between two looks for tabs that have crashed while they received an answer. */
+const SWEEP_MS = 5000;
 
 /**
  * @typedef {object} ChatState
  * @property {Conversation[]} conversations newest first
  * @property {Conversation} open the conversation on the screen
  * @property {Set<string>} running ids of conversations with an answer that streams
+ * @property {Set<string>} elsewhere ids of conversations with an answer that streams into another tab
  * @property {Conversation | null} deleted the last deleted conversation, which can be restored
  * @property {boolean} isStored false if the browser had no room for the last change
  * @property {number} unstored number of older conversations that are not stored
@@ -57,6 +64,8 @@ export class ChatStore {
   draft = "";
   /** Models that were chosen for conversations. @type {Picks} */
   picks = new Map();
+  /** Questions that are being changed, by conversation and place. @type {Map<string, string>} */
+  edits = new Map();
   /** @type {ChatState} */
   now;
   /** @type {Set<(now: ChatState) => void>} */
@@ -65,6 +74,9 @@ export class ChatStore {
   #running = new Map();
   /** Ids of conversations that this tab or another one could not store. @type {Set<string>} */
   #unstored = new Set();
+  #marks = new AnswerMarks(randomId());
+  /** @type {ReturnType<typeof setTimeout> | undefined} */
+  #sweeper;
   #onKeyRequired;
 
   /** @param {(problem: string) => void} onKeyRequired called if the server refuses the API key */
@@ -72,14 +84,19 @@ export class ChatStore {
     this.#onKeyRequired = onKeyRequired;
     const conversations = readConversations();
     const open = conversations[0] ?? newConversation();
-    this.now = { conversations, open, running: new Set(), deleted: null, isStored: true, unstored: 0 };
+    const [running, elsewhere] = [new Set(), new Set()];
+    this.now = { conversations, open, running, elsewhere, deleted: null, isStored: true, unstored: 0 };
+    this.#readMarks();
     // Closing the page cuts answers off: store what arrived. Nobody is there to read about the lost connection.
     window.addEventListener("pagehide", () => {
       if (this.#running.size) this.#store();
       this.#running.clear();
+      this.#marks.endAll();
+      clearTimeout(this.#sweeper);
     });
     window.addEventListener("storage", ({ key }) => {
       if (key === STORED_CHATS || key === null) this.#onChangeInOtherTab();
+      if (key === null || isMark(key)) this.#readMarks();
     });
   }
 
@@ -146,12 +163,12 @@ export class ChatStore {
   }
 
   /**
-   * Ask a question in the open conversation.
+   * Ask a question in the open conversation. Return false if another tab receives an answer there, as all that ask do.
    * @param {string} text
    * @param {AskOptions} options
    */
   ask(text, options) {
-    this.#answer(withMessage(this.now.open, { role: "user", content: text }), options);
+    return this.#answer(withMessage(this.now.open, { role: "user", content: text }), options);
   }
 
   /**
@@ -160,7 +177,7 @@ export class ChatStore {
    * @param {AskOptions} options
    */
   retry(place, options) {
-    this.#again(place, options, false);
+    return this.#again(place, options, false);
   }
 
   /**
@@ -168,7 +185,7 @@ export class ChatStore {
    * @param {AskOptions} options
    */
   continue(options) {
-    this.#again(this.now.open.messages.length - 1, options, true);
+    return this.#again(this.now.open.messages.length - 1, options, true);
   }
 
   /**
@@ -179,9 +196,9 @@ export class ChatStore {
   #again(place, options, continues) {
     const { open } = this.now;
     const before = open.messages[place];
-    if (!before || !isAnswer(before)) return;
+    if (!before || !isAnswer(before)) return false;
     const [asked, later] = [open.messages.slice(0, place), open.messages.slice(place + 1)];
-    this.#answer({ ...open, messages: asked }, options, { before, later, continues });
+    return this.#answer({ ...open, messages: asked }, options, { before, later, continues });
   }
 
   /**
@@ -191,7 +208,10 @@ export class ChatStore {
    * @param {AskOptions} options
    */
   edit(place, text, options) {
-    this.#answer(withEdit(this.now.open, place, text), options);
+    const { open } = this.now;
+    if (!this.#answer(withEdit(open, place, text), options)) return false;
+    for (let later = place; later < open.messages.length; later += 1) this.edits.delete(editName(open, later));
+    return true;
   }
 
   /**
@@ -202,9 +222,11 @@ export class ChatStore {
    */
   addResult(call, text, options) {
     const conversation = withMessage(this.now.open, { role: "tool", call: call.id, name: call.name, content: text });
-    if (!openCalls(conversation).length) return void this.#answer(conversation, options);
+    if (!openCalls(conversation).length) return this.#answer(conversation, options);
+    if (this.#isElsewhere(conversation.id)) return false;
     this.#put(conversation);
     this.#store();
+    return true;
   }
 
   /** Stop the answer of a conversation. */
@@ -217,20 +239,36 @@ export class ChatStore {
    * @param {AskOptions} options
    * @param {Again} again
    */
-  async #answer(conversation, { model, parameters }, { before, later, continues } = FIRST_TRY) {
+  #answer(conversation, options, again = FIRST_TRY) {
+    if (this.#isElsewhere(conversation.id)) return false;
+    this.#stream(conversation, options, again);
+    return true;
+  }
+
+  /**
+   * @param {Conversation} conversation
+   * @param {AskOptions} options
+   * @param {Again} again
+   */
+  async #stream(conversation, { model, parameters }, { before, later, continues }) {
     const { id } = conversation;
     const abort = new AbortController();
     this.#running.get(id)?.abort();
     this.#running.set(id, abort);
     /** @type {AnswerMessage} */
-    let answer = { ...EMPTY_ANSWER, model, askedAt: Date.now(), parameters: chosenFields(parameters) };
-    const place = conversation.messages.length;
+    let answer = {
+      ...EMPTY_ANSWER,
+      key: randomId(),
+      model,
+      askedAt: Date.now(),
+      parameters: chosenFields(parameters),
+    };
     const shown = () => joinAnswers(answer, before, continues);
     const prompt = withMessage(conversation, shown());
     const asked = { ...prompt, messages: [...prompt.messages, ...later] };
-    const render = throttle(() => this.#putAnswer(asked, place, shown()));
+    const render = throttle(() => this.#putAnswer(id, shown()));
+    this.#marks.begin(id);
     this.#put(asked);
-    this.#update({ deleted: null });
     this.#store();
     let release = () => {};
     try {
@@ -256,8 +294,9 @@ export class ChatStore {
     render.cancel();
     if (this.#running.get(id) === abort) {
       this.#running.delete(id);
-      this.#putAnswer(asked, place, shown());
+      this.#putAnswer(id, shown());
       this.#store();
+      this.#marks.end(id);
     }
   }
 
@@ -291,14 +330,15 @@ export class ChatStore {
   }
 
   /**
-   * Put an answer. The conversation may have been renamed since the question.
-   * @param {Conversation} asked
-   * @param {number} place
+   * Put an answer into the newest version of its conversation, which this tab or another may have changed since the
+   * question.
+   * @param {string} id
    * @param {AnswerMessage} answer
    */
-  #putAnswer(asked, place, answer) {
-    const { title, isNamed = false } = this.now.conversations.find(({ id }) => id === asked.id) ?? asked;
-    this.#put(withAnswer({ ...asked, title, isNamed }, place, answer));
+  #putAnswer(id, answer) {
+    const { conversations, open } = this.now;
+    const conversation = open.id === id ? open : conversations.find((each) => each.id === id);
+    if (conversation) this.#put(withAnswer(conversation, answer));
   }
 
   /** Take what another tab stored. Answers that stream in this tab continue, and what was not stored stays. */
@@ -306,14 +346,51 @@ export class ChatStore {
     const stored = readConversations();
     const storedIds = new Set(stored.map(({ id }) => id));
     const unstored = new Set([...this.#unstored, ...readUnstored()].filter((id) => !storedIds.has(id)));
-    const own = this.now.conversations.filter(({ id }) => this.#running.has(id) || unstored.has(id));
-    const others = stored.filter(({ id }) => !this.#running.has(id));
+    const before = new Map(this.now.conversations.map((each) => [each.id, each]));
+    for (const id of [...this.#running.keys()]) if (!storedIds.has(id) && !unstored.has(id)) this.#drop(id);
+    const own = this.now.conversations.filter(({ id }) => unstored.has(id));
+    const others = stored.map((each) => {
+      const mine = this.#running.has(each.id) ? before.get(each.id) : undefined;
+      return mine ? withStreaming(each, mine) : each;
+    });
     const conversations = sortNewestFirst([...own, ...others]);
-    this.#unstored = new Set(own.map(({ id }) => id).filter((id) => unstored.has(id)));
+    this.#unstored = new Set(own.map(({ id }) => id));
     const { open } = this.now;
     const found = conversations.find(({ id }) => id === open.id);
     const shown = found ?? (open.messages.length ? newConversation() : open);
     this.#update({ conversations, open: shown, unstored: this.#unstored.size });
+    this.#readMarks();
+  }
+
+  /**
+   * End the answer of a conversation that another tab deleted.
+   * @param {string} id
+   */
+  #drop(id) {
+    this.#running.get(id)?.abort();
+    this.#running.delete(id);
+    this.#marks.end(id);
+  }
+
+  /**
+   * Return true if another tab receives an answer in a conversation.
+   * @param {string} id
+   */
+  #isElsewhere(id) {
+    this.#readMarks();
+    return this.#marks.isElsewhere(id);
+  }
+
+  /** Read where other tabs receive answers, and look again while any does: it may have crashed. */
+  #readMarks() {
+    const ids = this.now.conversations.map(({ id }) => id).filter((id) => this.#marks.isElsewhere(id));
+    if (ids.join() !== [...this.now.elsewhere].join()) this.#update({ elsewhere: new Set(ids) });
+    clearTimeout(this.#sweeper);
+    if (!ids.length) return;
+    this.#sweeper = setTimeout(async () => {
+      await this.#marks.sweep(ids);
+      this.#readMarks();
+    }, SWEEP_MS);
   }
 
   #store() {
@@ -340,47 +417,6 @@ export class ChatStore {
 /** @param {Conversation[]} conversations */
 function sortNewestFirst(conversations) {
   return conversations.sort((one, two) => two.at - one.at);
-}
-
-/**
- * Read the stored conversations. Those that another version of the page stored in another form are left out.
- * @returns {Conversation[]}
- */
-function readConversations() {
-  const stored = readStored(STORED_CHATS);
-  return Array.isArray(stored) ? stored.filter(isConversation).map(endAnswers) : [];
-}
-
-/**
- * Read the ids of conversations that the tab which stored the others left out.
- * @returns {string[]}
- */
-function readUnstored() {
-  const stored = readStored(STORED_CHATS);
-  return Array.isArray(stored) ? stored.flatMap((each) => (Array.isArray(each?.unstored) ? each.unstored : [])) : [];
-}
-
-/**
- * @param {any} value
- * @returns {value is Conversation}
- */
-function isConversation(value) {
-  if (typeof value?.id !== "string" || !Array.isArray(value.messages)) return false;
-  return value.messages.every(
-    (/** @type {any} */ message) => typeof message?.role === "string" && typeof message.content === "string",
-  );
-}
-
-/**
- * Mark answers without an end: the page was closed while they streamed, or another tab still receives them.
- * @param {Conversation} conversation
- * @returns {Conversation}
- */
-function endAnswers(conversation) {
-  /** @type {(message: Message) => Message} */
-  const ended = (message) =>
-    isAnswer(message) ? { ...EMPTY_ANSWER, ...message, end: message.end ?? "unknown" } : message;
-  return { ...conversation, messages: conversation.messages.map(ended) };
 }
 
 /**

@@ -6,7 +6,7 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { isAnswer, isCutOff, openCalls } from "./conversation.js";
+import { editName, isAnswer, isCutOff, openCalls } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
 
 /** Distance from the end at which the thread still follows new text. */
@@ -18,6 +18,7 @@ const NEAR_END_PX = 60;
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, of the answer that streams
  * @property {string} refusal why nothing can be sent now; empty if it can
+ * @property {Map<string, string>} edits questions that are being changed, by conversation and place
  * @property {(place: number, text: string) => boolean} edit
  * @property {(place: number) => void} retry requests the answer at this place again
  * @property {() => void} proceed continues the last answer
@@ -30,16 +31,16 @@ const NEAR_END_PX = 60;
  * @param {ThreadProps} props
  */
 export function Thread(props) {
-  const { conversation, isRunning, request, refusal, edit, retry, proceed, addResult, empty } = props;
+  const { conversation, isRunning, request, refusal, edits, edit, retry, proceed, addResult, empty } = props;
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
-  const { id, messages } = conversation;
+  const { messages } = conversation;
   const calls = openCalls(conversation);
   return html`<div class="thread" ref=${scroller} onScroll=${onScroll}>
     <div class="messages">
       ${messages.length ? null : empty}
       ${messages.map((message, place) => {
         const isLast = place === messages.length - 1;
-        const key = `${id}/${place}`;
+        const key = editName(conversation, place);
         if (isAnswer(message)) {
           // The place of the answer that streams: a retry leaves the messages after it.
           const streams = isRunning && message.end === null;
@@ -61,6 +62,11 @@ export function Thread(props) {
           key=${key}
           message=${message}
           isRunning=${isRunning}
+          draft=${edits.get(key) ?? null}
+          setDraft=${(/** @type {string | null} */ text) => {
+            if (text === null) edits.delete(key);
+            else edits.set(key, text);
+          }}
           edit=${(/** @type {string} */ text) => edit(place, text)}
         />`;
       })}

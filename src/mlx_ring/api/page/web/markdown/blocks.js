@@ -254,11 +254,14 @@ function parseItem(lines, depth) {
 // ---- tables
 
 /**
+ * Return true if a table starts here: its second line has as many rules as its first has cells.
  * @param {string[]} lines
  * @param {number} place
  */
 function isTable(lines, place) {
-  return lineAt(lines, place).includes("|") && splitRow(lines[place + 1] ?? "").every((cell) => COLUMN_RULE.test(cell));
+  if (!lineAt(lines, place).includes("|")) return false;
+  const rules = splitRow(lineAt(lines, place + 1));
+  return rules.every((cell) => COLUMN_RULE.test(cell)) && rules.length === splitRow(lineAt(lines, place)).length;
 }
 
 /**

@@ -1,6 +1,9 @@
 // Types of katex.min.js as far as the page uses it, for the type checker alone. The script sets `window.katex`.
 
 export interface MathTree {
+  type?: string;
+  /** Of a leaf. */
+  text?: string;
   attributes?: Record<string, string>;
   children?: MathTree[];
   toNode(): Node;
