@@ -382,3 +382,16 @@ def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_config
         file.unlink()
     kept = mlx_ring(*plan, endpoint=nowhere, home=home)
     assert (kept.returncode, kept.stderr) == (0, "")
+
+
+def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(tiny_model: Path, home: Path) -> None:
+    model = home / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    given = {"quant_method": "gptq", "bits": 4}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    with running_hub(model) as (endpoint, requested):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        assert not any(path.endswith("safetensors") for path in requested)
+    assert "someone/tiny has weights of the kind gptq" in pulled.stderr
+    assert pulled.returncode == 2

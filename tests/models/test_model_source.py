@@ -15,7 +15,7 @@ from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
-from mlx_ring.models.model_folder import check_memory
+from mlx_ring.models.config_limits import check_memory
 from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
 
 PRIVATE = "someone/private"

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType]
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.conformance.families import configuration
 from tests.profiles import made_up_profile
-from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.random_models import QWEN3, write_in_format, write_random_model
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_cpu_kernels import operations
@@ -243,6 +243,67 @@ def test_plans_count_the_bytes_that_quantized_weights_take(
 ) -> None:
     written = write_quantized_model(tmp_path / "model", **build)
     assert_planned_as_loaded(read_model_folder(written), kernels=kernels, cpu_weights=cpu_weights)
+
+
+_EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 512}
+_MINIMAX: dict[str, Any] = {
+    **configuration("minimax"),
+    **_EXPERTS,
+    "num_hidden_layers": 18,
+    "layer_types": None,
+    "num_local_experts": 2,
+}
+"""Many layers, of which one matrix is a small part."""
+_MINISTRAL: dict[str, Any] = {
+    **configuration("ministral3"),
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            _MINIMAX,
+            "fp8 blocks",
+        ),
+        ({**configuration("deepseek_v3"), **_EXPERTS}, "fp8 blocks"),
+        ({**configuration("deepseek_v3"), **_EXPERTS, "n_routed_experts": 16}, "int4"),
+        (_MINISTRAL, "fp8 tensors"),
+    ],
+    ids=["MiniMax in FP8", "DeepSeek in FP8", "DeepSeek in packed integers", "Ministral in FP8"],
+)
+def test_plans_count_the_bytes_that_decoded_weights_take(
+    tmp_path: Path, config: dict[str, Any], kind: Any, *, kernels: bool
+) -> None:
+    """Expect what loading makes of weights in the formats of other programs."""
+    written = write_in_format(tmp_path / "model", {**config, "tie_word_embeddings": False}, kind)
+    assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
+
+
+def test_numbers_of_ministral_in_fp8_are_decoded(tmp_path: Path) -> None:
+    loaded = [
+        load_stage(
+            read_model_folder(write_in_format(tmp_path / kind, _MINISTRAL, kind)),
+            LayerRange(0, _MINISTRAL["num_hidden_layers"]),
+            "float32",
+            lambda _d, _t: None,
+        )
+        for kind in ("fp8 tensors", "bfloat16")
+    ]
+    fp8, plain = (
+        cast("dict[str, mx.array]", tree_flatten(each.model.parameters(), destination={})) for each in loaded
+    )
+    assert fp8.keys() == plain.keys()
+    assert all(mx.allclose(array, plain[name], rtol=0.01).item() for name, array in fp8.items())
 
 
 @pytest.mark.parametrize("transpose", [True, False])

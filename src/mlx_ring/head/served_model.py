@@ -17,8 +17,9 @@ from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable, require_quantizable
+from mlx_ring.models.config_limits import check_memory
 from mlx_ring.models.layer_tensors import dequantized_bytes
-from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
+from mlx_ring.models.model_folder import ModelFolder, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.models.short_names import short_names_of
 from mlx_ring.settings.config import Settings

@@ -30,6 +30,7 @@ from mlx_ring.core.errors import (
 )
 from mlx_ring.core.folders import cache_folder
 from mlx_ring.host.private_files import hold, is_held
+from mlx_ring.models.config_limits import require_loadable
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
@@ -232,7 +233,14 @@ def describe_model(name: str) -> LocalModel:
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
         ModelCorrupt, ModelUnsafe: the files cannot be read.
+        ModelUnsupported: it cannot be served.
     """
+    described = _describe(name)
+    require_loadable(Path(name), described.folder.config)
+    return described
+
+
+def _describe(name: str) -> LocalModel:
     path = _path(name)
     if name not in builtin_names() and _is_there(path):
         if _is_gguf(path):
