@@ -259,7 +259,7 @@ def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
     change(folder / "config.json", model_type=family, quantization_config=given)
     weights = dict(cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors"))))
     mx.save_safetensors(str(folder / "model.safetensors"), {**weights, "packed": mx.zeros(2, mx.uint8)})
-    refused = f"of the kind .*{name}.*choose a conversion"
+    refused = f"of the kind .*{name}.*choose one in MLX"
     with pytest.raises(ModelUnsupported, match=refused):
         read_model_folder(folder)
     with pytest.raises(ModelUnsupported, match=refused):

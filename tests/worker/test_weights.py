@@ -25,7 +25,7 @@ from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequen
 from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head.served_model import memory_for_weights
+from mlx_ring.head.served_model import describe_model, memory_for_weights
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import measured_node
@@ -287,6 +287,33 @@ def test_plans_count_the_bytes_that_decoded_weights_take(
     """Expect what loading makes of weights in the formats of other programs."""
     written = write_in_format(tmp_path / "model", {**config, "tie_word_embeddings": False}, kind)
     assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4"])
+def test_packed_weights_count_as_the_parameters_that_they_hold(tmp_path: Path, kind: Any) -> None:
+    config = {**configuration("deepseek_v3"), **_EXPERTS, "tie_word_embeddings": False}
+    counts = [
+        describe_model(read_model_folder(write_in_format(tmp_path / name, config, name)))["parameters"]
+        for name in (kind, "bfloat16")
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_parameters_of_modules_with_their_own_bits_are_counted_by_these(tmp_path: Path) -> None:
+    folder = write_quantized_model(tmp_path / "model", bits=4)
+    plain = describe_model(read_model_folder(write_random_model(tmp_path / "plain", QWEN3)))["parameters"]
+    assert describe_model(read_model_folder(folder))["parameters"] == plain
+    model: Any = load_model(write_random_model(tmp_path / "mixed", QWEN3))[0]
+    usual, of_head = {"group_size": 32, "bits": 4}, {"group_size": 32, "bits": 8}
+    mixed = {**usual, "lm_head": of_head}
+
+    def own(path: str, module: nn.Module) -> bool | dict[Any, Any]:
+        return hasattr(module, "to_quantized") and (of_head if path == "lm_head" else usual)
+
+    nn.quantize(model, class_predicate=own)
+    save(tmp_path / "mixed", model)
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps({**QWEN3, "quantization": mixed}))
+    assert describe_model(read_model_folder(tmp_path / "mixed"))["parameters"] == plain
 
 
 def test_numbers_of_ministral_in_fp8_are_decoded(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str,
     if own.isdisjoint(kind.modules) and not (kind.may_be_plain and is_plain):
         raise ModelUnsupported(
             f"{path} has weights of the kind {kind.name}, which mlx-lm does not load for {config.get('model_type')!r} "
-            "models: choose a conversion to MLX's own format, as mlx-community has them, one in bfloat16, or a GGUF file."
+            "models: choose one in MLX's format or in bfloat16, or a GGUF file."
         )
 
 

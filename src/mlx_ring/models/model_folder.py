@@ -32,8 +32,9 @@ from mlx_ring.models.config_limits import (
     loading_of,
     require_loadable,
 )
-from mlx_ring.models.gguf import QUANTIZED, ROUNDED, SUFFIX, GgufFile, read_gguf
-from mlx_ring.models.gguf.model_config import config_of, named_tensors
+from mlx_ring.models.gguf import QUANTIZED, SUFFIX, GgufFile, read_gguf
+from mlx_ring.models.gguf.model_config import config_of
+from mlx_ring.models.gguf.tensors import ROUNDED, named_tensors
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
