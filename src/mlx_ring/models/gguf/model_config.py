@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
-from mlx_ring.core.types import PoolingKind
+from mlx_ring.core.types import ADVISED_SAMPLING, PoolingKind
 from mlx_ring.models.gguf import GROUP, QUANTIZED, GgufFile, GgufTensor, read_range, shown
 from mlx_ring.models.gguf.tensors import ARCHITECTURES, MIXTRAL, named_tensors, unknown_architecture
 from mlx_ring.models.pooling import pooling_files
@@ -51,12 +51,8 @@ _SAME = {
 }
 """Values of layers with a window, and those of the other layers, which they must equal."""
 _POOLINGS: Mapping[int, PoolingKind | None] = {-1: None, 0: None, 1: "mean", 2: "cls", 3: "last"}
-_SAMPLING: Mapping[str, str] = {
-    **{name: name for name in ("top_p", "top_k", "min_p")},
-    "temp": "temperature",
-    "penalty_repeat": "repetition_penalty",
-}
-"""Names of advised sampling parameters, by GGUF's."""
+_SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+"""GGUF's names of sampling parameters that it names otherwise."""
 _TOLERANCE = 1e-3
 _MOST_LAYERS = 100_000
 """Most values of a number that is given for each layer."""
@@ -177,7 +173,8 @@ class _Metadata:
 
     def sampling(self) -> dict[str, float]:
         """Return the sampling parameters that the model's makers advise."""
-        values = {own: self._file.value(f"general.sampling.{name}", float) for name, own in _SAMPLING.items()}
+        keys = {name: f"general.sampling.{_SAMPLING_NAMES.get(name, name)}" for name in ADVISED_SAMPLING}
+        values = {name: self._file.value(key, float) for name, key in keys.items()}
         return {name: _shortest(value) for name, value in values.items() if value is not None}
 
     def _check_others(self) -> None:
