@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.eventually import eventually
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import profiling as profile_store
@@ -355,6 +356,28 @@ def test_a_build_that_takes_too_long_is_asked_to_end(
     asyncio.run(profile_store.build_kernels("auto"))
     assert builds.read_text() == "cleaned\n"
     assert "took longer than 1 s" in _warning(caplog)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.processes
+def test_a_build_that_nothing_waits_for_takes_as_long_as_it_needs_and_is_tried_again_if_it_was_cancelled(
+    builds: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_store, "check_tools", dict[object, None]().get)
+    monkeypatch.setattr(profile_store, "_COMPILE_S", 0)
+    Path(sys.executable).write_text(f"#!/bin/sh\necho begun >> {builds}\nexec sleep 600\n")
+
+    async def cancel_once_begun() -> None:
+        building = asyncio.create_task(profile_store.build_kernels("auto", is_urgent=False))
+        await asyncio.to_thread(eventually, builds.exists, bool)
+        building.cancel()
+        await asyncio.wait((building,))
+
+    asyncio.run(cancel_once_begun())
+    Path(sys.executable).write_text(f"#!/bin/sh\necho again >> {builds}\n")
+    asyncio.run(profile_store.build_kernels("auto", is_urgent=False))
+    assert builds.read_text() == "begun\nagain\n"
+    assert "took longer" not in caplog.text
 
 
 @pytest.mark.parametrize("blas", ["openblas", "off"])

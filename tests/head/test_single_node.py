@@ -156,16 +156,17 @@ def test_only_a_built_in_model_is_loaded_while_native_kernels_are_compiled(
         monkeypatch.setattr(subject, "build_kernels", build_kernels)
         machines: Any = SingleNode(Settings(), tmp_path, 1)
         await machines._prepare_kernels(SimpleNamespace(kind="built-in"))
-        waiting = asyncio.create_task(machines._prepare_kernels(SimpleNamespace(kind="folder")))
         await run_tasks_until(lambda: urgencies)
-        assert (urgencies, waiting.done()) == ([False], False)
+        waiting = asyncio.create_task(machines._prepare_kernels(SimpleNamespace(kind="folder")))
+        await run_tasks_until(lambda: len(urgencies) == 2)
+        assert (urgencies, ends, waiting.done()) == ([False, True], ["cancelled"], False)
         compiled.set()
         await waiting
         compiled.clear()
         other: Any = SingleNode(Settings(), tmp_path, 1)
         await other._prepare_kernels(SimpleNamespace(kind="built-in"))
-        await run_tasks_until(lambda: len(urgencies) == 2)
+        await run_tasks_until(lambda: len(urgencies) == 3)
         await other.stop()
 
     asyncio.run(run())
-    assert ends == ["compiled", "cancelled"]
+    assert ends == ["cancelled", "compiled", "cancelled"]

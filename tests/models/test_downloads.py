@@ -20,11 +20,12 @@ from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.environment import inherited_environment
-from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound
+from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound, ModelUnsupported
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
 from mlx_ring.models.hub_cache import check_shared_memory, interrupted_downloads
 from mlx_ring.models.model_source import (
+    describe_model,
     find_model,
     hold_folder,
     list_local_models,
@@ -405,3 +406,34 @@ def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_config
         file.unlink()
     kept = mlx_ring(*plan, endpoint=nowhere, home=home)
     assert (kept.returncode, kept.stderr) == (0, "")
+
+
+def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(tiny_model: Path, home: Path) -> None:
+    model = home / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    given = {"quant_method": "gptq", "bits": 4}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    with running_hub(model) as (endpoint, requested):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        assert not any(path.endswith("safetensors") for path in requested)
+    assert "someone/tiny has weights of the kind gptq" in pulled.stderr
+    assert pulled.returncode == 2
+
+
+def test_a_model_of_ollama_that_cannot_be_served_is_refused_with_its_reason(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = home / "ollama"
+    root.mkdir()
+    monkeypatch.setenv("OLLAMA_MODELS", str(root))
+    blob = put_into_ollama(root, tiny_model, "a-tiny-one", "latest")
+    content = blob.read_bytes()
+    blob.write_bytes(content.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"))
+    for use in (find_model, describe_model):
+        with pytest.raises(ModelUnsupported, match=r"blk\.0\.attn_x\.weight"):
+            use("a-tiny-one")
+    alike = root / "manifests" / "registry.ollama.ai" / "someone"
+    shutil.copytree(root / "manifests" / "registry.ollama.ai" / "library", alike)
+    assert must_be_fetched("someone/a-tiny-one")
+    assert "Ollama has someone/a-tiny-one, but it cannot be served" in caplog.text

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
+import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType] - untyped
 from tests.worker.random_models import QWEN3, write_random_model
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, ModelUnsupported
+from mlx_ring.models.config_limits import quantization_kind
 from mlx_ring.models.model_folder import ModelFolder, read_model_config, read_model_folder
+from mlx_ring.models.model_source import describe_model
 
 
 @pytest.fixture
@@ -220,3 +224,93 @@ def test_loading_a_tokenizer_runs_no_code_of_its_folder(tiny_model: Path, tmp_pa
     with contextlib.suppress(ValueError, OSError):
         load_tokenizer(folder)
     assert not written.exists()
+
+
+# ---- kinds of quantized weights
+
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def _groups(**weights: Any) -> dict[str, Any]:
+    return {**_PACKED, "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "name"),
+    [
+        ("qwen3", _FP8, r"fp8 in blocks of \[128, 128\]"),
+        ("deepseek_v3", {**_FP8, "weight_block_size": [64, 64]}, r"fp8 in blocks of \[64, 64\]"),
+        ("deepseek_v3", {**_FP8, "weight_block_size": None}, "fp8 with a scale for each tensor"),
+        ("deepseek_v3", {**_FP8, "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, "scales of one byte"),
+        ("qwen3", _groups(num_bits=4), "compressed-tensors pack-quantized"),
+        ("deepseek_v3", _groups(num_bits=8), "pack-quantized of 8 bits"),
+        ("deepseek_v3", _groups(num_bits=4, symmetric=False), "asymmetric"),
+        ("deepseek_v3", {**_PACKED, "format": "float-quantized"}, "compressed-tensors float-quantized"),
+        ("qwen3", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ("qwen3", {"quant_method": "gptq", "bits": 4}, "gptq"),
+        ("qwen3", {"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
+        ("qwen3", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
+    ],
+)
+def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
+    folder: Path, family: str, given: dict[str, Any], name: str
+) -> None:
+    change(folder / "config.json", model_type=family, quantization_config=given)
+    weights = dict(cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors"))))
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, "packed": mx.zeros(2, mx.uint8)})
+    refused = f"of the kind .*{name}.*choose one in MLX"
+    with pytest.raises(ModelUnsupported, match=refused):
+        read_model_folder(folder)
+    with pytest.raises(ModelUnsupported, match=refused):
+        describe_model(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("deepseek_v3", _FP8),
+        ("kimi_k2", _groups(num_bits=4)),
+        ("qwen3", {"quant_method": "awq", "bits": 4}),
+        ("qwen3", {"quant_method": "mxfp4"}),
+        ("muse_spark", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        ("minimax_m3_vl", {**_FP8, "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}),
+    ],
+)
+def test_kinds_of_weights_that_mlx_lm_loads_are_accepted(
+    folder: Path, family: str, given: dict[str, Any]
+) -> None:
+    change(folder / "config.json", model_type=family, quantization_config=given)
+    assert read_model_folder(folder).quantization == given
+
+
+@pytest.mark.parametrize("given", [_FP8, {"quant_method": "quark"}])
+def test_plain_weights_are_accepted_although_the_configuration_says_that_they_are_quantized(
+    folder: Path, given: dict[str, Any]
+) -> None:
+    change(folder / "config.json", quantization_config=given)
+    assert read_model_folder(folder).quantization == given
+
+
+def test_weights_that_were_converted_to_mlx_are_accepted_whatever_they_were_before(folder: Path) -> None:
+    change(folder / "config.json", quantization={"bits": 4, "group_size": 64}, quantization_config=_FP8)
+    assert read_model_folder(folder).model_type == "qwen3"
+
+
+def test_the_families_that_decode_a_kind_are_those_of_mlx_lm() -> None:
+    """Compare the table with the sources. Families that take over another's code are named here."""
+    modules = Path(str(mlx_lm.__file__)).with_name("models")
+
+    def decoding(words: str) -> set[str]:
+        return {file.stem for file in modules.glob("*.py") if words in file.read_text("utf-8")}
+
+    def loads(given: dict[str, Any]) -> set[str]:
+        kind = quantization_kind(given)
+        assert kind is not None
+        return set(kind.modules or ())
+
+    assert decoding("from_fp8(weight, ") | {"glm_moe_dsa", "kimi_k25"} == loads(_FP8)
+    assert decoding("weight_scale_inv") - loads(_FP8) == {"minimax_m3_vl", "ministral3"}
+    packed = loads(_PACKED) | loads({**_PACKED, "format": "mxfp4-pack-quantized"})
+    assert decoding("weight_packed") | {"kimi_k25"} == packed
+    assert decoding("weight_scale_2") == loads({"quant_method": "modelopt", "quant_algo": "NVFP4"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
-from mlx_ring.models.model_folder import check_memory
+from mlx_ring.models.config_limits import check_memory
 from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
 
 PRIVATE = "someone/private"
@@ -118,8 +119,8 @@ def test_only_a_single_machine_must_have_the_memory_before_a_fetch(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     code = (
-        "import sys; from mlx_ring.models import model_folder; from mlx_ring.host.process import UsableMemory; "
-        "model_folder.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
+        "import sys; from mlx_ring.models import config_limits; from mlx_ring.host.process import UsableMemory; "
+        "config_limits.usable_memory = lambda: UsableMemory(1, 1, 'it'); from mlx_ring.models.model_source import find_model; "
         "find_model(sys.argv[1], must_fit=sys.argv[2] == 'alone')"
     )
 
@@ -270,3 +271,32 @@ def test_a_cache_that_cannot_be_written_is_an_error(gguf: Path, tmp_path: Path) 
     (tmp_path / "own").write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot be written.*XDG_CACHE_HOME"):
         find_model(str(gguf))
+
+
+def test_two_first_uses_of_gguf_files_at_once_do_not_disturb_each_other(
+    gguf: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use another file just before the folder of the first one gets its name."""
+    other = write_gguf_of(tiny_model, tmp_path / "other.gguf")
+    rename, used = Path.rename, list[str]()
+
+    def rename_later(self: Path, target: Path) -> Path:
+        if not used:
+            used.append("other")
+            assert find_model(str(other)).name == "other"
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_later)
+    assert find_model(str(gguf)).folder.path.is_dir()
+    assert used
+
+
+def test_folders_of_killed_processes_are_removed_after_a_while(gguf: Path) -> None:
+    root = find_model(str(gguf)).folder.path.parent
+    old, new = root / ".new-old", root / ".new-new"
+    old.mkdir()
+    new.mkdir()
+    os.utime(old, (0, 0))
+    gguf.touch()
+    find_model(str(gguf))
+    assert (old.exists(), new.exists()) == (False, True)

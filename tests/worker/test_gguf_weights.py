@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType]
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.eventually import eventually
 from tests.models.gguf.encoding import Floats, encode_k
-from tests.models.gguf.test_blocks import NUMBERS, by_definition, random_blocks
 from tests.models.gguf.writing import (
     F32,
     TOKENIZER,
@@ -30,17 +29,17 @@ from tests.models.gguf.writing import (
 from tests.smollm2 import smollm2
 from tests.worker.random_models import QWEN3, write_random_model
 from tests.worker.tensor.models import write_family
+from tests.worker.test_gguf_blocks import NUMBERS, by_definition, random_blocks
 from tests.worker.test_sparse_folders import write_sparse_copy
 from tests.worker.test_weights import assert_planned_as_loaded
 
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.gguf import QUANTIZED, read_gguf, read_range
-from mlx_ring.models.gguf.blocks import to_groups
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.models.stage_folder import write_stage_folder
-from mlx_ring.worker.gguf_weights import GgufWeights
+from mlx_ring.worker.gguf_weights import GgufWeights, to_groups
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.weights import load_stage
 

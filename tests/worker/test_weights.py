@@ -19,13 +19,13 @@ from mlx.utils import tree_flatten  # pyright: ignore[reportUnknownVariableType]
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.conformance.families import configuration
 from tests.profiles import made_up_profile
-from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.random_models import QWEN3, write_in_format, write_random_model
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head.served_model import memory_for_weights
+from mlx_ring.head.served_model import describe_model, memory_for_weights
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import measured_node
@@ -243,6 +243,94 @@ def test_plans_count_the_bytes_that_quantized_weights_take(
 ) -> None:
     written = write_quantized_model(tmp_path / "model", **build)
     assert_planned_as_loaded(read_model_folder(written), kernels=kernels, cpu_weights=cpu_weights)
+
+
+_EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 512}
+_MINIMAX: dict[str, Any] = {
+    **configuration("minimax"),
+    **_EXPERTS,
+    "num_hidden_layers": 18,
+    "layer_types": None,
+    "num_local_experts": 2,
+}
+"""Many layers, of which one matrix is a small part."""
+_MINISTRAL: dict[str, Any] = {
+    **configuration("ministral3"),
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["native kernels", "no kernels"])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            _MINIMAX,
+            "fp8 blocks",
+        ),
+        ({**configuration("deepseek_v3"), **_EXPERTS}, "fp8 blocks"),
+        ({**configuration("deepseek_v3"), **_EXPERTS, "n_routed_experts": 16}, "int4"),
+        (_MINISTRAL, "fp8 tensors"),
+    ],
+    ids=["MiniMax in FP8", "DeepSeek in FP8", "DeepSeek in packed integers", "Ministral in FP8"],
+)
+def test_plans_count_the_bytes_that_decoded_weights_take(
+    tmp_path: Path, config: dict[str, Any], kind: Any, *, kernels: bool
+) -> None:
+    """Expect what loading makes of weights in the formats of other programs."""
+    written = write_in_format(tmp_path / "model", {**config, "tie_word_embeddings": False}, kind)
+    assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4"])
+def test_packed_weights_count_as_the_parameters_that_they_hold(tmp_path: Path, kind: Any) -> None:
+    config = {**configuration("deepseek_v3"), **_EXPERTS, "tie_word_embeddings": False}
+    counts = [
+        describe_model(read_model_folder(write_in_format(tmp_path / name, config, name)))["parameters"]
+        for name in (kind, "bfloat16")
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_parameters_of_modules_with_their_own_bits_are_counted_by_these(tmp_path: Path) -> None:
+    folder = write_quantized_model(tmp_path / "model", bits=4)
+    plain = describe_model(read_model_folder(write_random_model(tmp_path / "plain", QWEN3)))["parameters"]
+    assert describe_model(read_model_folder(folder))["parameters"] == plain
+    model: Any = load_model(write_random_model(tmp_path / "mixed", QWEN3))[0]
+    usual, of_head = {"group_size": 32, "bits": 4}, {"group_size": 32, "bits": 8}
+    mixed = {**usual, "lm_head": of_head}
+
+    def own(path: str, module: nn.Module) -> bool | dict[Any, Any]:
+        return hasattr(module, "to_quantized") and (of_head if path == "lm_head" else usual)
+
+    nn.quantize(model, class_predicate=own)
+    save(tmp_path / "mixed", model)
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps({**QWEN3, "quantization": mixed}))
+    assert describe_model(read_model_folder(tmp_path / "mixed"))["parameters"] == plain
+
+
+def test_numbers_of_ministral_in_fp8_are_decoded(tmp_path: Path) -> None:
+    loaded = [
+        load_stage(
+            read_model_folder(write_in_format(tmp_path / kind, _MINISTRAL, kind)),
+            LayerRange(0, _MINISTRAL["num_hidden_layers"]),
+            "float32",
+            lambda _d, _t: None,
+        )
+        for kind in ("fp8 tensors", "bfloat16")
+    ]
+    fp8, plain = (
+        cast("dict[str, mx.array]", tree_flatten(each.model.parameters(), destination={})) for each in loaded
+    )
+    assert fp8.keys() == plain.keys()
+    assert all(mx.allclose(array, plain[name], rtol=0.01).item() for name, array in fp8.items())
 
 
 @pytest.mark.parametrize("transpose", [True, False])

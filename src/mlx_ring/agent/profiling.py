@@ -60,11 +60,12 @@ async def build_kernels(blas: str, *, is_urgent: bool = True) -> None:
     """Compile the native kernels that workers compute with, unless they are there or cannot be made here.
 
     Takes up to a minute, once for each version of MLX. A process tries it once: a recovery does not wait for it again.
-    Workers without them say why, and are slow with quantized weights.
+    If the task is cancelled, the next call tries it again. Workers without them say why, and are slow with quantized
+    weights.
 
     Args:
         blas: the setting of workers; only with "auto" they use the kernels.
-        is_urgent: False to leave the processors to everything else.
+        is_urgent: False to leave the processors to everything else, for as long as it takes: nobody waits.
     """
     if blas != "auto" or sys.platform != "linux":
         return
@@ -92,8 +93,11 @@ async def build_kernels(blas: str, *, is_urgent: bool = True) -> None:
         start_new_session=True,
     )
     try:
-        async with asyncio.timeout(_COMPILE_S):
+        async with asyncio.timeout(_COMPILE_S if is_urgent else None):
             _, errors = await child.communicate()
+    except asyncio.CancelledError:
+        _tried.discard(key)
+        raise
     except TimeoutError:
         _warn(f"compiling them took longer than {_COMPILE_S} s.")
         return

@@ -32,7 +32,8 @@ from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.running import Running, running_here
-from mlx_ring.models.model_folder import PullProgress, gigabytes
+from mlx_ring.models.config_limits import gigabytes
+from mlx_ring.models.model_folder import PullProgress
 from mlx_ring.models.model_source import (
     LocalModel,
     exact_name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -90,3 +91,18 @@ def running_folder(state: Path) -> Path:
 def logs_folder(state: str) -> str:
     """Return the folder in which head and agent of a cluster log that was started from one file."""
     return f"{state}/logs"
+
+
+def typed_path(name: str) -> Path:
+    """Return the path of a folder. `~` with an unknown user stays as it is."""
+    with contextlib.suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def is_there(path: Path) -> bool:
+    """Report whether a path exists; False also for a name that is longer than any may be."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

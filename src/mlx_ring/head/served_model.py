@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
@@ -19,14 +19,24 @@ from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable, require_quantizable
+from mlx_ring.models.config_limits import check_memory
 from mlx_ring.models.layer_tensors import dequantized_bytes
-from mlx_ring.models.model_folder import ModelFolder, check_memory, has_tokenizer
+from mlx_ring.models.model_folder import ModelFolder, TensorEntry, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.models.short_names import short_names_of
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import api_keys
 
 log = logging.getLogger(__name__)
+
+_PACKED_BITS = 4
+"""Bits of packed weights of which a configuration does not say them: compressed-tensors' and AWQ's."""
+_BESIDE = ("scales", "biases", "weight_scale", "weight_shape", "qzeros", "g_idx")
+"""Names of tensors beside a module's packed weights."""
+_SCALES = ("_scale_inv", "activation_scale", "input_scale", "_proj_scales")
+"""Ends of the names of scales of FP8, and of gpt-oss's experts."""
+_NIBBLES = "_proj_blocks"
+"""End of the names of gpt-oss's experts: two weights in a byte."""
 
 _MOST = 1e9
 """Largest value of a parameter, far above any that has a meaning."""
@@ -169,16 +179,28 @@ def _has_gpu() -> bool:
 def _count_parameters(folder: ModelFolder) -> int:
     """Count parameters.
 
-    Packed integers count as the weights that they hold. Scales and biases do not count.
+    Packed integers count as the weights that they hold, by the bits of their module. Scales and biases do not count.
     """
-    bits = (folder.quantization or {}).get("bits")
+    given = folder.quantization or {}
+    packed = {module: entry for entry in folder.tensors for module in [_packed_module(entry)] if module}
     total = 0
     for entry in folder.tensors:
-        if entry.name.endswith((".scales", ".biases")) and bits:
+        module, _, kind = entry.name.rpartition(".")
+        if entry.name.endswith(_SCALES) or (kind in _BESIDE and module in packed):
             continue
         size = math.prod(entry.shape)
-        total += size * 32 // int(bits) if entry.dtype == "U32" and bits else size
+        own = cast("object", given.get(module))
+        bits = cast("Mapping[str, Any]", own if isinstance(own, Mapping) else given).get("bits", _PACKED_BITS)
+        total += size * 32 // int(bits) if packed.get(module) is entry else size
+        total += size if entry.name.endswith(_NIBBLES) else 0
     return total
+
+
+def _packed_module(entry: TensorEntry) -> str:
+    """Return the module whose weights a tensor has in integers of 32 bits; empty for other tensors."""
+    module, _, kind = entry.name.rpartition(".")
+    is_packed = (entry.dtype, kind) in (("U32", "weight"), ("I32", "weight_packed"), ("I32", "qweight"))
+    return module if is_packed else ""
 
 
 def _context_length(folder: ModelFolder, asked: int | None, *, insists: bool) -> int:

@@ -55,6 +55,9 @@ class SingleNode:
         """Start of another agent, while the present one is so silent that it may be lost."""
         self._dropping: set[asyncio.Task[None]] = set()
         self._kernels: asyncio.Task[None] | None = None
+        self._is_urgent = False
+        """True if a model waits for the kernels."""
+        self._compiling = asyncio.Lock()
         """Compilation of the native kernels."""
         self._profile: MachineProfile | None = None
         self._since_s = time.time()
@@ -150,11 +153,22 @@ class SingleNode:
         return recall(ProfileStore(state_folder(settings.state_dir)), options)
 
     async def _prepare_kernels(self, model: LocalModel) -> None:
-        """Compile the native kernels if they are missing. The built-in models are small, so they do not wait for them."""
+        """Compile the native kernels if they are missing. The built-in models are small, so they do not wait for them.
+
+        A compilation for which nobody waited has the lowest priority, so another one takes its place.
+        """
         is_urgent = model.kind != "built-in"
-        if self._kernels is None:
-            building = build_kernels(self._settings.blas, is_urgent=is_urgent)
-            self._kernels = asyncio.create_task(building, name="native kernels")
+        async with self._compiling:
+            if is_urgent and not self._is_urgent and self._kernels is not None and not self._kernels.done():
+                self._kernels.cancel()
+                await asyncio.wait((self._kernels,))
+                self._kernels = None
+            if self._kernels is None:
+                building = build_kernels(self._settings.blas, is_urgent=is_urgent)
+                self._kernels, self._is_urgent = (
+                    asyncio.create_task(building, name="native kernels"),
+                    is_urgent,
+                )
         if is_urgent:
             await asyncio.shield(self._kernels)
 

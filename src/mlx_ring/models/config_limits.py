@@ -1,15 +1,19 @@
-"""Limits of the sizes in a model's configuration, so that a wrong one ends in a sentence and not in endless work.
+"""Limits of a model: sizes in its configuration, kinds of quantized weights that mlx-lm loads, and a machine's memory.
 
-No real model comes near the limits. Only sizes that mlx-ring reads itself are checked; mlx-lm checks the others.
+A wrong size ends in a sentence and not in endless work. No real model comes near the limits of sizes. Only sizes that
+mlx-ring reads itself are checked; mlx-lm checks the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from mlx_ring.core.errors import ModelCorrupt
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, PlanError
+from mlx_ring.host.process import usable_memory
+from mlx_ring.models.architectures import language_module, module_of
 
 LAYER_NAMES = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers")
 HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "dim", "model_dim")
@@ -113,3 +117,172 @@ def _check_layer_types(file: Path, sizes: Mapping[str, object]) -> None:
             f"{file} has {len(cast('list[object]', kinds))} layer_types for {layers} layers; it must have one for each. "
             "Correct the file, or fetch the model again."
         )
+
+
+# ---- kinds of quantized weights
+
+_STATED = ("quantization", "quantization_config")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_BLOCK = [128, 128]
+_AWQ_BITS = _INTEGER_BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationKind:
+    """Kind of quantized weights, as a `quantization_config` states it."""
+
+    name: str
+    modules: frozenset[str] | None = None
+    """mlx-lm's modules that load it; None for all."""
+    becomes: Literal["stored", "half precision", "with biases", "AWQ"] = "stored"
+    """Form in memory: as stored, FP8 as bfloat16, or affine groups, for whose biases loading makes tensors."""
+    may_be_plain: bool = False
+    """True if mlx-lm ignores the statement, so that weights that are not quantized load all the same."""
+
+
+_DECODES_BLOCKS = frozenset(
+    {"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash", "minimax", "mistral4"}
+)
+_DECODES_TENSORS = frozenset({"ministral3", "mistral4"})
+"""Modules that take a scale for each tensor. For Ministral 3, `worker/weights.py` decodes the numbers first."""
+_KEEPS_FP8 = frozenset({"deepseek_v41", "minimax_m3_vl"})
+_PACKED_INTEGERS = frozenset({"deepseek_v3", "kimi_k25", "mistral4"})
+_PACKED_MXFP4 = frozenset({"kimi_k3"})
+_MODELOPT = frozenset({"muse_spark"})
+_NONE = frozenset[str]()
+
+
+def quantization_kind(given: Mapping[str, Any]) -> QuantizationKind | None:
+    """Return the kind that a `quantization_config` states; None if it is MLX's own, or names no method."""
+    method = str(given.get("quant_method") or "")
+    if method in ("", "bitnet", "mxfp4", "mxfp8"):
+        return None
+    if method == "fp8":
+        return _kind_of_fp8(given)
+    if method == "compressed-tensors":
+        return _kind_of_compressed(given)
+    if method == "modelopt":
+        settings = cast("object", given.get("quantization"))
+        named = cast("Mapping[str, object]", settings if isinstance(settings, Mapping) else given)
+        algorithm = named.get("quant_algo")
+        return QuantizationKind(f"modelopt {algorithm}", _MODELOPT if algorithm == "NVFP4" else _NONE)
+    if method == "awq":
+        bits, version = given.get("bits", _AWQ_BITS), str(given.get("version") or "gemm").lower()
+        fits = bits == _AWQ_BITS and version == "gemm"
+        return QuantizationKind(f"AWQ of {bits} bits ({version})", None if fits else _NONE, "AWQ")
+    # GPTQ has another layout than AWQ, for which mlx-lm takes it.
+    return QuantizationKind(method, _NONE, may_be_plain=method != "gptq")
+
+
+def _kind_of_fp8(given: Mapping[str, Any]) -> QuantizationKind:
+    block = given.get("weight_block_size", _BLOCK)
+    if given.get("scale_fmt") == "ue8m0" and block == [32, 32]:
+        return QuantizationKind("fp8 with blocks of 32 and scales of one byte", _KEEPS_FP8)
+    if block is None:
+        return QuantizationKind(
+            "fp8 with a scale for each tensor", _DECODES_TENSORS, "half precision", may_be_plain=True
+        )
+    modules = _DECODES_BLOCKS if block == _BLOCK else _NONE
+    return QuantizationKind(f"fp8 in blocks of {block}", modules, "half precision", may_be_plain=True)
+
+
+def _kind_of_compressed(given: Mapping[str, Any]) -> QuantizationKind:
+    form = given.get("format")
+    name = f"compressed-tensors {form}"
+    if form == "mxfp4-pack-quantized":
+        return QuantizationKind(name, _PACKED_MXFP4)
+    if form != "pack-quantized":
+        return QuantizationKind(name, _NONE)
+    groups = cast("object", given.get("config_groups"))
+    for group in cast("Mapping[str, Any]", groups if isinstance(groups, Mapping) else {}).values():
+        weights = cast("object", group.get("weights")) if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            continue
+        stated = cast("Mapping[str, object]", weights)
+        bits, is_symmetric = stated.get("num_bits"), stated.get("symmetric", True)
+        if bits != _INTEGER_BITS or not is_symmetric:
+            asymmetric = "" if is_symmetric else ", asymmetric"
+            return QuantizationKind(f"{name} of {bits} bits{asymmetric}", _NONE)
+    return QuantizationKind(name, _PACKED_INTEGERS, "with biases")
+
+
+def _stated_kind(config: Mapping[str, Any]) -> QuantizationKind | None:
+    """Return the kind of a model's weights, where mlx-lm looks for it."""
+    if config.get("quantization"):
+        return None
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            given = cast("Mapping[str, object]", part).get("quantization_config")
+            if isinstance(given, Mapping) and given:
+                return quantization_kind(cast("Mapping[str, Any]", given))
+    return None
+
+
+def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str, str] | None = None) -> None:
+    """Refuse weights that are quantized in a way that mlx-lm does not load for the model's family.
+
+    Args:
+        path: the model's folder or file, for the message.
+        config: its configuration.
+        dtypes: types of its tensors by name; None if they are not known.
+
+    Raises:
+        ModelUnsupported: the error names the kind, and what to choose instead.
+    """
+    kind = _stated_kind(config)
+    if kind is None or kind.modules is None:
+        return
+    classes = cast("object", config.get("architectures"))
+    listed = tuple(map(str, cast("list[object]", classes))) if isinstance(classes, list) else ()
+    own = {module_of(str(config.get("model_type")), listed), language_module(config)}
+    is_plain = dtypes is not None and all(dtype in _FLOATS for dtype in dtypes.values())
+    if own.isdisjoint(kind.modules) and not (kind.may_be_plain and is_plain):
+        raise ModelUnsupported(
+            f"{path} has weights of the kind {kind.name}, which mlx-lm does not load for {config.get('model_type')!r} "
+            "models: choose one in MLX's format or in bfloat16, or a GGUF file."
+        )
+
+
+def loading_of(config: Mapping[str, Any], dtypes: Mapping[str, str]) -> Mapping[str, tuple[str, int]]:
+    """Return the tensors of which mlx-lm makes others: by name, the type of these, and their bytes for each stored byte.
+
+    Args:
+        config: the model's configuration.
+        dtypes: types of its tensors, by name.
+    """
+    kind = _stated_kind(config)
+    if kind is None or kind.becomes == "stored":
+        return {}
+    if kind.becomes == "half precision":
+        return {
+            name: ("BF16", 2)
+            for name, dtype in dtypes.items()
+            if dtype in _FP8 and f"{name}_scale_inv" in dtypes
+        }
+    if kind.becomes == "with biases":
+        return {name: (dtype, 2) for name, dtype in dtypes.items() if name.endswith(".weight_scale")}
+    # A zero point of 4 bits becomes a bias of 16.
+    return {name: ("F16", 4) for name in dtypes if name.endswith(".qzeros")}
+
+
+# ---- memory
+
+
+def check_memory(name: str, needed_bytes: int) -> None:
+    """Refuse a model that this machine could only serve by swapping.
+
+    Raises:
+        PlanError: weights larger than the memory.
+    """
+    total = usable_memory().total_bytes
+    if needed_bytes > total:
+        raise PlanError(
+            f"{name} needs {gigabytes(needed_bytes)} of memory for its weights, but this machine has "
+            f"{gigabytes(total)}: choose a smaller or more strongly quantized model."
+        )
+
+
+def gigabytes(count: int) -> str:
+    """Write a number of bytes as people do."""
+    return f"{count / 1e9:.1f} GB"

@@ -50,13 +50,13 @@ from huggingface_hub.utils import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
+from mlx_ring.models.config_limits import check_memory, require_loadable
 from mlx_ring.models.hub_cache import PART, check_disk, check_shared_memory, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
     PullProgress,
     Report,
-    check_memory,
     has_tokenizer,
     read_model_config,
     read_model_folder,
@@ -144,6 +144,7 @@ def fetch(
     Raises:
         ModelNotFound: a model that the hub does not have, or a hub out of reach.
         ModelCorrupt: a file that arrived with another content.
+        ModelUnsupported: weights that are quantized in a way that mlx-lm does not load.
         PlanError: weights that do not fit the disk, or the memory; a disk that cannot be written.
         ExceedsMemory: weights that do not fit `memory_bytes`.
     """
@@ -157,6 +158,9 @@ def fetch(
             f"{name} has no model*.safetensors: choose a repository with safetensors weights, or fetch one of its GGUF "
             "files, if it has any, and serve that file."
         )
+    if any(file.name == "config.json" for file in files):
+        config = Path(_in_time(name, lambda: hf_hub_download(name, "config.json")))
+        require_loadable(Path(name), read_model_config(config).config)
     if must_fit:
         check_memory(name, weight_bytes)
     if memory_bytes is not None:

@@ -13,8 +13,8 @@ from huggingface_hub.file_download import repo_folder_name
 
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, PlanError
 from mlx_ring.host.private_files import is_held
+from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.gguf import SUFFIX
-from mlx_ring.models.model_folder import gigabytes
 
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""

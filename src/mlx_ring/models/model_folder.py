@@ -15,14 +15,13 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe, PlanError
-from mlx_ring.host.process import usable_memory
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, ModelUnsafe
 from mlx_ring.models.architectures import default_entries
 from mlx_ring.models.config_limits import (
     CONTEXT_NAMES,
@@ -30,9 +29,12 @@ from mlx_ring.models.config_limits import (
     LAYER_NAMES,
     VOCABULARY_NAMES,
     check_config,
+    loading_of,
+    require_loadable,
 )
-from mlx_ring.models.gguf import QUANTIZED, ROUNDED, SUFFIX, GgufFile, read_gguf
-from mlx_ring.models.gguf.model_config import config_of, named_tensors
+from mlx_ring.models.gguf import QUANTIZED, SUFFIX, GgufFile, read_gguf
+from mlx_ring.models.gguf.model_config import config_of
+from mlx_ring.models.gguf.tensors import ROUNDED, named_tensors
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
@@ -47,7 +49,8 @@ _BITS = {
 }
 """Bits of the types in safetensors files; there may be others."""
 _HALF_PRECISION = ("BF16", "F16")
-_SCALES = (".scales", ".biases")
+_SCALES = (".scales", ".biases", ".weight_scale", ".qzeros")
+"""Ends of the names of tensors that are, or become, scales and biases of quantized weights."""
 _FLOAT_BYTES, _HALF_BYTES = 4, 2
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 """Patterns of a folder's files beside its weights: configuration, tokenizer, templates."""
@@ -68,6 +71,10 @@ class TensorEntry:
     file: str
     offset: int
     nbytes: int
+    loaded_dtype: str = ""
+    """Type in memory of a tensor that loading makes others of; empty: as stored."""
+    loaded_factor: int = 1
+    """Bytes of these for each stored byte."""
 
     def loaded_bytes(self, *, widened: bool, keeps_scales: bool = False) -> int:
         """Return the bytes in memory.
@@ -81,7 +88,8 @@ class TensorEntry:
             is_half = not widened or (keeps_scales and kind.has_half_scales)
             return kind.loaded_bytes(math.prod(self.shape), _HALF_BYTES if is_half else _FLOAT_BYTES)
         is_kept = keeps_scales and self.name.endswith(_SCALES)
-        return self.nbytes * (2 if widened and not is_kept and self.dtype in _HALF_PRECISION else 1)
+        is_half = (self.loaded_dtype or self.dtype) in _HALF_PRECISION
+        return self.nbytes * self.loaded_factor * (2 if widened and not is_kept and is_half else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +229,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         ModelNotFound: there is no such folder, or it is no model's.
         ModelUnsafe: it needs Python from the folder to be run.
         ModelCorrupt: a file is missing, truncated, or contradicts another.
+        ModelUnsupported: mlx-lm does not load weights that are quantized in this way.
     """
     if not path.is_dir():
         if path.exists():
@@ -242,8 +251,17 @@ def read_model_folder(path: Path) -> ModelFolder:
     generation = path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     read = list(_read_headers(path, config["model_type"]))
-    tensors = tuple(entry for _, entries in read for entry in entries)
-    return ModelFolder(path, config, generation_config, tensors, tuple(file for file, _ in read))
+    stored = [entry for _, entries in read for entry in entries]
+    dtypes = {entry.name: entry.dtype for entry in stored}
+    require_loadable(path, config, dtypes)
+    loading = loading_of(config, dtypes)
+    tensors = (
+        replace(entry, loaded_dtype=loading[entry.name][0], loaded_factor=loading[entry.name][1])
+        if entry.name in loading
+        else entry
+        for entry in stored
+    )
+    return ModelFolder(path, config, generation_config, tuple(tensors), tuple(file for file, _ in read))
 
 
 def read_gguf_model(parts: Sequence[Path]) -> ModelFolder:
@@ -292,25 +310,6 @@ class PullProgress:
 
 
 Report = Callable[[PullProgress], None]
-
-
-def check_memory(name: str, needed_bytes: int) -> None:
-    """Refuse a model that this machine could only serve by swapping.
-
-    Raises:
-        PlanError: weights larger than the memory.
-    """
-    total = usable_memory().total_bytes
-    if needed_bytes > total:
-        raise PlanError(
-            f"{name} needs {gigabytes(needed_bytes)} of memory for its weights, but this machine has "
-            f"{gigabytes(total)}: choose a smaller or more strongly quantized model."
-        )
-
-
-def gigabytes(count: int) -> str:
-    """Write a number of bytes as people do."""
-    return f"{count / 1e9:.1f} GB"
 
 
 def _require_access(folder: Path) -> None:

@@ -7,14 +7,15 @@ folder has, and a link to the GGUF file. Everything else works with that folder:
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,9 @@ from mlx_ring.core.errors import (
     ModelError,
     ModelNotFound,
 )
-from mlx_ring.core.folders import cache_folder
+from mlx_ring.core.folders import cache_folder, is_there, typed_path
 from mlx_ring.host.private_files import hold, is_held
+from mlx_ring.models.config_limits import require_loadable
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
 from mlx_ring.models.model_folder import (
@@ -47,12 +49,15 @@ from mlx_ring.models.other_programs import (
     ollama_file,
     ollama_models,
 )
-from mlx_ring.models.short_names import close_short_names, find_hub_id, short_names_of
+from mlx_ring.models.short_names import find_hub_id, is_hub_id, short_names_of, unknown_model
+
+log = logging.getLogger(__name__)
 
 BUILTIN_FOLDER = Path(__file__).resolve().parent.parent / "builtin_models"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _LONGEST_STEM = 100
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_UNFINISHED, _ABANDONED_S = ".new-", 3600.0
+"""Begin of the names of folders that are being made, and the age from which they are removed."""
 
 SourceKind = Literal["built-in", "folder", "file", "hub", "LM Studio", "ollama"]
 
@@ -135,10 +140,10 @@ def find_model(
     """
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    path = _path(name)
+    path = typed_path(name)
     if _is_gguf(path):
         return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path.absolute())))
-    if _is_there(path):
+    if is_there(path):
         return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
     found = _downloaded(name)
     if found is not None:
@@ -156,13 +161,13 @@ def full_name(name: str) -> str:
     Raises:
         ModelNotFound: no model has this name, or several have it.
     """
-    if name in builtin_names() or _is_there(_path(name)) or is_hub_id(name):
+    if name in builtin_names() or is_there(typed_path(name)) or is_hub_id(name):
         return name
     hub_id = find_hub_id(name)
     if hub_id is None:
         if ollama_file(name) is not None:
             return name
-        raise ModelNotFound(_unknown(name))
+        raise unknown_model(name, builtin_names())
     return hub_id
 
 
@@ -181,17 +186,13 @@ def exact_name(name: str) -> str:
     )
 
 
-def is_hub_id(name: str) -> bool:
-    """Report whether a name has the form of an id of the hub."""
-    return _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
-
-
 def _downloaded(name: str) -> LocalModel | None:
     """Return a model of the hub that is complete in its cache or in LM Studio's folders, or one of ollama's; else None.
 
     Raises:
         ModelNotFound: several models have this name.
         ModelUnsafe: it needs code of its own to be run.
+        ModelCorrupt, ModelUnsupported: only ollama has it, and it cannot be served.
     """
     from mlx_ring.models import hub
 
@@ -206,9 +207,13 @@ def _downloaded(name: str) -> LocalModel | None:
     file = ollama_file(name)
     if file is None:
         return None
-    with contextlib.suppress(ModelError):
+    try:
         return LocalModel(name, "ollama", read_model_folder(_folder_of_gguf(file)))
-    return None
+    except ModelError as error:
+        if not is_hub_id(hub_id):
+            raise
+        log.warning("Ollama has %s, but it cannot be served: %s", name, error)
+        return None
 
 
 def must_be_fetched(name: str) -> bool:
@@ -217,8 +222,9 @@ def must_be_fetched(name: str) -> bool:
     Raises:
         ModelNotFound: no model has this name, or several have it.
         ModelUnsafe: it needs code of its own to be run.
+        ModelCorrupt, ModelUnsupported: only ollama has it, and it cannot be served.
     """
-    if name in builtin_names() or _is_there(_path(name)):
+    if name in builtin_names() or is_there(typed_path(name)):
         return False
     return _downloaded(name) is None
 
@@ -232,9 +238,16 @@ def describe_model(name: str) -> LocalModel:
     Raises:
         ModelNotFound: there is none of that name, or the hub cannot be reached.
         ModelCorrupt, ModelUnsafe: the files cannot be read.
+        ModelUnsupported: it cannot be served.
     """
-    path = _path(name)
-    if name not in builtin_names() and _is_there(path):
+    described = _describe(name)
+    require_loadable(Path(name), described.folder.config)
+    return described
+
+
+def _describe(name: str) -> LocalModel:
+    path = typed_path(name)
+    if name not in builtin_names() and is_there(path):
         if _is_gguf(path):
             return LocalModel(_gguf_name(path), "file", read_gguf_model(_parts(path.absolute())))
         if path.is_file():
@@ -243,7 +256,7 @@ def describe_model(name: str) -> LocalModel:
             return LocalModel(
                 path.absolute().name, "folder", read_model_config(path.absolute() / "config.json")
             )
-    if name in builtin_names() or _is_there(path):
+    if name in builtin_names() or is_there(path):
         return find_model(name)
     found = _downloaded(name)
     if found is not None:
@@ -269,8 +282,8 @@ def remove_model(name: str) -> tuple[str, int]:
 
     if name in builtin_names():
         raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
-    path = _path(name)
-    if _is_there(path):
+    path = typed_path(name)
+    if is_there(path):
         raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
     hub_id = exact_name(name)
     repository = hub_cache.cached_repository(hub_id)
@@ -287,31 +300,6 @@ def remove_model(name: str) -> tuple[str, int]:
     if hub_cache.is_being_fetched(repository):
         raise Conflict(f"{hub_id} is being downloaded: end the download, then remove the model.")
     return hub_id, hub_cache.remove_repository(repository)
-
-
-def _path(name: str) -> Path:
-    """Return the path of a folder. `~` with an unknown user stays as it is."""
-    with contextlib.suppress(RuntimeError):
-        return Path(name).expanduser()
-    return Path(name)
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        # Longer than any name may be.
-        return False
-
-
-def _unknown(name: str) -> str:
-    names = builtin_names()
-    close = difflib.get_close_matches(name, names, n=1) or close_short_names(name)
-    meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return (
-        f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "
-        f"qwen3:8b, or a built-in model ({', '.join(names)}).{meant}"
-    )
 
 
 def _folder_of_gguf(file: Path) -> Path:
@@ -331,25 +319,33 @@ def _folder_of_gguf(file: Path) -> Path:
     if target.is_dir():
         return target
     contents = small_files_of([read_gguf(part) for part in parts])
+    with contextlib.suppress(OSError):
+        return _make_folder(root, target, contents, parts)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_outdated(root)
-        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
-        try:
-            for name, content in contents.items():
-                (aside / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-            for part, name in zip(parts, _link_names(len(parts)), strict=True):
-                (aside / name).symlink_to(part)
-            if not target.is_dir():
-                aside.rename(target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        # Another process may have removed what it took for outdated.
+        return _make_folder(root, target, contents, parts)
     except OSError as error:
+        raise ConfigError(
+            f"{root} cannot be written ({error.strerror}), but the configuration of a GGUF file is kept there: free "
+            "some space, or set XDG_CACHE_HOME to another folder."
+        ) from error
+
+
+def _make_folder(root: Path, target: Path, contents: Mapping[str, object], parts: list[Path]) -> Path:
+    """Make a folder aside, and give it its name once it is complete. Raises `OSError` if it cannot be written."""
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_outdated(root)
+    aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+    try:
+        for name, content in contents.items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        for part, name in zip(parts, _link_names(len(parts)), strict=True):
+            (aside / name).symlink_to(part)
         if not target.is_dir():
-            raise ConfigError(
-                f"{root} cannot be written ({error.strerror}), but the configuration of a GGUF file is kept there: free "
-                "some space, or set XDG_CACHE_HOME to another folder."
-            ) from error
+            aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
@@ -372,7 +368,8 @@ def _linked_files() -> list[Path]:
 def _links(root: Path) -> list[Path]:
     """Return the links to GGUF files, of those in parts to the first. The files may be lost."""
     first = re.compile(rf"model(-00001-of-\d+)?\{SUFFIX}")
-    return sorted(link for link in root.glob(f"*/model*{SUFFIX}") if first.fullmatch(link.name))
+    links = (link for link in root.glob(f"*/model*{SUFFIX}") if first.fullmatch(link.name))
+    return sorted(link for link in links if not link.parent.name.startswith(_UNFINISHED))
 
 
 def _is_gguf(file: Path) -> bool:
@@ -438,3 +435,7 @@ def _remove_outdated(root: Path) -> None:
         is_current = all(map(Path.exists, parts)) and link.parent.name.endswith(f"-{_identity(parts)}")
         if not is_current:
             _remove_unless_held(link.parent)
+    for folder in root.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)

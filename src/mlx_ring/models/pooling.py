@@ -103,3 +103,16 @@ def _modes(config: dict[str, Any]) -> list[str]:
 def _json(file: Path) -> dict[str, Any]:
     """Return a file's object; empty if there is no such file."""
     return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+
+
+def pooling_files(kind: PoolingKind) -> dict[str, object]:
+    """Return the contents of the files that describe a pooling to vectors of length 1, by their names in a folder."""
+    modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    mode = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}[kind]
+    return {
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for index, (name, path) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": {f"{_MODE}_{mode}": True},
+    }

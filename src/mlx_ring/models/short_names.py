@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -24,6 +24,7 @@ _SIZE = re.compile(r"-(?=(?:a?\d+(?:\.\d+)?b|8x7b)(?:-|$))")
 _ACTIVE = re.compile(r"a\d+(?:\.\d+)?b")
 _USUAL_TAG = ":latest"
 _NEAREST = 3
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +195,18 @@ def close_short_names(text: str) -> list[str]:
     """Return the short names that are most like an unknown name."""
     names = [name for model in published_models() for name, _ in model.short_names()]
     return difflib.get_close_matches(text.lower(), names, n=_NEAREST, cutoff=0.6)
+
+
+def is_hub_id(name: str) -> bool:
+    """Report whether a name has the form of an id of the hub."""
+    return _HUB_ID.fullmatch(name) is not None and not name.startswith(".")
+
+
+def unknown_model(name: str, builtin: Sequence[str]) -> ModelNotFound:
+    """Return the error for a name that no model has, with those of similar models."""
+    close = difflib.get_close_matches(name, builtin, n=1) or close_short_names(name)
+    meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return ModelNotFound(
+        f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "
+        f"qwen3:8b, or a built-in model ({', '.join(builtin)}).{meant}"
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_ring.core.types import DTYPES
+from mlx_ring.models.config_limits import quantization_kind
 from mlx_ring.models.model_folder import ModelFolder
 
 _GROUP = 64
@@ -154,14 +155,16 @@ def _usual(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
         bits, group, scale = _SCALES[mode if mode in _SCALES else method]
         return WeightFormat(bits, _whole(given.get("group_size")) or group, plain, scale_bits=scale)
     if method == "fp8":
-        return WeightFormat(_EIGHT, _FP8_BLOCK * _FP8_BLOCK, plain, scale_bits=_FLOAT)
+        # Loading makes numbers in half precision of most.
+        kind = quantization_kind(given)
+        bits, group, scale = _SCALES["mxfp8"]
+        is_kept = kind is not None and kind.becomes == "stored"
+        return WeightFormat(bits, group, plain, scale_bits=scale) if is_kept else None
     if method in ("gptq", "awq", "auto-round", "intel/auto-round") and (
         bits := _whole(given.get("bits") or given.get("w_bit"))
     ):
-        # A zero point of as many bits as a weight, and a scale in half precision.
-        return WeightFormat(
-            bits, _whole(given.get("group_size")) or _GPTQ_GROUP, plain, scale_bits=_HALF + bits
-        )
+        # Stored zero points have as many bits as a weight, and loading makes biases of them.
+        return WeightFormat(bits, _whole(given.get("group_size")) or _GPTQ_GROUP, plain)
     if method == "bitsandbytes":
         bits = _EIGHT if given.get("load_in_8bit") else _FOUR
         return WeightFormat(bits, _GROUP, plain, scale_bits=0 if bits == _EIGHT else _EIGHT)
@@ -180,6 +183,8 @@ def _grouped(given: Mapping[str, Any], plain: str) -> WeightFormat | None:
         if bits is None:
             continue
         group = _whole(weights.get("group_size"))
+        if given.get("format") == "pack-quantized" and group:  # loading makes biases
+            return WeightFormat(bits, group, plain)
         is_nvfp4 = bits == _FOUR and weights.get("type") == "float"
         return WeightFormat(
             bits,

@@ -37,7 +37,7 @@ from mlx_lm.utils import (
 from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import ByteProgress, DType, LayerRange
-from mlx_ring.models.architectures import find_architecture
+from mlx_ring.models.architectures import find_architecture, language_module
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
@@ -52,6 +52,8 @@ _INNER = "model"
 
 def loading_options(folder: ModelFolder) -> dict[str, Any]:
     """Return mlx-lm's options for loading a folder; most need none."""
+    if language_module(folder.config) == "ministral3" and any(e.loaded_dtype for e in folder.tensors):
+        return {"get_model_classes": partial(_changed_classes, _with_decoded_fp8)}
     names = [entry.name for entry in folder.tensors]
     if any(name.startswith(f"{_INNER}.") for name in names) or not any(map(_is_bare, names)):
         return {}
@@ -82,6 +84,16 @@ def _changed_classes(
 
     named = type(model.__name__, (model,), {"sanitize": sanitize, "__module__": model.__module__})
     return cast("type[nn.Module]", named), arguments
+
+
+def _with_decoded_fp8(_model: nn.Module, weights: _Weights) -> _Weights:
+    """Decode FP8 before a model multiplies it by its scales: mlx-lm's Ministral 3 would multiply the bytes."""
+    return {
+        name: mx.from_fp8(array, mx.bfloat16)
+        if array.dtype == mx.uint8 and f"{name}_scale_inv" in weights
+        else array
+        for name, array in weights.items()
+    }
 
 
 def _with_whole_names(model: nn.Module, weights: _Weights) -> _Weights:

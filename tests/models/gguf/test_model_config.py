@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Mapping
@@ -21,8 +22,12 @@ from tests.models.gguf.writing import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt, ModelError, ModelUnsupported
+from mlx_ring.core.types import Sampling
+from mlx_ring.head.served_model import sampling_defaults
 from mlx_ring.models.gguf import read_gguf
-from mlx_ring.models.gguf.model_config import config_of, layout_of, small_files_of
+from mlx_ring.models.gguf.model_config import config_of, small_files_of
+from mlx_ring.models.gguf.tensors import layout_of
+from mlx_ring.models.pooling import read_pooling
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -161,6 +166,12 @@ def test_long_rotations_have_both_lists_of_factors(tmp_path: Path) -> None:
     ("metadata", "expected"),
     [
         ({"own.rope.scaling.type": "none"}, None),
+        ({"own.rope.scaling.type": "none", "own.rope.scaling.factor": 4.0}, None),
+        ({"own.rope.scaling.factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        (
+            {"own.rope.scaling.type": "yarn", "own.rope.scaling.factor": 4.0},
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+        ),
         (
             {"own.rope.scaling.type": "linear", "own.rope.scaling.factor": 8.0},
             {"type": "linear", "factor": 8.0},
@@ -214,6 +225,21 @@ def test_scaled_rotations(
             ModelUnsupported,
             r"attention\.sliding_window 7, which is not",
         ),
+        ({"llama.attention.causal": False}, ModelUnsupported, r"attention\.causal False"),
+        ({"llama.attention.max_alibi_bias": 8.0}, ModelUnsupported, r"max_alibi_bias 8"),
+        ({"llama.attention.output_scale": 2.0}, ModelUnsupported, r"output_scale 2"),
+        ({"llama.attention.temperature_scale": 0.1}, ModelUnsupported, r"temperature_scale 0\.1"),
+        ({"llama.use_parallel_residual": True}, ModelUnsupported, r"use_parallel_residual True"),
+        ({"llama.expert_weights_norm": False}, ModelUnsupported, r"expert_weights_norm False"),
+        ({"llama.expert_weights_scale": 2.5}, ModelUnsupported, r"expert_weights_scale 2\.5"),
+        ({"llama.expert_gating_func": 2}, ModelUnsupported, r"expert_gating_func 2"),
+        ({"llama.leading_dense_block_count": 1}, ModelUnsupported, "leading_dense_block_count 1"),
+        ({"llama.attention.key_length_swa": 8}, ModelUnsupported, "key_length_swa 8"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, ModelUnsupported, "attn_factor 2"),
+        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, ModelUnsupported, r"yarn_ext_factor 0\.5"),
+        ({"llama.classifier.output_labels": ["yes", "no"]}, ModelUnsupported, "output_labels with several"),
+        ({"llama.pooling_type": 4}, ModelUnsupported, "pooling_type 4"),
+        ({"split.count": 3}, ModelCorrupt, "one of 3 parts, but 1 found"),
         ({"llama.rope.scaling.type": "dynamic"}, ModelUnsupported, "'dynamic'"),
         ({"llama.rope.scaling.type": "linear"}, ModelUnsupported, "'linear' with factor None"),
     ],
@@ -233,6 +259,15 @@ def test_what_cannot_be_served_is_refused(
             {"own.attention.scale": 0.25, "own.logit_scale": 1.0, "own.attention.clamp_kqv": 0.0},
         ),
         ({}, {"own.attention.scale": 0.0, "own.logit_scale": 0.0, "own.attention.sliding_window": 4096}),
+        (
+            {},
+            {"own.vocab_size": 4, "own.rope.scaling.finetuned": True, "own.rope.dimension_sections": [4, 4]},
+        ),
+        ({}, {"own.attention.causal": True, "own.expert_gating_func": 1, "own.expert_weights_norm": True}),
+        ({}, {"own.attention.key_length_swa": 16, "own.rope.scaling.yarn_ext_factor": Typed(6, -1.0)}),
+        ({}, {"own.tensor_data_layout": "Meta AI original pth", "own.expert_count": 0, "split.count": 1}),
+        ({}, {"own.expert_used_count": 0, "own.nextn_predict_layers": 0, "own.pooling_type": 0}),
+        ({}, {"own.vision.block_count": 27, "quantize.imatrix.file": "a", "general.tags": ["a"]}),
         ({"model_type": "phi3", "partial_rotary_factor": 1.0}, {"own.attention.sliding_window": 2047}),
         (
             {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 16, "query_pre_attn_scalar": 16},
@@ -245,6 +280,83 @@ def test_numbers_that_change_nothing_are_accepted(
 ) -> None:
     """Ignore the window of Phi-3, as mlx-lm's model of the same folder does."""
     assert config(tmp_path, changes, metadata=metadata) == config(tmp_path, changes)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"), [(None, 6), (2, 2), ([True, True, False], 3), ([True, False, True], 2)]
+)
+def test_the_layers_without_a_window_are_those_of_the_file(
+    tmp_path: Path, pattern: Value | None, expected: int
+) -> None:
+    changes = {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 16}
+    metadata = {} if pattern is None else {"own.attention.sliding_window_pattern": pattern}
+    assert config(tmp_path, changes, metadata=metadata)["sliding_window_pattern"] == expected
+    with pytest.raises(ModelUnsupported, match="does not repeat"):
+        config(tmp_path, changes, metadata={"own.attention.sliding_window_pattern": [False, True, True]})
+
+
+def test_the_magnitude_of_long_rotations_is_that_of_mlx_lm(tmp_path: Path) -> None:
+    changes = {"model_type": "phi3", "max_position_embeddings": 131072}
+    tensors = {"rope_factors_long.weight": factors([1.0, 2.5])}
+    metadata: dict[str, Value] = {"own.rope.scaling.original_context_length": 4096}
+    same = {"own.rope.scaling.attn_factor": math.sqrt(1 + math.log(32) / math.log(4096))}
+    assert config(tmp_path, changes, tensors, metadata | same) == config(tmp_path, changes, tensors, metadata)
+    with pytest.raises(ModelUnsupported, match="attn_factor 2"):
+        config(tmp_path, changes, tensors, metadata | {"own.rope.scaling.attn_factor": 2.0})
+
+
+def small_files(folder: Path, metadata: Mapping[str, Value], rows: int = 8) -> dict[str, Any]:
+    tensors = {"token_embd.weight": Stored(F32, (rows, 64), bytes(256 * rows))}
+    (folder / "a.gguf").write_bytes(gguf_bytes({**metadata_of(MODEL), **TOKENIZER, **metadata}, tensors))
+    return small_files_of([read_gguf(folder / "a.gguf")])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(1, "mean"), (2, "cls"), (3, "last")])
+def test_the_pooling_of_an_embedding_model_is_that_of_the_file(
+    tmp_path: Path, kind: int, expected: str
+) -> None:
+    written = small_files(tmp_path, {"llama.pooling_type": kind})
+    for name in ("modules.json", "1_Pooling/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(written[name]))
+    found = read_pooling(tmp_path)
+    assert (found.kind, found.normalize, found.refusal) == (expected, True, "")
+    assert "modules.json" not in small_files(tmp_path, {"llama.pooling_type": 0})
+
+
+def test_advised_sampling_is_that_of_the_file(tmp_path: Path) -> None:
+    advised: dict[str, Value] = {
+        "temp": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.05,
+        "penalty_repeat": 1.1,
+    }
+    written = small_files(tmp_path, {f"general.sampling.{name}": value for name, value in advised.items()})
+    assert sampling_defaults(written["generation_config.json"]) == Sampling(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1
+    )
+    assert "generation_config.json" not in small_files(tmp_path, {})
+
+
+def test_all_chat_templates_are_kept(tmp_path: Path) -> None:
+    named: dict[str, Value] = {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "with tools",
+    }
+    written = small_files(tmp_path, {**named, "tokenizer.chat_template": "plain"})
+    assert written["tokenizer_config.json"]["chat_template"] == [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with tools"},
+    ]
+    one = small_files(tmp_path, {"tokenizer.chat_template": "plain"})
+    assert one["tokenizer_config.json"]["chat_template"] == "plain"
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
+    assert small_files(tmp_path, {}, rows=5)["config.json"]["vocab_size"] == 5
+    with pytest.raises(ModelCorrupt, match=r"has 5 tokens, but rows for 4 in token_embd\.weight"):
+        small_files(tmp_path, {}, rows=4)
 
 
 def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ _COMPILER_BYTES = 1 << 30
 _UNUSED_S = 7 * 24 * 3600.0
 _ABANDONED_S = 3600.0
 """Ages from which binaries for something else, and folders of builds that were killed, are removed."""
-_TIME_LIMIT_S, _LOOK_S = 300, 0.2
+_TIME_LIMIT_S, _LOOK_S = 3600, 0.2
+"""Longest time of one compiler, which may have little of a busy machine, and time between two looks for signals."""
 # Name under which nanobind's libraries share their types, e.g. `nanobind_..._a1_v22`: a suffix `_stable` makes it another.
 _INTERNALS = re.compile(rb"nanobind_[a-z0-9_]+_v\d+(?:_stable)?(?=\0)")
 

@@ -24,7 +24,8 @@ from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import JsonAnswer, while_connected
 from mlx_ring.core.errors import ConfigError, Conflict, ModelNotFound, NotReady, RequestError
-from mlx_ring.models.model_source import describe_model, is_hub_id
+from mlx_ring.models.model_source import describe_model
+from mlx_ring.models.short_names import is_hub_id
 from mlx_ring.planner.catalogue import machine_names, named_links
 from mlx_ring.planner.cluster_file import MOST_ADDED, link_named, with_machines
 from mlx_ring.planner.known_models import find_known_model, popular_models

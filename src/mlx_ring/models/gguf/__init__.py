@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -89,12 +89,6 @@ _NAMES = (
 TYPE_NAMES = dict(enumerate(_NAMES.split(",")))
 """Names of all types, for messages."""
 QUANTIZED = {kind.name: kind for kind in TYPES.values() if kind.is_quantized}
-ROUNDED = {
-    "Q4_K": "scales exact in float32, rounded in half precision",
-    "Q5_K": "scales exact in float32, rounded in half precision",
-    "Q6_K": "half of the groups of 16 rounded to a quarter of a step, to share 8-bit groups of 32",
-}
-"""Rounding of types that are not served exactly."""
 
 
 Value = TypeVar("Value", int, float, str, bool)
@@ -132,8 +126,14 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     _spans: Mapping[str, _Span]
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._spans
+    @property
+    def keys(self) -> KeysView[str]:
+        """Return the names of all values of the metadata."""
+        return self._spans.keys()
+
+    def single(self, key: str) -> object:
+        """Return a single value of the metadata, whatever its type."""
+        return self._decode(key, self._spans[key])
 
     def is_array(self, key: str) -> bool:
         """Report whether the metadata has an array of this name."""

@@ -1,161 +1,61 @@
-"""Models of GGUF files as mlx-lm has them: names of tensors, order of rows, configuration."""
+"""Models of GGUF files as mlx-lm has them: configuration, and the other small files of a folder."""
 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.core.types import ADVISED_SAMPLING, PoolingKind
 from mlx_ring.models.gguf import GROUP, QUANTIZED, GgufFile, GgufTensor, read_range, shown
+from mlx_ring.models.gguf.tensors import ARCHITECTURES, MIXTRAL, named_tensors, unknown_architecture
+from mlx_ring.models.pooling import pooling_files
 
-_IN_BLOCK = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<name>\w+)\.(?P<kind>weight|bias)")
-_OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-"""Tensors that become part of the configuration."""
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-}
-_DENSE = {
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-
-
-def _experts(path: str) -> dict[str, str]:
-    return {"ffn_gate_inp": f"{path}.gate"} | {
-        f"ffn_{name}_exps": f"{path}.switch_mlp.{name}_proj" for name in ("gate", "up", "down")
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """One of GGUF's architectures as mlx-lm has it."""
-
-    model_type: str
-    model_class: str
-    names: Mapping[str, str]
-    """mlx-lm's names of a layer's modules, by GGUF's."""
-    interleaved: bool = False
-    """True if the rows of queries and keys are in another order: the two halves of each head alternate."""
-    norm_offset: int = 0
-    """Number that GGUF adds to the weights of norms, and mlx-lm when it computes."""
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Entries of the configuration that the metadata lacks."""
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture("llama", "LlamaForCausalLM", _ATTENTION | _DENSE, interleaved=True),
-    "qwen2": _Architecture("qwen2", "Qwen2ForCausalLM", _ATTENTION | _DENSE),
-    "qwen3": _Architecture("qwen3", "Qwen3ForCausalLM", _ATTENTION | _DENSE | _HEAD_NORMS),
-    "qwen3moe": _Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {**_ATTENTION, **_HEAD_NORMS, **_experts("mlp"), "ffn_norm": "post_attention_layernorm"},
-        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-    "gemma3": _Architecture(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        {
-            **_ATTENTION,
-            **_HEAD_NORMS,
-            **_DENSE,
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        norm_offset=1,
-    ),
-    "phi3": _Architecture(
-        "phi3",
-        "Phi3ForCausalLM",
-        {**_ATTENTION, **_DENSE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    ),
-}
-_MIXTRAL = _Architecture(
-    "mixtral",
-    "MixtralForCausalLM",
-    {**_ATTENTION, **_experts("block_sparse_moe"), "ffn_norm": "post_attention_layernorm"},
-    interleaved=True,
-)
-"""Llama with experts, which has no name of its own in GGUF."""
-_INTERLEAVED = frozenset(each.model_type for each in (*_ARCHITECTURES.values(), _MIXTRAL) if each.interleaved)
-_WITH_OFFSET = {each.model_type: each.norm_offset for each in _ARCHITECTURES.values() if each.norm_offset}
 _LAYERS_OF_GEMMA_27B = 62
 """Number of layers of the Gemma 3 model whose attention is scaled by another width than the head's."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of all published Llama 3 models. GGUF has only the factors that follow from them."""
 _NEUTRAL = {
-    **dict.fromkeys(("attention.clamp_kqv", "attn_logit_softcapping", "final_logit_softcapping"), (0.0,)),
-    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "attention.output_scale"), (0, 1)),
+    **dict.fromkeys(("expert_weights_scale", "expert_group_count", "expert_group_used_count"), (0, 1)),
+    **dict.fromkeys(("moe_every_n_layers", "interleave_moe_layer_step", "expert_gating_func"), (0, 1)),
+    **dict.fromkeys(("attn_factor", "yarn_attn_factor", "alpha"), (0, 1)),
+    **dict.fromkeys(("attention.causal", "expert_weights_norm", "norm_top_k_prob"), (True,)),
+    "yarn_ext_factor": (1, -1),
 }
-"""Numbers that mlx-lm's models of these architectures do not have, with the values that change nothing."""
+"""Values that change nothing, by name, without `rope.scaling.`; of all other unknown numbers 0."""
+_HARMLESS = frozenset(
+    {
+        # not read by models of these architectures
+        *("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "decoder_start_token_id"),
+        *("rope.dimension_sections", "rope.scaling.finetuned", "attention.temperature_length"),
+        # of use with others that are checked
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scale_linear"),
+        *("expert_used_count", "expert_feed_forward_length"),
+        # of tensors, which are refused by name
+        *("expert_shared_count", "expert_shared_feed_forward_length"),
+    }
+)
+_OF_PICTURES = ("vision.", "mm.")
+"""Beginnings of names that ollama's files have; tensors of pictures are refused."""
+_SAME = {
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.value_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "rope.freq_base_swa": "rope.freq_base",
+}
+"""Values of layers with a window, and those of the other layers, which they must equal."""
+_POOLINGS: Mapping[int, PoolingKind | None] = {-1: None, 0: None, 1: "mean", 2: "cls", 3: "last"}
+_SAMPLING_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+"""GGUF's names of sampling parameters that it names otherwise."""
 _TOLERANCE = 1e-3
 _MOST_LAYERS = 100_000
 """Most values of a number that is given for each layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Difference between a tensor's stored rows and mlx-lm's."""
-
-    heads: int = 0
-    """Number of heads whose rows are interleaved; 0 if the rows are in order."""
-    offset: int = 0
-    """Number to subtract from each weight."""
-
-
-def layout_of(config: Mapping[str, Any], name: str) -> Layout:
-    """Return the layout of a tensor of a GGUF file, by its name in mlx-lm."""
-    model_type, module = str(config["model_type"]), name.rpartition(".")[0]
-    if model_type in _INTERLEAVED and module.endswith((".q_proj", ".k_proj")):
-        counted = "num_attention_heads" if module.endswith(".q_proj") else "num_key_value_heads"
-        return Layout(heads=int(config[counted]))
-    return Layout(offset=_WITH_OFFSET.get(model_type, 0) if module.endswith("norm") else 0)
-
-
-def named_tensors(file: GgufFile, model_type: str) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield a file's tensors with mlx-lm's names.
-
-    Raises:
-        ModelUnsupported: one of them is none of the architecture's.
-    """
-    known = {each.model_type: each for each in (*_ARCHITECTURES.values(), _MIXTRAL)}
-    if model_type not in known:
-        raise ModelUnsupported(_unknown_architecture(file.path, model_type))
-    names = known[model_type].names
-    for name, tensor in file.tensors.items():
-        if name in _ROPE_FACTORS:
-            continue
-        found = _IN_BLOCK.fullmatch(name)
-        module = names.get(found["name"]) if found else None
-        if found and module:
-            yield f"model.layers.{int(found['number'])}.{module}.{found['kind']}", tensor
-        elif name in _OUTSIDE:
-            yield _OUTSIDE[name], tensor
-        else:
-            raise ModelUnsupported(
-                f"{file.path} has a tensor {shown(name)}, which mlx-lm's {model_type} models do not have: serve the "
-                "model from a folder with safetensors."
-            )
 
 
 def config_of(headers: Sequence[GgufFile]) -> dict[str, Any]:
@@ -174,16 +74,25 @@ def small_files_of(headers: Sequence[GgufFile]) -> dict[str, object]:
     """Return the contents of the JSON files that a model's folder has beside its weights; see `config_of`."""
     from mlx_ring.models.gguf.tokenizer import make_tokenizer  # only the first time
 
-    config = config_of(headers)
+    metadata = _Metadata(headers)
+    config = metadata.config()
     for header in headers:
         _ = list(named_tensors(header, str(config["model_type"])))
     tokenizer = make_tokenizer(headers[0])
+    if tokenizer.count > config["vocab_size"]:
+        raise ModelCorrupt(
+            f"{headers[0].path} has {tokenizer.count} tokens, but rows for {config['vocab_size']} in token_embd.weight. "
+            "Fetch the file again."
+        )
     config["eos_token_id"] = tokenizer.ends
     config["bos_token_id"] = tokenizer.begin
+    pooling, advised = metadata.pooling(), metadata.sampling()
     return {
         "config.json": config,
         "tokenizer.json": tokenizer.content,
         "tokenizer_config.json": {**tokenizer.config, "model_max_length": config["max_position_embeddings"]},
+        **({} if pooling is None else pooling_files(pooling)),
+        **({"generation_config.json": advised} if advised else {}),
     }
 
 
@@ -192,6 +101,8 @@ class _Metadata:
 
     def __init__(self, headers: Sequence[GgufFile]) -> None:
         self._file = file = headers[0]
+        self._used: set[str] = set()
+        """Names of the values that were read."""
         self._files: dict[str, Path] = {}
         self._tensors: dict[str, GgufTensor] = {}
         for header in headers:
@@ -210,10 +121,15 @@ class _Metadata:
                 "model: give the file of the model itself."
             )
         has_experts = self._prefix == "llama" and self._integer("expert_count")
-        found = _MIXTRAL if has_experts else _ARCHITECTURES.get(self._prefix)
+        found = MIXTRAL if has_experts else ARCHITECTURES.get(self._prefix)
         if found is None:
-            raise ModelUnsupported(_unknown_architecture(file.path, self._prefix))
+            raise ModelUnsupported(unknown_architecture(file.path, self._prefix))
         self._architecture = found
+        if (count := file.value("split.count", int)) and count != len(headers):
+            raise ModelCorrupt(
+                f"{file.path} is one of {count} parts, but {len(headers)} found by its name: give the parts the names that "
+                "they were published with."
+            )
 
     def config(self) -> dict[str, Any]:
         """Return the configuration, as mlx-lm reads it."""
@@ -241,18 +157,39 @@ class _Metadata:
         }
         if (value_dim := self._integer("attention.value_length")) not in (None, head_dim):
             raise self._unsupported(f"keys of {head_dim} and values of {value_dim} numbers")
-        self._check_neutral()
         config |= self._experts() | self._special(config) | self._rope(config)
         self._check_attention(config)
+        self._check_others()
         if (bits := self._bits()) is not None:
             config["quantization"] = {"group_size": GROUP, "bits": bits}
         return config
 
-    def _check_neutral(self) -> None:
-        """Refuse numbers that would change results and are none of mlx-lm's."""
-        for name, neutral in _NEUTRAL.items():
-            if (found := self._float(name)) is not None and found not in neutral:
-                raise self._unsupported(f"{self._prefix}.{name} {found:g}")
+    def pooling(self) -> PoolingKind | None:
+        """Return the pooling of an embedding model; None of a generative one."""
+        kind = self._integer("pooling_type") or 0
+        if kind not in _POOLINGS:
+            raise self._unsupported(f"{self._prefix}.pooling_type {kind}")
+        return _POOLINGS[kind]
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling parameters that the model's makers advise."""
+        keys = {name: f"general.sampling.{_SAMPLING_NAMES.get(name, name)}" for name in ADVISED_SAMPLING}
+        values = {name: self._file.value(key, float) for name, key in keys.items()}
+        return {name: _shortest(value) for name, value in values.items() if value is not None}
+
+    def _check_others(self) -> None:
+        """Refuse values that would change results and are none of mlx-lm's."""
+        self.pooling()
+        for key in self._file.keys:
+            name = key.removeprefix(f"{self._prefix}.")
+            if name == key or name in self._used | _HARMLESS or name.startswith(_OF_PICTURES):
+                continue
+            value = "with several values" if self._file.is_array(key) else self._file.single(key)
+            same = f"{self._prefix}.{_SAME.get(name)}"
+            if value in _NEUTRAL.get(name.removeprefix("rope.scaling."), (0,)):
+                continue
+            if same not in self._file.keys or self._file.single(same) != value:
+                raise self._unsupported(f"{key} {f'{value:g}' if isinstance(value, float) else value}")
 
     def _check_attention(self, config: Mapping[str, Any]) -> None:
         """Refuse another scale than mlx-lm's, and a window where mlx-lm's model has none.
@@ -272,7 +209,7 @@ class _Metadata:
         count = self._integer("expert_count")
         if not count:
             return {}
-        name = "num_local_experts" if self._architecture is _MIXTRAL else "num_experts"
+        name = "num_local_experts" if self._architecture is MIXTRAL else "num_experts"
         size = self._integer("expert_feed_forward_length")
         return {
             name: count,
@@ -295,14 +232,32 @@ class _Metadata:
             if is_largest
             else config["head_dim"],
             "sliding_window": self._require("attention.sliding_window"),
-            "sliding_window_pattern": 6,
-            "rope_local_base_freq": self._float("rope.freq_base_swa") or 10000.0,
-            "rope_theta": self._float("rope.freq_base") or 1_000_000.0,
+            "sliding_window_pattern": self._window_pattern(),
+            "rope_local_base_freq": self._float("rope.freq_base_swa")
+            or self._float("rope.local.freq_base")
+            or 10000.0,
+            "rope_theta": self._float("rope.freq_base")
+            or self._float("rope.global.freq_base")
+            or 1_000_000.0,
         }
+
+    def _window_pattern(self) -> int:
+        """Return the number of layers of which the last has no window."""
+        name = "attention.sliding_window_pattern"
+        if not self._file.is_array(key := f"{self._prefix}.{name}"):
+            return self._require(name) if key in self._file.keys else 6
+        self._used.add(name)
+        windows = [bool(each) for each in self._file.values(key, _MOST_LAYERS) or ()]
+        for count in range(1, len(windows) + 1):
+            if windows == [(index + 1) % count != 0 for index in range(len(windows))]:
+                return count
+        raise self._unsupported(f"{key}, which does not repeat")
 
     def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scaling of rotations."""
-        kind = self._file.value(f"{self._prefix}.rope.scaling.type", str) or "none"
+        self._used.add("rope.scaling.type")
+        given = self._file.value(f"{self._prefix}.rope.scaling.type", str)
+        kind = given or "linear"
         factor = self._float("rope.scaling.factor")
         factor = self._float("rope.scale_linear") if factor is None else factor
         factor = 1.0 if factor == 0 else factor
@@ -312,24 +267,33 @@ class _Metadata:
             scaling: dict[str, Any] = {"type": "longrope", "long_factor": long, "short_factor": short}
             original = original or config["max_position_embeddings"]
             scaling["original_max_position_embeddings"] = original
+            self._check_magnitude(config["max_position_embeddings"] / original, original)
             return {"rope_scaling": scaling, "original_max_position_embeddings": original}
         if (factors := self._floats("rope_freqs.weight")) is not None and set(factors) != {1.0}:
             return {"rope_scaling": self._llama3(factors, config)}
-        if (kind == "none" and factor is None) or (kind in ("none", "linear") and factor == 1):
+        if kind == "none" or (factor is None and given is None) or (kind == "linear" and factor == 1):
             return {}
-        if kind in ("none", "linear") and factor is not None:
+        if kind == "linear" and factor is not None:
             return {"rope_scaling": {"type": "linear", "factor": factor}}
         if kind == "yarn" and factor is not None and self._prefix != "phi3":
             scaling = {"type": "yarn", "factor": factor}
-            given = {
-                "original_max_position_embeddings": original,
+            numbers = {
+                "original_max_position_embeddings": original or config["max_position_embeddings"],
                 "beta_fast": self._float("rope.scaling.yarn_beta_fast"),
                 "beta_slow": self._float("rope.scaling.yarn_beta_slow"),
             }
             return {
-                "rope_scaling": scaling | {name: value for name, value in given.items() if value is not None}
+                "rope_scaling": scaling
+                | {name: value for name, value in numbers.items() if value is not None}
             }
         raise self._unsupported(f"a scaling of rotations of type {shown(kind)} with factor {factor}")
+
+    def _check_magnitude(self, factor: float, original: int) -> None:
+        """Refuse another factor of long rotations' magnitude than mlx-lm's."""
+        expected = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        found = self._float("rope.scaling.attn_factor") or expected
+        if abs(found - expected) > _TOLERANCE * expected:
+            raise self._unsupported(f"{self._prefix}.rope.scaling.attn_factor {found:g}")
 
     def _llama3(self, factors: list[float], config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scaling whose factors a file has. Published models differ in the largest factor only."""
@@ -361,6 +325,7 @@ class _Metadata:
         return counts.most_common(1)[0][0] if counts else None
 
     def _integer(self, name: str) -> int | None:
+        self._used.add(name)
         key = f"{self._prefix}.{name}"
         values = self._file.values(key, _MOST_LAYERS) if self._file.is_array(key) else None
         if values is None:
@@ -379,6 +344,7 @@ class _Metadata:
 
     def _float(self, name: str) -> float | None:
         """Return a number with the digits that float32 has: 1e-05 instead of 9.999999747378752e-06."""
+        self._used.add(name)
         key = f"{self._prefix}.{name}"
         found = self._file.value(key, float)
         if found is not None and found < 0:
@@ -411,10 +377,3 @@ def _shortest(value: float) -> float:
     """Return the number with the fewest digits that rounds to the same float32."""
     forms = (float(f"{value:.{digits}g}") for digits in range(1, 10))
     return next((form for form in forms if c_float(form).value == c_float(value).value), value)
-
-
-def _unknown_architecture(path: Path, name: str) -> str:
-    return (
-        f"{path} is a GGUF file of the architecture {shown(name)}, which is not read; {', '.join(_ARCHITECTURES)} are. Serve "
-        "the model from a folder with safetensors."
-    )

@@ -79,6 +79,8 @@ class GgufTokenizer:
     config: Mapping[str, object]
     begin: int | None
     ends: list[int]
+    count: int
+    """Number of tokens."""
 
 
 def make_tokenizer(file: GgufFile) -> GgufTokenizer:
@@ -134,10 +136,19 @@ class _Maker:
                 if number is not None
             },
         }
-        template = self._file.value("tokenizer.chat_template", str)
-        if template is not None:
-            config["chat_template"] = template
-        return GgufTokenizer(content, config, begin, self._ends(end))
+        if (templates := self._chat_templates()) is not None:
+            config["chat_template"] = templates
+        return GgufTokenizer(content, config, begin, self._ends(end), len(self._tokens))
+
+    def _chat_templates(self) -> str | list[dict[str, str]] | None:
+        """Return the chat template, or all if there are several, such as one for tools; None without any."""
+        usual = self._file.value("tokenizer.chat_template", str)
+        names = self._file.values("tokenizer.chat_templates") or ()
+        given = {name: self._file.value(f"tokenizer.chat_template.{name}", str) for name in names}
+        others = [{"name": str(name), "template": each} for name, each in given.items() if each is not None]
+        if not others:
+            return usual
+        return [*([] if usual is None else [{"name": "default", "template": usual}]), *others]
 
     def _byte_pairs(self) -> tuple[dict[str, Any], bool]:
         name = self._file.value("tokenizer.ggml.pre", str) or "default"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.models.gguf.writing import Stored, gguf_bytes
 
 from mlx_ring.models.gguf import QUANTIZED, TYPES, BlockType
-from mlx_ring.models.gguf.blocks import pack, to_groups
+from mlx_ring.worker.gguf_weights import pack, to_groups
 
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 ROWS, COLUMNS = 6, 512
