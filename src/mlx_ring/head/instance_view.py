@@ -33,7 +33,7 @@ from mlx_ring.engine.resumption import Destination, Silences
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.status import InstanceView, LoadingProgress
-from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+from mlx_ring.rpc.protos import agent_pb2
 
 log = logging.getLogger(__name__)
 
@@ -422,6 +422,7 @@ _MEMORY = TypeAdapter(WorkerMemory)
 
 def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) -> WorkerInfo:
     status = state.status
+    group, sends, waits = status.group, status.sends, status.waits
     return WorkerInfo(
         stage=state.stage,
         rank=state.rank,
@@ -431,21 +432,11 @@ def _worker_info(state: agent_pb2.WorkerState, layers: LayerRange, node: str) ->
         alive=state.alive,
         memory=_MEMORY.validate_python({name: getattr(status, name) for name in MEMORY}),
         **{name: getattr(status, name) for name in REPORTED},
-        sends=_sends(status),
-        group=GroupUse(status.group.backend, status.group.why) if status.HasField("group") else None,
-        waits=_waits(status),
+        sends=LinkUse(sends.compresses, sends.why, sends.frames, sends.tensor_bytes, sends.sent_bytes)
+        if status.HasField("sends")
+        else None,
+        group=GroupUse(group.backend, group.why) if status.HasField("group") else None,
+        waits=WaitUse(waits.kind, waits.backend, waits.peer, waits.seconds)
+        if status.HasField("waits")
+        else None,
     )
-
-
-def _waits(status: worker_pb2.WorkerStatus) -> WaitUse | None:
-    if not status.HasField("waits"):
-        return None
-    waits = status.waits
-    return WaitUse(waits.kind, waits.backend, waits.peer, waits.seconds)
-
-
-def _sends(status: worker_pb2.WorkerStatus) -> LinkUse | None:
-    if not status.HasField("sends"):
-        return None
-    sends = status.sends
-    return LinkUse(sends.compresses, sends.why, sends.frames, sends.tensor_bytes, sends.sent_bytes)

@@ -22,8 +22,7 @@ from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.engine.takeover import HeldRequests, move_requests
 from mlx_ring.head.instance_view import LOADING, InstanceService
-from mlx_ring.head.placing import Placement
-from mlx_ring.head.rank_placements import RankPlacement
+from mlx_ring.head.placing import placed_stages
 from mlx_ring.head.replica import Replica
 from mlx_ring.head.router import Lease, Routed, Router, give_back
 from mlx_ring.head.served_model import (
@@ -439,15 +438,3 @@ class HostedModel:
         await asyncio.wait((task,))
         del self._tasks[replica]
         self.replicas.remove(replica)
-
-
-def placed_stages(placement: Placement, names: Mapping[str, str]) -> LoadedStages:
-    """Return the stages of a placement, with the readable names of machines. The shares of a stage add up to 1."""
-
-    def rank(placed: RankPlacement, whole: float) -> tuple[str, float]:
-        return names.get(placed.site.node, placed.site.node), placed.share / whole
-
-    return tuple(
-        (layers, tuple(rank(placed, sum(each.share for each in ranks)) for placed in ranks))
-        for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
-    )

@@ -22,8 +22,7 @@ from mlx_ring.head.model import HostedModel, Ready
 from mlx_ring.head.move_order import MoveOrder, RoomAmongModels, Turn, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
-from mlx_ring.head.placing import plan_request
-from mlx_ring.head.plan_requests import measured_cluster, readable_names
+from mlx_ring.head.plan_requests import measured_cluster, plan_request, readable_names
 from mlx_ring.head.replanning import Replanning
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, policy_of, prepare_model

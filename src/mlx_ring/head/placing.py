@@ -16,18 +16,19 @@ from mlx_ring.cluster.link_survey import link_remarks
 from mlx_ring.cluster.membership import Membership
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.plan_requests import (
     LinkSurveys,
     broken_links,
     cpu_weights_of,
     node_profiles,
+    plan_request,
     plan_request_for,
     proportional_stages,
     with_throughput,
 )
 from mlx_ring.head.rank_placements import (
     Node,
+    RankPlacement,
     Stage,
     forecast_of,
     place_as_planned,
@@ -43,14 +44,12 @@ from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
 from mlx_ring.models.weights_manifest import WeightsManifest
 from mlx_ring.planner.forecast import Forecast
-from mlx_ring.planner.memory_fit import within_kv_memory
 from mlx_ring.planner.model_sizes import decode_bytes, profile_folder
-from mlx_ring.planner.place import place, plan_given
+from mlx_ring.planner.place import LoadedStages, place, plan_given
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas
-from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.rpc.backends import is_collective
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares, shared_stages
@@ -59,9 +58,6 @@ if TYPE_CHECKING:
     from mlx_ring.cluster.control import Control
 
 log = logging.getLogger(__name__)
-
-_PROMISED_TOKENS_EACH = 2048
-"""Context length per sequence that a plan for throughput reserves if the settings give none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,35 +398,6 @@ def plan_of_cut(
         return None
 
 
-def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
-    """Return the request for a plan.
-
-    It promises a long context to one stream, or a shorter one to all sequences for throughput; of that, as much as
-    a worker's `--kv-cache-memory` holds.
-    """
-    sequences = users = settings.expected_users
-    promised = max(_PROMISED_TOKENS_EACH, KEPT_TOKENS // users)
-    if settings.optimize_for == "throughput":
-        promised, sequences = _PROMISED_TOKENS_EACH, max(users, settings.max_num_seqs)
-    context = settings.max_model_len or min(promised, served.folder.context_length)
-    bits = 16 if settings.kv_bits == "off" else int(settings.kv_bits)
-    demand = Demand(context, sequences, bits, kv_memory_bytes=settings.kv_cache_memory)
-    if settings.kv_cache_memory is not None:
-        stored = profile_folder(served.folder, served.names[0])
-        loaded = stored.widened if widens_half_precision(settings.dtype) and stored.widened else stored
-        count, keeps_context = settings.replicas or 1, settings.max_model_len is not None
-        demand = within_kv_memory(loaded, demand, count, keeps_context=keeps_context)
-    return PlanRequest(
-        demand,
-        strategy=settings.strategy,
-        objective=settings.optimize_for,
-        prompt_tokens=settings.expected_prompt,
-        answer_tokens=settings.expected_answer,
-        users=users,
-        allows_tensor=not is_collective(settings.link),
-    )
-
-
 def replica_request(order: Order) -> PlanRequest:
     """Return one replica's share of the request."""
     request = plan_request(order.settings, order.served)
@@ -450,3 +417,15 @@ def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...
     if read is None:
         return even_split(folder.num_layers, settings.stages)
     return balanced_split(read.layers, read.head, settings.stages)
+
+
+def placed_stages(placement: Placement, names: Mapping[str, str]) -> LoadedStages:
+    """Return the stages of a placement, with the readable names of machines. The shares of a stage add up to 1."""
+
+    def rank(placed: RankPlacement, whole: float) -> tuple[str, float]:
+        return names.get(placed.site.node, placed.site.node), placed.share / whole
+
+    return tuple(
+        (layers, tuple(rank(placed, sum(each.share for each in ranks)) for placed in ranks))
+        for layers, ranks in zip(placement.ranges, placement.ranks, strict=True)
+    )

@@ -21,16 +21,17 @@ from mlx_ring.api.service import ModelService, Moved
 from mlx_ring.core.errors import Conflict, PlanError, RingError
 from mlx_ring.engine.step_times import StepTimes
 from mlx_ring.head.instance_view import InstanceService
-from mlx_ring.head.model import HostedModel, placed_stages
+from mlx_ring.head.model import HostedModel
 from mlx_ring.head.move_order import check_room, promised_bytes
 from mlx_ring.head.moves import Choice, Moves, nodes_of
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.placing import plan_request
+from mlx_ring.head.placing import placed_stages
 from mlx_ring.head.plan_requests import (
     Granted,
     granted_by,
     ids_of,
     measured_cluster,
+    plan_request,
     planned_names,
     readable_names,
     steady,
