@@ -362,7 +362,7 @@ class KvManager:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
         is_new = bool(tokens) and not self._cache.covers(tokens)
-        if not (is_new and self._make_room(length, entry, spare=spare) and self.budget.fits(length, entry)):
+        if not (is_new and self._make_room(length, entry, spare=spare)):
             return None
         self.budget.charge(entry, length)
         self.held.add(entry)
