@@ -60,11 +60,11 @@ class KvManager:
         """Add operations that change no sequence of this manager."""
         self._operations += operations
 
-    def take_operations(self, step: int, busy_s: float | None = None, *, is_prefill: bool) -> Operations:
-        """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
+    def take_operations(self, step: int, now: float, *, has_rows: bool, is_prefill: bool) -> Operations:
+        """Return the operations that go out with `step`, and forget them."""
         operations, self._operations, self._next_step = self._operations, [], step + 1
         if self.disk is not None:
-            operations += self.disk.take_operations(busy_s, is_prefill=is_prefill)
+            operations += self.disk.take_operations(now, has_rows=has_rows, is_prefill=is_prefill)
         return operations
 
     def settle(self, completed: int) -> None:
