@@ -63,6 +63,14 @@ def fork_operation(
     )
 
 
+def continue_operations(
+    sequence: Sequence, kept: int, length: int, first_stage: int
+) -> list[step_pb2.CacheOperation]:
+    """Make the operations that open a sequence with KV that the stages from `first_stage` on have kept."""
+    fork = fork_operation(kept, sequence.id, length, take=True, first_stage=first_stage)
+    return [open_operation(sequence), fork]
+
+
 def snapshot_operations(source: int, length: int, snapshot: int) -> list[step_pb2.CacheOperation]:
     """Make the operations that keep a running sequence's KV under an id of its own."""
     opened = step_pb2.Open(sequence=snapshot, prompt_length=length, max_length=length)
