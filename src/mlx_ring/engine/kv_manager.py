@@ -368,7 +368,8 @@ class KvManager:
         is_new = bool(tokens) and not self._cache.covers(tokens)
         if not (is_new and self._make_room(length, entry, spare=spare)):
             return None
-        self.budget.charge(entry, length)
+        # The ranks free before they fill it, because that is in earlier operations.
+        self.budget.charge_freed(entry, length)
         self.held.add(entry)
         return entry
 
