@@ -214,15 +214,17 @@ def test_shares_are_at_least_their_floors_and_otherwise_equal(room: int, floors:
 
 
 def test_memory_that_one_sequence_takes_from_pending_frees_is_free_for_no_other() -> None:
-    rank = RankId(0, 0)
-    budget = KvBudget({rank: RankKv(10 * BLOCK + 2 * 5, 1, bytes_per_sequence=5)})
-    budget.charge(1, 4 * BLOCK)
-    budget.charge(2, 5 * BLOCK)
-    budget.release(1, 7)
-    assert not budget.fits(3 * BLOCK, 3)
-    assert budget.fits(3 * BLOCK, 3, freed=True)
-    budget.charge_freed(3, 3 * BLOCK)
-    assert (budget.being_freed, budget.use()[rank].used_bytes) == (1, 10 * BLOCK + 2 * 5)
-    assert not budget.fits(BLOCK, 4, freed=True)
-    budget.settle(7)
-    assert (budget.being_freed, budget.use()[rank].used_bytes) == (0, 8 * BLOCK + 2 * 5)
+    taken = budget(10)
+    taken.charge(1, 4 * BLOCK)
+    taken.charge(2, 5 * BLOCK)
+    taken.release(1, 7)
+    assert not taken.fits(3 * BLOCK, 3)
+    taken.charge_freed(3, 3 * BLOCK)
+    assert not taken.fits(BLOCK, 4)
+    assert taken.fits(2 * BLOCK, 4, freed=True)
+    assert not taken.fits(3 * BLOCK, 4, freed=True)
+    assert taken.being_freed == 1
+    taken.settle(7)
+    assert taken.being_freed == 0
+    assert taken.fits(2 * BLOCK, 4)
+    assert not taken.fits(3 * BLOCK, 4)
