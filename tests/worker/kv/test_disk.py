@@ -574,7 +574,7 @@ class HangingDisk:
 
 @pytest.fixture
 def expire(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Functions that let the time of fetches be over, in the order of their turns."""
+    """Return functions that let the time of fetches be over, in the order of their turns."""
     expire: list[Callable[[], None]] = []
 
     class Timer(threading.Timer):
