@@ -181,10 +181,8 @@ class WorkerPipeline:
         for disk, store in self._disks(folder):
             answers: SimpleQueue[int] = SimpleQueue()
 
-            def answer(
-                blocks: int, *_: object, put: Callable[[int], None] = answers.put, **__: object
-            ) -> None:
-                put(blocks)
+            def answer(fetched: worker_pb2.KvFetched, put: Callable[[int], None] = answers.put) -> None:
+                put(fetched.blocks)
 
             disk.fetch(worker_pb2.FetchKv(id=1, blocks=blocks), answer)
             if answers.get(timeout=60) * BLOCK != length:

@@ -201,6 +201,21 @@ def test_prompt_that_finds_no_room_for_what_was_fetched_is_computed() -> None:
     asyncio.run(run())
 
 
+def test_saved_kv_takes_the_place_of_cached_kv_once_memory_is_full() -> None:
+    async def run() -> None:
+        twin, first = await ask_and_save()
+        after = with_disks_of(twin, 1)
+        engine = make_engine(after, kv={RankId(0, 0): kv_of(6)})
+        # Its answer ends, and its KV leaves room for two blocks of six.
+        await ask(engine, (9,) * 1000)
+        second = await ask(engine)
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, len(PROMPT) - 1)
+        stats = stats_of(engine)
+        assert (stats.restored_tokens, stats.evictions) == (len(PROMPT) - 1, 1)
+
+    asyncio.run(run())
+
+
 def test_other_requests_run_while_one_waits_for_a_disk() -> None:
     async def run() -> None:
         twin = TwinExecutor((1,))

@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 from tests.default_settings import make_policy
-from tests.engine.disks import PROMPT, ask, computes, make_engine, make_text, saved_blocks, settled
-from tests.engine.engines import kv_of
+from tests.engine.disks import (
+    PROMPT,
+    ask,
+    computes,
+    make_engine,
+    make_text,
+    replace_prompt,
+    saved_blocks,
+    settled,
+    stats_of,
+)
+from tests.engine.engines import collect, kv_of, make_request
 from tests.engine.twin import TwinExecutor
 from tests.engine.twin_rank import Reach
 
@@ -150,5 +160,35 @@ def test_ends_that_a_rank_has_lost_are_saved_again(forgets: Forgets) -> None:
         # Memory has no KV with which this one could begin.
         await ask(engine, (*PROMPT[:770], *(9,) * 40))
         assert end in twin.ends[RankId(0, 0)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("forgets", [RECURRENT, SLIDING], ids=["recurrent", "sliding"])
+def test_snapshot_takes_the_place_of_cached_kv_once_memory_is_full(forgets: Forgets) -> None:
+    async def run() -> None:
+        traits, reach = forgets
+        twin = TwinExecutor((1,), reach=reach)
+        engine = make_engine(twin, make_policy(num_speculative_tokens=0), {RankId(0, 0): kv_of(13, **traits)})
+        for number in range(2, 8):
+            prompt = tuple(1 + place * (5 + 2 * number) % 250 for place in range(600))
+            await ask(engine, prompt, 300)
+            again = await ask(engine, (*prompt, 7, 7, 7), 2)
+            assert again.last.cached_tokens == len(prompt)
+            assert (stats_of(engine).evictions > 0) == (number > 2)
+
+    asyncio.run(run())
+
+
+def test_prompt_of_answers_that_are_requested_together_is_computed_once() -> None:
+    async def run() -> None:
+        traits, reach = RECURRENT
+        twin = TwinExecutor((1,), reach=reach)
+        engine = make_engine(twin, make_policy(num_speculative_tokens=0), {RankId(0, 0): kv_of(60, **traits)})
+        request = replace_prompt(make_request(max_tokens=2, ignore_eos=True), PROMPT)
+        answers = await asyncio.gather(*map(collect, engine.submit_all(*[request] * 4)))
+        assert len({tuple(answer.token_ids) for answer in answers}) == 1
+        computed = sum(len(row.tokens.ids) for step in twin.sent for row in step.rows)
+        assert computed == len(PROMPT) + 3
 
     asyncio.run(run())

@@ -73,8 +73,10 @@ def count(disk: DiskKv, *answers: worker_pb2.KvFetched, choose: Any = computes) 
     return results[-1]
 
 
-def counted(blocks: int, more: worker_pb2.PeerBlocks | None = None, id_: int = 1) -> worker_pb2.KvFetched:
-    return worker_pb2.KvFetched(id=id_, blocks=blocks, from_peers=more)
+def counted(
+    blocks: int, more: worker_pb2.PeerBlocks | None = None, id_: int = 1, read_s: float = 0.0
+) -> worker_pb2.KvFetched:
+    return worker_pb2.KvFetched(id=id_, blocks=blocks, from_peers=more, read_s=read_s)
 
 
 def test_smallest_number_of_blocks_with_other_machines_is_offered_and_read_from_there() -> None:
@@ -203,7 +205,7 @@ def test_few_texts_are_read_at_a_time_by_number_and_bytes(token_bytes: int, most
     is_by_number = token_bytes == 1
     assert [read.id for read in disk.take_unsent(1.0)] == [5] * is_by_number
     while disk.has_operations:
-        disk.take_operations(None, is_prefill=True)
+        disk.take_operations(1.0, has_rows=False, is_prefill=True)
     assert [read.id for read in disk.take_unsent(1.0)] == ([] if is_by_number else [1 + most])
 
 
@@ -221,13 +223,87 @@ class RoomyKv:
 def test_texts_that_wait_for_their_turn_are_computed_if_nothing_can_be_read() -> None:
     disk = DiskKv([RankId(0, 0)])
     assert chosen_reads(disk, 6) == [1, 2, 3, 4]
-    result = disk.answered(RankId(0, 0), counted(0, id_=1), 10.0, computes)
+    result = disk.answered(RankId(0, 0), counted(0, id_=1, read_s=10.0), 10.0, computes)
     assert result is not None
     assert result.tokens == ()
     assert disk.take_unsent(10.0) == []
     assert disk.answered(RankId(0, 0), counted(3, id_=2), 10.0, computes) is not None
     assert disk.take_unsent(10.0) == []
     assert not disk.has_unsent
+
+
+def test_texts_keep_their_turn_if_the_reading_of_another_one_had_not_begun() -> None:
+    disk = DiskKv([RankId(0, 0)])
+    assert chosen_reads(disk, 6) == [1, 2, 3, 4]
+    assert disk.answered(RankId(0, 0), counted(0, id_=1), 10.0, computes) is not None
+    assert [read.id for read in disk.take_unsent(10.0)] == [5]
+
+
+def test_speed_is_that_of_the_reading_and_reads_under_way_are_waited_for() -> None:
+    """Read four texts, one after the other; each takes 10 s."""
+    measured = {"disk": [10.0 / (3 * BLOCK_TOKENS), 0.0]}
+    disk = DiskKv([RankId(0, 0)], measured=measured)
+    offered: list[Offer] = []
+
+    def choose(_: object, offers: Sequence[Offer], now: float) -> tuple[Offer, WayBack]:
+        offered.extend(offers)
+        return takes("disk")(_, offers, now)
+
+    limits: list[float] = []
+    *four, fifth, sixth = texts(6)
+    for each in four:
+        disk.want(each, 0)
+        (wanted,) = disk.take_unsent(0.0)
+        disk.answered(RankId(0, 0), counted(3, id_=wanted.id), 0.0, choose)
+        limits += [read.within_s for read in disk.take_unsent(0.0)]
+    assert [offer.seconds for offer in offered] == pytest.approx([10.0, 20.0, 30.0, 40.0])
+    assert limits == pytest.approx([40.0] * 4)
+    for each, now, seconds in ((fifth, 4.0, 46.0), (sixth, 12.0, 48.0)):
+        if each is sixth:
+            disk.answered(RankId(0, 0), counted(3, id_=1, read_s=10.0), 10.0, computes)
+        disk.want(each, 0)
+        (wanted,) = [one for one in disk.take_unsent(now) if one.only_looks]
+        disk.answered(RankId(0, 0), counted(3, id_=wanted.id), now, choose)
+        assert offered[-1].seconds == pytest.approx(seconds)
+    for number in (2, 3, 4):
+        disk.answered(RankId(0, 0), counted(3, id_=number, read_s=10.0), 10.0 * number, computes)
+    assert measured["disk"][0] * 3 * BLOCK_TOKENS == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_way_back_ends_when_the_tokens_are_restored_or_computed(has_room: bool) -> None:  # noqa: FBT001
+    disk, recorded = DiskKv([RankId(0, 0)]), list[tuple[str, float]]()
+
+    def record(way: str, _predicted_s: float | None, taken_s: float) -> None:
+        recorded.append((way, taken_s))
+
+    def choose(_: object, offers: Sequence[Offer], now: float) -> tuple[Offer, WayBack]:
+        return offers[0], WaysBack("r", record).begin("disk", offers[0].seconds, now)
+
+    text = make_text()
+    disk.want(text, 0)
+    disk.answered(RankId(0, 0), counted(3), 0.0, choose)
+    disk.take_unsent(0.0)
+    result = disk.answered(RankId(0, 0), counted(3, read_s=1.0), 1.0, computes)
+    assert result is not None
+    kv = RoomyKv() if has_room else FullKv()
+    operations = disk.restore(result, cast("KvInMemory", kv))
+    assert (len(operations), recorded) == (int(not has_room), [])
+    if has_room:
+        disk.take_operations(2.0, has_rows=False, is_prefill=False)
+        assert (recorded, text.back) == ([("disk", 2.0)], None)
+    else:
+        assert text.back is not None
+        text.back.arrive(3.0)
+        assert recorded == [("recompute", 3.0)]
+    assert not text.awaits_kv
+
+
+class FullKv(RoomyKv):
+    """Memory without room."""
+
+    def begin_entry(self, tokens: Sequence[int], *, spare: int | None = None) -> int | None:
+        del tokens, spare
 
 
 def test_text_that_ends_while_it_waits_for_its_turn_is_not_read() -> None:

@@ -211,3 +211,20 @@ def test_shares_are_at_least_their_floors_and_otherwise_equal(room: int, floors:
     assert all(share >= max(above, default=0) for share in shares)
     if sum(floors) <= room:
         assert room - len(floors) < sum(shares) <= room
+
+
+def test_memory_that_one_sequence_takes_from_pending_frees_is_free_for_no_other() -> None:
+    taken = budget(10)
+    taken.charge(1, 4 * BLOCK)
+    taken.charge(2, 5 * BLOCK)
+    taken.release(1, 7)
+    assert not taken.fits(3 * BLOCK, 3)
+    taken.charge_freed(3, 3 * BLOCK)
+    assert not taken.fits(BLOCK, 4)
+    assert taken.fits(2 * BLOCK, 4, freed=True)
+    assert not taken.fits(3 * BLOCK, 4, freed=True)
+    assert taken.being_freed == 1
+    taken.settle(7)
+    assert taken.being_freed == 0
+    assert taken.fits(2 * BLOCK, 4)
+    assert not taken.fits(3 * BLOCK, 4)

@@ -8,7 +8,8 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from tests.engine.pipeline import PLAIN, Pipeline, is_prefill
+from tests.engine.pipeline import PLAIN, Pipeline, budget, is_prefill
+from tests.engine.test_scheduler import REACHES, TRAITS
 
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
@@ -96,6 +97,37 @@ def test_a_mostly_cached_prompt_counts_as_short() -> None:
     again = pipeline.add((*SHARED[:300], 3, 4, 5))
     assert again.id in read_beside_decode(pipeline, 6)
     assert again.cached_tokens == 300
+
+
+@pytest.mark.parametrize("chunk", [32, 512])
+@pytest.mark.parametrize("own", [0, 100])
+@pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])
+@pytest.mark.parametrize("kind", REACHES)
+def test_what_prompts_that_came_together_share_is_computed_once(
+    kind: str, tp_sizes: tuple[int, ...], own: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Add four prompts of 300 tokens, with some last tokens of their own or with none."""
+    pipeline = Pipeline(
+        tp_sizes,
+        replace(PLAIN, prefix_cache=True, prefill_chunk=chunk),
+        kv=budget(tp_sizes, 60, **TRAITS[kind]),
+        context=700,
+        reach=REACHES[kind],
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "send", list)
+        for number in range(4):
+            tail = [(place * (3 + number) + number) % 50 for place in range(own)]
+            pipeline.add((*SHARED[: 300 - own], *tail))
+    pipeline.send()
+    pipeline.run_out()
+    computed = sum(
+        len(row.tokens.ids) for step in pipeline.twin.sent if is_prefill(step) for row in step.rows
+    )
+    assert computed == 300 + 3 * (own or 1)
+    for sequence in pipeline.sequences.values():
+        assert sequence.output == pipeline.alone(sequence)
+    pipeline.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])

@@ -19,9 +19,7 @@ from tests.engine.twin import TwinExecutor
 from mlx_ring.core.engine_stats import Meter, StepTiming
 from mlx_ring.core.generation import WaysBack
 from mlx_ring.core.types import BLOCK_TOKENS, WAYS, RankId, Way
-from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.resumption import (
     LEAST_MARGIN_S,
@@ -205,11 +203,11 @@ def test_losses_make_a_wait_less_likely_to_pay() -> None:
 
 def test_speed_of_disks_is_measured_and_a_low_one_is_forgotten() -> None:
     measured: dict[str, list[float]] = {}
-    disk = DiskKv([RankId(0, 0)], {RankId(0, 0): RankKv(1 << 40, 1_000_000)}, measured)
-    assert disk.predict_s(1000, 0.0) == pytest.approx(1.0)
+    speeds = ReadSpeeds(measured, 1_000_000)
+    assert speeds.disk_s(1000, 0.0) == pytest.approx(1.0)
     measured["disk"] = [0.5, 100.0]
-    assert disk.predict_s(1000, 200.0) == pytest.approx(500.0)
-    assert disk.predict_s(1000, 1000.0) == pytest.approx(1.0)
+    assert speeds.disk_s(1000, 200.0) == pytest.approx(500.0)
+    assert speeds.disk_s(1000, 1000.0) == pytest.approx(1.0)
 
 
 def test_speed_of_other_machines_is_measured_and_a_low_one_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Passes evaluated while they are built: same tokens, and a pass that fails affects no other row."""
+"""Passes evaluated while they are built: same tokens, and a pass that fails affects no other row. Heads that run later."""
 
 # Only private attributes show how passes are built.
 # pyright: reportPrivateUsage=false
@@ -32,7 +32,12 @@ from tests.worker.test_lookahead import (
     tokens_by_sequence,
 )
 
+from mlx_ring.rpc.protos import step_pb2
+from mlx_ring.worker import forward
 from mlx_ring.worker.platform import attention
+from mlx_ring.worker.shard import StageModel
+
+Want = step_pb2.Want
 
 PATCHED = "_exponentials"
 
@@ -140,3 +145,36 @@ def test_pass_that_fails_while_built_affects_no_other_row(
     assert tokens_before[0] == tokens_alone(folder, PROMPT, {})[0]
     assert evaluated_scores
     assert not runner.run(steps.make(operations=[free(1), free(2)]), 0).kv_bytes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_logits_that_would_be_large_are_computed_for_few_positions_at_a_time(
+    folder: Path, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [*PROMPT * 6, 3, 4]
+    scored = want(Want.LOGPROBS, Want.ALL, targets=[*tokens[1:], 5], top_logprobs=2)
+    rows = [chunk(1, 0, tokens, scored, want()), chunk(2, 0, tokens[2:], want())]
+    opened = [open_sequence(1), open_sequence(2, temperature=1.0, logprobs=True)]
+
+    def results() -> dict[int, step_pb2.RowResult]:
+        pipeline = Pipeline(folder, CUTS[stages])
+        pipeline.results(chunk(3, 0, PROMPT, want()), operations=[open_sequence(3)])
+        return pipeline.results(*rows, operations=opened)
+
+    expected, sizes = results(), list[int]()
+    logits_of = StageModel.logits_of
+
+    def count(model: StageModel, hidden: Any) -> Any:
+        sizes.append(hidden.shape[0])
+        return logits_of(model, hidden)
+
+    monkeypatch.setattr(forward, "_MOST_LOGITS_BYTES", 0)
+    monkeypatch.setattr(StageModel, "logits_of", count)
+    found = results()
+    assert max(sizes) == 32 < len(tokens) == sum(sizes) - 2
+    for sequence in (1, 2):
+        assert tokens_of(found[sequence]) == tokens_of(expected[sequence])
+    for ours, theirs in zip(found[1].logprobs, expected[1].logprobs, strict=True):
+        assert (ours.token, ours.top_tokens) == (theirs.token, theirs.top_tokens)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-5)

@@ -41,7 +41,7 @@ from mlx_ring.engine.prefix_cache import (
 from mlx_ring.engine.resumption import KvInMemory, ReadSpeeds
 from mlx_ring.engine.rows import Restore, Restores, drop_operation, release
 from mlx_ring.engine.sequence import Sequence
-from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, KvSave, Offer
+from mlx_ring.engine.ways_back import Choose, Fetched, Found, KvFetch, KvSave, Offer, compute_instead
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
 _BLOCKS_IDLE, _BLOCKS_BUSY = 2, 1
@@ -81,6 +81,8 @@ class DiskKv:
         self._slack = max((rank.slack for rank in given), default=0)
         self._has_states = any(rank.recurrent for rank in given)
         self._speeds = ReadSpeeds({} if measured is None else measured, self._token_bytes)
+        self._last_read_s = 0.0
+        """Time at which the last read ended."""
         self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * self._token_bytes / _BYTES_PER_S)
         self._next_save_s = 0.0
         self._ids = count(1)
@@ -143,7 +145,7 @@ class DiskKv:
     def _read(self, id_: int, fetch: KvFetch, offer: Offer) -> None:
         """Ask all ranks for the blocks that they have, and for as much as they have of the next one."""
         fetch.owed_by, fetch.found = set(self._ranks), Found(offer.tokens // BLOCK_TOKENS)
-        fetch.from_peers = {}
+        fetch.from_peers, fetch.read_s = {}, 0.0
         digests, length = fetch.digests[: fetch.found.blocks], offer.tokens
         rest = fetch.tokens[length : length + BLOCK_TOKENS]
         fetch.next_tokens = len(rest)
@@ -153,7 +155,7 @@ class DiskKv:
                 blocks=step_pb2.KvBlocks(block_tokens=BLOCK_TOKENS, digests=digests),
                 next=None if self._forgets else list_block(digests[-1], rest, fetch.owner),
                 asks_peers=offer.way == "peers",
-                within_s=min(max(_LEAST_WITHIN_S, _WITHIN * offer.seconds), _MOST_WITHIN_S),
+                within_s=min(max(_LEAST_WITHIN_S, _WITHIN * offer.read_s), _MOST_WITHIN_S),
             )
         )
 
@@ -183,7 +185,7 @@ class DiskKv:
             return None
         is_read = fetch.reads_since_s is not None
         if not is_read:
-            offers = self._offers(fetch, now)
+            offers = fetch.offers(self._speeds, self._wait_s(now), now)
             offer, back = (choose(fetch.waiting, offers, now) if offers else None) or (None, None)
             if offer is not None and back is not None:
                 fetch.offer, fetch.back = offer, back
@@ -193,13 +195,15 @@ class DiskKv:
                 return None
             fetch.found.blocks = 0
         del self._fetches[fetched.id]
-        self._end(fetch, now)
+        self._last_read_s = now if is_read else self._last_read_s
+        self._end(fetch, now, has_begun=fetched.read_s > 0)
         blocks = fetch.found.blocks
         tokens = fetch.tokens[: blocks * BLOCK_TOKENS + fetch.next_tokens if blocks else 0]
         is_held = fetch.is_held or (is_read and bool(fetch.owed_by))
         other_blocks = max((found.blocks for found in fetch.from_peers.values()), default=0) if is_read else 0
         from_peers = min(len(tokens), other_blocks * BLOCK_TOKENS)
-        return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held, from_peers)
+        back = None if any(fetch.back is each.back for each in fetch.waiting) else fetch.back
+        return Fetched(fetched.id, tokens, fetch.waiting, fetch.owner, is_held, from_peers, back)
 
     def _wait_for_others(self, id_: int, offer: Offer) -> bool:
         """Let the sequences of a fetch wait for the same tokens, which are read for others; return False if they are not."""
@@ -221,36 +225,33 @@ class DiskKv:
         del self._fetches[id_]
         return True
 
-    def _offers(self, fetch: KvFetch, now: float) -> list[Offer]:
-        """Return what can be read, the preferred offer first."""
-        queued = [self._fetches[id_] for id_ in self._queue if id_ in self._fetches]
-        before_s = sum(each.offer.seconds for each in queued if each.offer is not None)
-        own, all_ = fetch.found.blocks * BLOCK_TOKENS, fetch.with_peers.blocks * BLOCK_TOKENS
-        offers = [Offer("disk", own, before_s + self.predict_s(own, now))] if own else []
-        if all_ > own:
-            nbytes, link_s = fetch.links()
-            seconds = before_s + self._speeds.peers_s(all_, link_s, now)
-            offers.append(Offer("peers", all_, seconds, nbytes, link_s))
-        return offers
+    def _wait_s(self, now: float) -> float:
+        """Return the predicted seconds until the reads are done that were chosen before: a rank reads one after the other."""
+        chosen = [each.offer.read_s for each in self._fetches.values() if each.offer is not None]
+        reading = [
+            (each.reads_since_s, each.offer.read_s)
+            for each in self._fetches.values()
+            if each.offer is not None and each.reads_since_s is not None
+        ]
+        since_s, first_s = min(reading, default=(now, 0.0))
+        return sum(chosen) - min(first_s, max(0.0, now - max(since_s, self._last_read_s)))
 
-    def _end(self, fetch: KvFetch, now: float) -> None:
-        """Learn the speed from a fetch that was read, and end its way back."""
+    def _end(self, fetch: KvFetch, now: float, *, has_begun: bool) -> None:
+        """Learn the speed from a fetch that was read, or let its sequences compute its tokens.
+
+        `has_begun` is False if the rank that has read nothing had not begun, which says nothing of other fetches.
+        """
         if fetch.offer is None:
             return
-        tokens = fetch.found.blocks * BLOCK_TOKENS
-        if fetch.reads_since_s is not None and tokens:
-            taken_s, offer = max(0.0, now - fetch.reads_since_s), fetch.offer
-            if offer.way == "disk":
-                self._speeds.record_disk(tokens, taken_s, now)
-            elif tokens == offer.tokens:
-                self._speeds.record_peers(tokens, offer.link_s, offer.nbytes, taken_s, now)
-        on_their_way = [sequence.back for sequence in fetch.waiting if sequence.back is not None]
-        for back in () if tokens else on_their_way:
-            back.turn("recompute", None)
-        if fetch.back is not None and fetch.back not in on_their_way:
-            fetch.back.arrive(now if tokens else None)
+        tokens, offer = fetch.found.blocks * BLOCK_TOKENS, fetch.offer
         if not tokens:
-            self._give_up_queue(fetch.offer)
+            compute_instead(fetch.waiting, fetch.back)
+            if has_begun:
+                self._give_up_queue(offer)
+        elif fetch.read_s and offer.way == "disk":
+            self._speeds.record_disk(tokens, fetch.read_s, now)
+        elif fetch.read_s and tokens == offer.tokens:
+            self._speeds.record_peers(tokens, offer.link_s, offer.nbytes, fetch.read_s, now)
 
     def _give_up_queue(self, failed: Offer) -> None:
         """Let the sequences compute that wait for a turn to read from where nothing could be read."""
@@ -258,19 +259,8 @@ class DiskKv:
             other = self._fetches.get(id_)
             if other is not None and other.offer is not None and failed.way in ("disk", other.offer.way):
                 self._queue.remove(id_)
-                self._end_unread(self._fetches.pop(id_))
-
-    def _end_unread(self, fetch: KvFetch) -> None:
-        """Let the sequences of a fetch that was chosen, and not read, compute its tokens."""
-        for back in {
-            id(each): each for each in [fetch.back, *(one.back for one in fetch.waiting)] if each
-        }.values():
-            back.turn("recompute", None)
-        release(fetch.waiting)
-
-    def predict_s(self, tokens: int, now: float) -> float:
-        """Return the predicted seconds until all ranks have read some tokens from their own disks."""
-        return self._speeds.disk_s(tokens, now)
+                del self._fetches[id_]
+                compute_instead(other.waiting, other.back)
 
     def leave(self, sequence: Sequence) -> list[step_pb2.CacheOperation]:
         """Give up a sequence's fetch; return the operations that forget what the ranks may have read."""
@@ -295,21 +285,27 @@ class DiskKv:
         tokens = fetched.tokens
         entry = kv.begin_entry(tokens)
         if entry is None:
+            if tokens:
+                compute_instead(fetched.waiting, fetched.back)
             release(fetched.waiting)
             return [drop_operation(fetched.id)] if fetched.is_held else []
         nbytes, offer = len(tokens) * self._token_bytes, partial(self._offer, kv, entry, fetched)
-        self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer)
+        self._restores.begin(entry, fetched.id, tokens, fetched.waiting, nbytes, offer, fetched.back)
         return []
 
-    def _offer(self, kv: KvInMemory, entry: int, restored: Fetched) -> None:
+    def _offer(self, kv: KvInMemory, entry: int, restored: Fetched, now: float) -> None:
+        restored.restored(now)
         self.restored_tokens += len(restored.tokens)
         self.peer_tokens += restored.from_peers
         # Windows are restored without the tokens before them by which they could be cut.
         kv.offer_entry(entry, restored.tokens, len(restored.tokens) + self._slack)
 
-    def take_operations(self, busy_s: float | None, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
+    def take_operations(
+        self, now: float, *, has_rows: bool, is_prefill: bool
+    ) -> list[step_pb2.CacheOperation]:
         """Return the operations that restore and save the next parts, if there are any, as `take_saves`."""
-        return [*self._restores.take(is_prefill=is_prefill), *self.take_saves(busy_s)]
+        restores = self._restores.take(now, is_prefill=is_prefill)
+        return [*restores, *self.take_saves(now if has_rows else None)]
 
     @property
     def newest_restore(self) -> tuple[int, Restore] | None:

@@ -131,7 +131,9 @@ class Engine:
         lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
         for live in lives:
             self._start(live)
-            self._send_steps(now)
+        # The first prompt's chunks end where later ones begin to differ, so all must be known.
+        self._send_steps(now)
+        for live in lives:
             live.limit_time(self.policy.request_timeout_s)
         return [live.stream for live in lives]
 

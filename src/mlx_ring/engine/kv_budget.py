@@ -38,6 +38,15 @@ class RankKv:
     """Length of sliding layers up to which a sequence can be cut and forked anywhere."""
 
 
+@dataclass(slots=True)
+class _Freeing:
+    """A pending free: memory that other sequences cannot have before all ranks have answered its step."""
+
+    step: int
+    blocks: int
+    sequences: int = 1
+
+
 class KvBudget:
     """Account of one instance."""
 
@@ -46,9 +55,9 @@ class KvBudget:
         self._blocks: dict[int, int] = {}
         """Blocks of each sequence."""
         self._total_blocks = 0
-        self._freeing: deque[tuple[int, int]] = deque()
-        """Step and blocks of each pending free."""
-        self._freeing_blocks = 0
+        self._freeing: deque[_Freeing] = deque()
+        """Pending frees, and the memory that they free for all."""
+        self._freeing_blocks = self._freeing_sequences = 0
         self._awaited: dict[int, int] = {}
         """Further blocks of sequences that wait for pending frees."""
         self._held = dict.fromkeys(self._ranks, 0)
@@ -94,7 +103,7 @@ class KvBudget:
         sequences = int(held is None) - len(freed_blocks)
         if freed:
             blocks -= self._freeing_blocks
-            sequences -= len(self._freeing)
+            sequences -= self._freeing_sequences
         return all(
             self._used(rank) + self._bytes(rank, blocks, sequences) <= rank.limit_bytes
             for rank in self._ranks.values()
@@ -110,9 +119,7 @@ class KvBudget:
 
     def holds(self, tokens: int, sequence: int) -> bool:
         """Return True if a sequence has the memory of `tokens` already, and no rank's account is over its limit."""
-        return self._blocks.get(sequence) == kv_blocks(tokens) and all(
-            self._used(rank) <= rank.limit_bytes for rank in self._ranks.values()
-        )
+        return self._blocks.get(sequence) == kv_blocks(tokens) and not self._is_full
 
     def fits_as_held(self, tokens: int, kept: int = 0, kept_from: int = 0) -> bool:
         """Return True if a new sequence fits beside the memory that the ranks report, padding included.
@@ -173,6 +180,27 @@ class KvBudget:
         self._total_blocks += blocks - self._blocks.get(sequence, 0)
         self._blocks[sequence] = blocks
 
+    def charge_freed(self, sequence: int, tokens: int) -> None:
+        """Set the number of tokens of a sequence that the ranks open after all pending frees.
+
+        As far as there is no other room, it takes the memory that they free, which no other sequence gets then.
+        """
+        self.charge(sequence, tokens)
+        for freeing in self._freeing:
+            while self._is_full and (freeing.blocks or freeing.sequences):
+                self._take(freeing, min(1, freeing.blocks), freeing.sequences if freeing.blocks <= 1 else 0)
+
+    @property
+    def _is_full(self) -> bool:
+        return any(self._used(rank) > rank.limit_bytes for rank in self._ranks.values())
+
+    def _take(self, freeing: _Freeing, blocks: int, sequences: int) -> None:
+        """Take memory from a pending free."""
+        freeing.blocks -= blocks
+        freeing.sequences -= sequences
+        self._freeing_blocks -= blocks
+        self._freeing_sequences -= sequences
+
     def release(self, sequence: int, step: int) -> None:
         """Free a sequence's memory once every rank has answered `step`."""
         self._awaited.pop(sequence, None)
@@ -180,7 +208,8 @@ class KvBudget:
         if blocks is not None:
             self._total_blocks -= blocks
             self._freeing_blocks += blocks
-            self._freeing.append((step, blocks))
+            self._freeing_sequences += 1
+            self._freeing.append(_Freeing(step, blocks))
 
     def drop(self, sequence: int) -> None:
         """Forget a sequence that never had its memory, or whose memory another one took over."""
@@ -189,8 +218,9 @@ class KvBudget:
 
     def settle(self, completed: int) -> None:
         """Record that every rank has answered the steps up to `completed`."""
-        while self._freeing and self._freeing[0][0] <= completed:
-            self._freeing_blocks -= self._freeing.popleft()[1]
+        while self._freeing and self._freeing[0].step <= completed:
+            freeing = self._freeing.popleft()
+            self._take(freeing, freeing.blocks, freeing.sequences)
 
     def report(self, rank: RankId, held_bytes: int) -> None:
         """Record the bytes that a rank reports."""
@@ -213,7 +243,9 @@ class KvBudget:
 
     def _used(self, rank: RankKv) -> int:
         return self._bytes(
-            rank, self._total_blocks + self._freeing_blocks, len(self._blocks) + len(self._freeing)
+            rank,
+            self._total_blocks + self._freeing_blocks,
+            len(self._blocks) + self._freeing_sequences,
         )
 
     @staticmethod

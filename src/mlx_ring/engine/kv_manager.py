@@ -14,7 +14,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
 from mlx_ring.engine.disk_kv import DiskKv, disk_counts
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Found, Match, PrefixCache, Tokens
+from mlx_ring.engine.prefix_cache import Extent, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
@@ -60,11 +60,11 @@ class KvManager:
         """Add operations that change no sequence of this manager."""
         self._operations += operations
 
-    def take_operations(self, step: int, busy_s: float | None = None, *, is_prefill: bool) -> Operations:
-        """Return the operations that go out with `step`, and forget them; `busy_s` is the time, if it has rows."""
+    def take_operations(self, step: int, now: float, *, has_rows: bool, is_prefill: bool) -> Operations:
+        """Return the operations that go out with `step`, and forget them."""
         operations, self._operations, self._next_step = self._operations, [], step + 1
         if self.disk is not None:
-            operations += self.disk.take_operations(busy_s, is_prefill=is_prefill)
+            operations += self.disk.take_operations(now, has_rows=has_rows, is_prefill=is_prefill)
         return operations
 
     def settle(self, completed: int) -> None:
@@ -187,8 +187,10 @@ class KvManager:
             return
         if kept is not None:
             self._free_on_ranks(kept)
-        if self._cache.forgets and found.shared - (match.length if match else 0) >= _LEAST_SNAPSHOT:
-            sequence.cut_at = found.shared
+        if self._enabled and self._cache.forgets:
+            later = (other for other in running.values() if other.id not in self.held)
+            shared = max(found.shared, sequence.shared_by_one_of(later))
+            sequence.cut_at = shared if shared - (match.length if match else 0) >= _LEAST_SNAPSHOT else 0
         take = match is not None and self._cache.may_take(match, sequence.max_length)
         self._begin(sequence, match, take=take)
 
@@ -199,6 +201,13 @@ class KvManager:
         match, kept = self._find(sequence, running).match, self._taken.get(sequence.id)
         on_all_stages = 0 if kept is None or kept.first_stage else kept.length
         return max(on_all_stages, 0 if match is None else match.length)
+
+    def will_supply(self, other: Sequence, sequence: Sequence) -> int:
+        """Return the number of a prompt's tokens that another one supplies once it has computed them."""
+        shared = other.shared_by_one_of((sequence,)) if self._enabled else 0
+        if self._cache.is_exact(shared, length=other.max_length, reached=other.max_length):
+            return shared
+        return max((cut for cut in other.snapshot_lengths if other.scheduled <= cut <= shared), default=0)
 
     def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
@@ -283,12 +292,7 @@ class KvManager:
         self.held.discard(kept.id)
         self.held.add(sequence.id)
         self._cache.count(sequence.length, match)
-        self._operations += [
-            messages.open_operation(sequence),
-            messages.fork_operation(
-                kept.id, sequence.id, kept.length, take=True, first_stage=kept.first_stage
-            ),
-        ]
+        self._operations += messages.continue_operations(sequence, kept.id, kept.length, kept.first_stage)
         sequence.reached, sequence.kept, sequence.kept_from = kept.reached, kept.length, kept.first_stage
         if not kept.first_stage:
             sequence.scheduled = sequence.reused = kept.length
@@ -362,9 +366,10 @@ class KvManager:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
         is_new = bool(tokens) and not self._cache.covers(tokens)
-        if not (is_new and self._make_room(length, entry, spare=spare) and self.budget.fits(length, entry)):
+        if not (is_new and self._make_room(length, entry, spare=spare)):
             return None
-        self.budget.charge(entry, length)
+        # The ranks free before they fill it, because that is in earlier operations.
+        self.budget.charge_freed(entry, length)
         self.held.add(entry)
         return entry
 
@@ -398,23 +403,18 @@ class KvManager:
         """Keep an ended sequence's KV in the prefix cache, up to its known tokens and at most `most` of them."""
         known = sequence.computed if most is None else min(most, sequence.computed)
         tokens = tuple(sequence.tokens[:known])
-        if sequence.id not in self.held or not self._is_worth_keeping(sequence, tokens):
+        is_useful = self._enabled and not sequence.request.computes_all and sequence.id in self.held
+        held = max(sequence.scheduled, sequence.kept)
+        if not (is_useful and self._cache.is_worth_keeping(tokens, Extent(held, sequence.reached))):
             self.free(sequence.id)
             return
-        if len(tokens) < max(sequence.scheduled, sequence.kept):
+        if len(tokens) < held:
             self._operations.append(messages.trim_operation(sequence.id, len(tokens)))
         self._operations.append(messages.retain_operation(sequence.id))
         self.budget.charge(sequence.id, len(tokens))
         if self.disk is not None:
             self.disk.keep(sequence.id, tokens, sequence.prompt_length, sequence.owner)
         self.offer_entry(sequence.id, tokens, sequence.reached)
-
-    def _is_worth_keeping(self, sequence: Sequence, tokens: Tokens) -> bool:
-        if not self._enabled or len(tokens) < LEAST_TOKENS or sequence.request.computes_all:
-            return False
-        length, reached = max(sequence.scheduled, sequence.kept), sequence.reached
-        is_exact = self._cache.is_exact(len(tokens), length=length, reached=reached)
-        return is_exact and not self._cache.covers(tokens)
 
     def _evict(self, spare: int | None) -> bool:
         """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatches
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
 
 _AHEAD = 32
@@ -91,6 +92,10 @@ class PromptKv(Protocol[P_contra]):
         """Return the number of tokens that need no prefill if the sequence begins now."""
         ...
 
+    def will_supply(self, other: P_contra, sequence: P_contra, /) -> int:
+        """Return the number of a prompt's tokens that another one supplies once it has computed them."""
+        ...
+
     def begin(self, sequence: P_contra, running: Mapping[int, P_contra], /) -> None:
         """Open an admitted sequence."""
         ...
@@ -113,7 +118,8 @@ class SentSteps(Protocol):
 class PrefillQueue(Generic[P]):
     """Prompts in order of arrival, except that every second chunk beside a long first prompt is for short ones.
 
-    A prompt whose step failed is retried alone, so that it cannot make others fail.
+    A prompt waits while one before it is about to compute what both begin with. A prompt whose step failed is retried
+    alone, so that it cannot make others fail.
     """
 
     def __init__(self) -> None:
@@ -137,26 +143,37 @@ class PrefillQueue(Generic[P]):
     def remove(self, sequence: int) -> None:
         self._line.pop(sequence, None)
 
-    def next_in_turn(self, left: Callable[[P], int], most: int) -> Iterable[P]:
-        """Return the prompts that may go into the next chunk; the first of them must. Later ones are looked up when needed."""
+    def next_in_turn(
+        self, left: Callable[[P], int], most: int, waits: Callable[[P, Iterable[P]], bool]
+    ) -> Iterable[P]:
+        """Return the prompts that may go into the next chunk; the first of them must. Later ones are looked up when needed.
+
+        Args:
+            left: returns the number of a prompt's tokens that are still to be computed.
+            most: number of tokens up to which a prompt is short.
+            waits: returns True if a prompt waits for one of some others, which are before it.
+        """
 
         def is_short(sequence: P) -> bool:
             return left(sequence) <= most and not sequence.replays
 
         first = next(iter(self._line.values()))
         if self._long == first.id or is_short(first):
-            short = self._passing(is_short)
+            short = self._passing(is_short, waits)
             if (one := next(short, None)) is not None:
                 self._long = None
                 return chain((one,), short)
         self._long = first.id
         return (first,)
 
-    def _passing(self, is_short: Callable[[P], bool]) -> Iterator[P]:
+    def _passing(self, is_short: Callable[[P], bool], waits: Callable[[P, Iterable[P]], bool]) -> Iterator[P]:
         """Yield the short prompts in order, until too many others lie between them."""
-        passed = 0
+        passed, before = 0, list[P]()
         for sequence in self._line.values():
-            if is_short(sequence):
+            may_go = is_short(sequence) and not waits(sequence, before)
+            if len(before) < _AHEAD:
+                before.append(sequence)
+            if may_go:
                 yield sequence
             elif (passed := passed + 1) == _AHEAD:
                 return
@@ -242,7 +259,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         """
         chunks: list[tuple[P, Chunk]] = []
         catches_up, left = False, room
-        for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk):
+        for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk, self._waits):
             most = min(size, left)
             if chunks and self._left(sequence) > most:
                 break
@@ -274,6 +291,13 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if not self or self._has_to_spare():
             return False
         return self._left_within(PROMPTS_TOGETHER * self._policy.prefill_chunk)
+
+    def _waits(self, sequence: P, before: Iterable[P]) -> bool:
+        """Return True if a prompt that has not begun can soon reuse more, which one before it is about to compute."""
+        if sequence.scheduled:
+            return False
+        enough = self._kv.reuse(sequence, self._running) + LEAST_TOKENS
+        return any(self._kv.will_supply(other, sequence) >= enough for other in before if not other.replays)
 
     def _left_within(self, most: int) -> bool:
         """Return True if all prompts together have at most so many tokens left; no more of them are looked up than needed."""

@@ -305,6 +305,11 @@ class PrefixCache:
                     return True
         return False
 
+    def is_worth_keeping(self, tokens: Tokens, extent: Extent) -> bool:
+        """Return True if prompts can reuse these first tokens of a sequence of some extent, and not those of another one."""
+        is_exact = self.is_exact(len(tokens), length=extent.length, reached=extent.reached)
+        return is_exact and len(tokens) >= LEAST_TOKENS and not self.covers(tokens)
+
     def _kept_within(self, sequence: int, extent: Extent, tokens: Tokens) -> list[int]:
         """Return the cached sequences that are a prefix of `tokens`, and to which a sequence of that extent can be cut.
 

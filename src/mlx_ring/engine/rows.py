@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import ProtocolError
+from mlx_ring.core.generation import WayBack
 from mlx_ring.core.types import TokenLogprob
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2
@@ -60,6 +61,14 @@ def fork_operation(
         first_stage=first_stage,
         end_stage=end_stage,
     )
+
+
+def continue_operations(
+    sequence: Sequence, kept: int, length: int, first_stage: int
+) -> list[step_pb2.CacheOperation]:
+    """Make the operations that open a sequence with KV that the stages from `first_stage` on have kept."""
+    fork = fork_operation(kept, sequence.id, length, take=True, first_stage=first_stage)
+    return [open_operation(sequence), fork]
 
 
 def snapshot_operations(source: int, length: int, snapshot: int) -> list[step_pb2.CacheOperation]:
@@ -267,8 +276,10 @@ class Restore:
     parts: int
     nbytes: int
     """Size on the rank with most."""
-    offer: Callable[[], None]
-    """Function that lets sequences use the entry, once the last part is sent."""
+    offer: Callable[[float], None]
+    """Function that lets sequences use the entry, once the last part is sent; it receives the time."""
+    back: WayBack | None = None
+    """Way back that ends then, if it is none of a sequence."""
     sent: int = 0
     """Number of parts that were sent."""
 
@@ -300,11 +311,12 @@ class Restores:
         tokens: tuple[int, ...],
         waiting: list[Sequence],
         nbytes: int,
-        offer: Callable[[], None],
+        offer: Callable[[float], None],
+        back: WayBack | None,
     ) -> None:
         """Copy KV of `nbytes` on the rank with most, with the next steps."""
         parts = min(_MOST_PARTS, max(1, -(-nbytes // _PART_BYTES)))
-        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, nbytes, offer)
+        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, nbytes, offer, back)
 
     def join(self, sequence: Sequence, tokens: tuple[int, ...], *, is_whole: bool) -> bool:
         """Let a sequence wait for a restore that has these tokens of it; return False if there is none.
@@ -327,7 +339,7 @@ class Restores:
             if sequence in restore.waiting:
                 restore.waiting.remove(sequence)
 
-    def take(self, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
+    def take(self, now: float, *, is_prefill: bool) -> list[step_pb2.CacheOperation]:
         """Return the operations of the next parts, which go out with a step; `is_prefill` if it has chunks of prompts."""
         operations: list[step_pb2.CacheOperation] = []
         for _ in range(_PARTS_BESIDE_PREFILL if is_prefill else 1):
@@ -341,7 +353,7 @@ class Restores:
             restore.sent += 1
             if restore.sent == restore.parts:
                 self._end(entry)
-                restore.offer()
+                restore.offer(now)
         return operations
 
     def _end(self, entry: int) -> Restore | None:

@@ -316,7 +316,7 @@ class Scheduler:
             instance=self._instance,
             epoch=self._epoch,
             step=number,
-            operations=self._kv.take_operations(number, now if rows else None, is_prefill=is_prefill),
+            operations=self._kv.take_operations(number, now, has_rows=bool(rows), is_prefill=is_prefill),
             rows=rows,
             feed_back_tokens=self._stages > 1 and any(map(samples_token, rows)),
             end_stage=end_stage(sequences[0], rows[0]) if rows else 0,

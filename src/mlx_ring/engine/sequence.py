@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import ContextExceeded, RequestError, RingError
 from mlx_ring.core.generation import GenerateRequest, WayBack, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
-from mlx_ring.engine.prefix_cache import TOKEN_BYTES, Extent, Found, token_bytes
+from mlx_ring.engine.prefix_cache import (
+    LEAST_TOKENS,
+    TOKEN_BYTES,
+    Extent,
+    Found,
+    shared_length,
+    token_bytes,
+)
 from mlx_ring.engine.prompt_lookup import PromptLookup
 
 _MOST_REPLAYS = 2
@@ -131,6 +138,23 @@ class Sequence:
         if len(self.fill_bytes) != TOKEN_BYTES * self.fill_to:
             self.fill_bytes = token_bytes(self.tokens[: self.fill_to])
         return self.fill_bytes
+
+    def shared_with(self, other: Sequence) -> int:
+        """Return the number of first tokens that another sequence has too, and could reuse: it computes one at least."""
+        one, least = self.text, TOKEN_BYTES * LEAST_TOKENS
+        if one[:least] != other.text[:least]:
+            return 0
+        return min(shared_length(one, other.text) // TOKEN_BYTES, other.fill_to - 1)
+
+    @property
+    def snapshot_lengths(self) -> tuple[int, int]:
+        """Lengths of its prompt at which its KV may be kept for others."""
+        return self.cut_at, self.fill_to
+
+    def shared_by_one_of(self, others: Iterable[Sequence]) -> int:
+        """Return the most first tokens that one of some other sequences could reuse."""
+        able = (other for other in others if other is not self and not other.request.computes_all)
+        return 0 if self.request.computes_all else max(map(self.shared_with, able), default=0)
 
     @property
     def length(self) -> int:

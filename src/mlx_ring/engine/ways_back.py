@@ -10,16 +10,17 @@ from itertools import chain
 from typing import Protocol
 
 from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import RankId, Way
+from mlx_ring.core.types import BLOCK_TOKENS, RankId, Way
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, TOKEN_BYTES, SavedText, Tokens, shared_length
 from mlx_ring.engine.resumption import (
     Candidate,
     KeptKv,
     KvInMemory,
     PrefillSpeed,
+    ReadSpeeds,
     choose_way,
 )
-from mlx_ring.engine.rows import Restore
+from mlx_ring.engine.rows import Restore, release
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 
@@ -32,11 +33,18 @@ class Offer:
     """`disk`, or with the disks of other machines `peers`."""
     tokens: int
     seconds: float
-    """Predicted time of the reading."""
+    """Predicted time until all is read."""
     nbytes: float = 0.0
     """Bytes that come from other machines."""
     link_s: float = 0.0
     """Time for which the busiest end of the links is needed for them."""
+    wait_s: float = 0.0
+    """Part of `seconds` in which what was chosen before is read."""
+
+    @property
+    def read_s(self) -> float:
+        """Predicted time of the reading alone."""
+        return self.seconds - self.wait_s
 
 
 @dataclass(slots=True)
@@ -81,7 +89,9 @@ class KvFetch:
     offer: Offer | None = None
     """Offer that was chosen; None while they are counted."""
     reads_since_s: float | None = None
-    """Time from which they are read; None before."""
+    """Time at which the ranks were asked to read them; None before."""
+    read_s: float = 0.0
+    """Time for which the slowest rank has read them."""
     back: WayBack | None = None
     """Way back that ends once they are restored."""
 
@@ -90,6 +100,7 @@ class KvFetch:
         self.owed_by.discard(rank)
         self.found.take(fetched.blocks, fetched.ends)
         self.next_tokens = min(self.next_tokens, fetched.next_tokens)
+        self.read_s = max(self.read_s, fetched.read_s)
         if fetched.HasField("from_peers"):
             self.from_peers[rank] = fetched.from_peers
         more = fetched.from_peers if fetched.HasField("from_peers") else fetched
@@ -101,6 +112,17 @@ class KvFetch:
         """True if the answers of further ranks matter."""
         counts = self.reads_since_s is None and self.with_peers.blocks > 0
         return bool(self.owed_by) and (counts or self.found.blocks > 0)
+
+    def offers(self, speeds: ReadSpeeds, wait_s: float, now: float) -> list[Offer]:
+        """Return what can be read once other reads have ended, the preferred offer first."""
+        own, all_ = self.found.blocks * BLOCK_TOKENS, self.with_peers.blocks * BLOCK_TOKENS
+        own_s = wait_s + speeds.disk_s(own, now)
+        offers = [Offer("disk", own, own_s, wait_s=wait_s)] if own else []
+        if all_ > own:
+            nbytes, link_s = self.links()
+            all_s = wait_s + speeds.peers_s(all_, link_s, now)
+            offers.append(Offer("peers", all_, all_s, nbytes, link_s, wait_s))
+        return offers
 
     def links(self) -> tuple[float, float]:
         """Return the bytes that all ranks need from other machines, and the seconds of the busiest end of the links."""
@@ -129,6 +151,22 @@ class Fetched:
     """True if a rank may keep what it has read."""
     from_peers: int = 0
     """Number of the tokens of which a rank has read KV of another machine's disk."""
+    back: WayBack | None = None
+    """Way back that ends once they are restored, if it is none of a sequence."""
+
+    def restored(self, now: float) -> None:
+        """Record that the tokens are restored."""
+        if self.back is not None:
+            self.back.arrive(now)
+
+
+def compute_instead(sequences: Ordered[Sequence], back: WayBack | None) -> None:
+    """Let sequences compute what they waited for. The first one takes the way back along, if it has none."""
+    if sequences and sequences[0].back is None:
+        sequences[0].back = back
+    for each in {id(one.back): one.back for one in sequences if one.back is not None}.values():
+        each.turn("recompute", None)
+    release(sequences)
 
 
 @dataclass(slots=True)
@@ -234,9 +272,7 @@ class Ways:
         if newest is None:
             return False
         entry, restore = newest
-        for sequence in restore.waiting:
-            if sequence.back is not None:
-                sequence.back.turn("recompute", None)
+        compute_instead(restore.waiting, restore.back)
         self._kv.free(entry, is_opened=restore.sent > 0)
         return True
 

@@ -1,5 +1,7 @@
 """The compute thread: its queue of jobs, its scheduling, its waits, and the end of the process when its group fails.
 
+Other threads do what may hang (`TimedThreads`).
+
 `queue.SimpleQueue` cannot hold the jobs: up to Python 3.12 its `get` waits for ever if its timeout passes before it
 begins to wait. That happens when a busy machine stops the thread for some hundred microseconds.
 `queue.Queue` cannot be filled by a signal handler while its thread takes from it.
@@ -23,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Literal, NoReturn, TypeVar
 
@@ -31,6 +33,71 @@ from mlx_ring.core.errors import LinkLost, RingError, ServingError
 from mlx_ring.rpc.protos import worker_pb2
 
 Job = TypeVar("Job")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TimedJob:
+    limit_s: float
+    run: Callable[[], object]
+    expire: Callable[[], object]
+
+
+class TimedThreads:
+    """Threads for jobs that may hang. Jobs have turns in order, and a limit of time from their turn on.
+
+    The turn of a job ends with it, or with its time. So one that hangs keeps a thread, but not the turns of others.
+    """
+
+    def __init__(self, name: str, threads: int, *, at_once: int) -> None:
+        """Start without jobs; as many as `at_once` have their turn together."""
+        self._threads, self._at_once = ThreadPoolExecutor(threads, name), at_once
+        self._lock = threading.Lock()
+        self._waiting, self._running = deque[_TimedJob](), set[_TimedJob]()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no job runs or waits, except those whose time was over."""
+        with self._lock:
+            return not (self._waiting or self._running)
+
+    def put(self, limit_s: float, run: Callable[[], object], expire: Callable[[], object]) -> None:
+        """Run a job in its turn; call `expire` if it has not ended after so many seconds."""
+        with self._lock:
+            self._waiting.append(_TimedJob(limit_s, run, expire))
+        self._begin()
+
+    def expire_waiting(self) -> None:
+        """Call `expire` of the jobs that wait for their turn, and forget them."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque[_TimedJob]()
+        for job in waiting:
+            job.expire()
+
+    def _begin(self) -> None:
+        """Begin the next job, if one may begin."""
+        with self._lock:
+            if not self._waiting or len(self._running) >= self._at_once:
+                return
+            job = self._waiting.popleft()
+            self._running.add(job)
+        timer = threading.Timer(job.limit_s, self._end, (job, job.expire))
+        timer.daemon = True
+        timer.start()
+        self._threads.submit(self._run, job, timer)
+
+    def _run(self, job: _TimedJob, timer: threading.Timer) -> None:
+        try:
+            job.run()
+        finally:
+            timer.cancel()
+            self._end(job)
+
+    def _end(self, job: _TimedJob, act: Callable[[], object] = bool) -> None:
+        """End a job's turn, after `act`."""
+        act()
+        with self._lock:
+            self._running.discard(job)
+        self._begin()
 
 
 class JobQueue(Generic[Job]):

@@ -6,7 +6,7 @@ padding. Here they are grouped into padded batches, as the KV store asks, and se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +18,11 @@ from mlx_ring.worker.inputs import RowInput, StepInput, row_length
 from mlx_ring.worker.kv import Batch, KVStore
 from mlx_ring.worker.platform import attention
 from mlx_ring.worker.shard import Output, StageModel
+
+Head = Callable[[mx.array], mx.array]
+"""Function that returns the logits of a model's head for its input."""
+_MOST_LOGITS_BYTES = 1 << 26
+"""Size in float32 up to which the logits of all positions are computed at once, although few are needed at a time."""
 
 
 @dataclass(slots=True)
@@ -33,6 +38,8 @@ class Pass:
     """Number of results for each member, including padding."""
     values: mx.array
     """Activations `(members, tokens, hidden)`; on the last stage `(members, positions, vocabulary or hidden)`."""
+    head: Head | None = None
+    """Function that returns `(n, vocabulary)` of `(n, hidden)` values, if these are the head's input and no logits."""
 
 
 class StageForward:
@@ -89,15 +96,22 @@ class StageForward:
         width = max(batch.counts)
         count = max(map(len, offsets), default=0)
         positions = None if width == 1 or not self._model.is_last else _pad_offsets(offsets)
+        later = output == "logits" and self._heads_later(rows, count)
         values = self._model.forward(
             _token_matrix(rows, width),
             _gather(step, members, width),
             batch.caches,
             positions,
             offset=batch.offset,
-            output=output,
+            output="hidden" if later else output,
         )
-        return Pass(batch, members, offsets, max(1, count), values)
+        head = self._model.logits_of if later else None
+        return Pass(batch, members, offsets, max(1, count), values, head)
+
+    def _heads_later(self, rows: Sequence[RowInput], count: int) -> bool:
+        """Report whether the logits of `count` positions of all rows are too large to be there at once."""
+        is_large = 4 * len(rows) * count * self._model.vocab_size > _MOST_LOGITS_BYTES
+        return is_large and self._model.has_own_head and any(row.wants.lookups for row in rows)
 
 
 def _is_long(start: int, count: int) -> bool:

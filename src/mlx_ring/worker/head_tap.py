@@ -32,6 +32,9 @@ class HeadTap:
         self._model = model
         self._positions: mx.array | None = None
         self._entered: mx.array | None = None
+        self._given: mx.array | None = None
+        self.is_reached = False
+        """True once a pass has come through the head."""
         modules = dict(cast("list[tuple[str, nn.Module]]", model.named_modules()))
         for path in heads:
             override(modules[path], "__call__", self._tapped)
@@ -44,7 +47,8 @@ class HeadTap:
         forward: Callable[[], mx.array],
         positions: mx.array | None,
         *,
-        hidden_only: bool,
+        hidden_only: bool = False,
+        given: mx.array | None = None,
     ) -> mx.array:
         """Build a lazy pass.
 
@@ -52,9 +56,13 @@ class HeadTap:
             forward: returns (batch, n, vocabulary) logits.
             positions: (p,) or (batch, p) offsets into n whose results are wanted; None: all.
             hidden_only: return the head's input, and never evaluate its product.
+            given: (batch, p, hidden) input of the head instead of what comes from the layers, which is not evaluated.
         """
-        self._positions, self._entered = positions, None
-        logits = forward()
+        self._positions, self._entered, self._given = positions, None, given
+        try:
+            logits = forward()
+        finally:
+            self._given = None
         entered, self._entered = self._entered, None
         if hidden_only:
             if entered is None:
@@ -66,7 +74,10 @@ class HeadTap:
 
     def _tapped(self, head: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def tapped(module: nn.Module, hidden: mx.array) -> mx.array:
-            if self._positions is not None:
+            self.is_reached = True
+            if self._given is not None:
+                hidden = self._given
+            elif self._positions is not None:
                 hidden = _at_positions(hidden, self._positions)
             self._entered = hidden
             return head(module, hidden)

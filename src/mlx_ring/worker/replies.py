@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -267,26 +267,6 @@ class StepStream:
         prepared = worker_pb2.GrammarPrepared(id=id_, failure=failure)
         self.answers.put(worker_pb2.StepsReply(prepared=prepared))
 
-    def put_fetched(
-        self,
-        id_: int,
-        blocks: int,
-        ends: Sequence[int] = (),
-        next_tokens: int = 0,
-        problem: str = "",
-        from_peers: worker_pb2.PeerBlocks | None = None,
-    ) -> None:
-        """Answer with the number of blocks that were read, or counted, and of tokens of the listed one after them.
-
-        `ends` are the numbers of blocks after which a sequence can continue, if not after each one. `problem` is the
-        reason why there are no more, if that is known. `from_peers` is the part of other machines.
-        """
-        fetched = worker_pb2.KvFetched(
-            id=id_,
-            blocks=blocks,
-            ends=ends,
-            next_tokens=next_tokens,
-            problem=problem,
-            from_peers=from_peers,
-        )
+    def put_fetched(self, fetched: worker_pb2.KvFetched) -> None:
+        """Answer with the number of blocks that were read, or counted."""
         self.answers.put(worker_pb2.StepsReply(fetched=fetched))

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_ring.core.errors import RingError
 from mlx_ring.rpc.protos import step_pb2
-from mlx_ring.worker.forward import Pass
+from mlx_ring.worker.forward import Head, Pass
 from mlx_ring.worker.grammars import Drawing, StepMasks
 from mlx_ring.worker.inputs import RowInput, StepInput, Want, offsets_of
 from mlx_ring.worker.sampler import LazyLogprobs, LazySample, prompt_logprobs
@@ -106,8 +106,9 @@ class StepDraws:
             begin += len(theirs)
         if begin == first:
             return None
-        logits = mx.flatten(item.values, 0, 1)
-        return logits if places == list(range(logits.shape[0])) else logits[mx.array(places)]
+        values = mx.flatten(item.values, 0, 1)
+        chosen = values if places == list(range(values.shape[0])) else values[mx.array(places)]
+        return chosen if item.head is None else item.head(chosen)
 
     def _look(self, tokens: mx.array) -> LazyLogprobs | None:
         """Return log-probabilities of the drawn tokens, if a row wants them."""
@@ -198,7 +199,7 @@ def add_lookups(step: StepInput, passes: Sequence[Pass], results: Mapping[int, s
             row = step.rows[member]
             for want in row.wants.lookups:
                 values = _values_at(item, place, offsets_of(want, len(row.tokens)))
-                _add(want, values, results[row.row.sequence])
+                _add(want, values, results[row.row.sequence], item.head)
 
 
 def _values_at(item: Pass, place: int, offsets: Sequence[int]) -> mx.array:
@@ -210,11 +211,12 @@ def _values_at(item: Pass, place: int, offsets: Sequence[int]) -> mx.array:
     return item.values[place, mx.array([where[offset] for offset in offsets])]
 
 
-def _add(want: step_pb2.Want, values: mx.array, result: step_pb2.RowResult) -> None:
+def _add(want: step_pb2.Want, values: mx.array, result: step_pb2.RowResult, head: Head | None) -> None:
+    """Add values to a row's result; with a `head`, they are its input."""
     if want.what == Want.LOGPROBS:
-        result.logprobs.extend(prompt_logprobs(values, want.targets, want.top_logprobs))
+        result.logprobs.extend(prompt_logprobs(values, want.targets, want.top_logprobs, head))
     elif want.what == Want.LOGITS:
-        result.logits.CopyFrom(to_message(values))
+        result.logits.CopyFrom(to_message(values if head is None else head(values)))
     elif want.what == Want.HIDDEN_SUM:
         result.hidden.CopyFrom(to_message(mx.sum(values.astype(mx.float32), axis=0)))
     else:

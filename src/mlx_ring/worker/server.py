@@ -222,13 +222,15 @@ class WorkerServer(StageHolder):
     def _fetch(self, stream: StepStream, wanted: worker_pb2.FetchKv) -> None:
         """Read saved KV, or that of other workers, while steps run."""
         if wanted.sources and stream is self._stream:
-            self._transfers.fetch(
-                wanted, lambda blocks, problem: stream.put_fetched(wanted.id, blocks, problem=problem)
-            )
+
+            def answer(blocks: int, problem: str) -> None:
+                stream.put_fetched(worker_pb2.KvFetched(id=wanted.id, blocks=blocks, problem=problem))
+
+            self._transfers.fetch(wanted, answer)
         elif (built := self._built) is None or built.disk is None or stream is not self._stream:
-            stream.put_fetched(wanted.id, 0)
+            stream.put_fetched(worker_pb2.KvFetched(id=wanted.id))
         else:
-            built.disk.fetch(wanted, partial(stream.put_fetched, wanted.id))
+            built.disk.fetch(wanted, stream.put_fetched)
 
     def _export(self, stream: StepStream, export: worker_pb2.ExportKv) -> None:
         """Let others read KV, unless another head has taken over. Runs on the compute thread, after the earlier steps."""

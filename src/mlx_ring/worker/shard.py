@@ -217,6 +217,27 @@ class StageModel:
         finally:
             passage.clear()
 
+    @property
+    def has_own_head(self) -> bool:
+        """True if `logits_of` can compute logits: a pass has come through the head, of which no other rank has a part."""
+        return self._tap is not None and self._tap.is_reached and self.head is None
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """Return lazy (n, vocabulary) logits of (n, hidden) inputs of the head, as `forward` returns them.
+
+        The model's own forward runs for that, because it may scale or cap what its head returns. Its layers are not
+        evaluated.
+        """
+        if self._tap is None:
+            raise ModelUnsupported("Only the last stage has the model's head.")
+        caches, passage = self._slots.complete(self.make_layer_caches(), 0), self._passage
+        passage.hidden = None if self.is_first else mx.zeros((1, 1, self.hidden_size), self.dtype)
+        run, tokens = cast("Callable[..., Any]", self.model), mx.zeros((1, 1), mx.int32)
+        try:
+            return self._tap.run(lambda: run(tokens, cache=caches), None, given=hidden[None])[0]
+        finally:
+            passage.clear()
+
 
 def _same(held: Sequence[object], layers: Sequence[object]) -> bool:
     return len(held) == len(layers) and all(map(operator.is_, held, layers))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,8 @@ def ask(disk: Any, count: int, *, only_looks: bool = False) -> tuple[int, list[i
     answers: list[tuple[int, list[int]]] = []
     answered = threading.Event()
 
-    def answer(found: int, ends: Sequence[int], _next_tokens: int) -> None:
-        answers.append((found, list(ends)))
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        answers.append((fetched.blocks, list(fetched.ends)))
         answered.set()
 
     disk.fetch(worker_pb2.FetchKv(id=1, blocks=blocks(count), only_looks=only_looks), answer)
@@ -263,8 +262,8 @@ def test_window_of_any_size_is_restored_at_the_end_of_a_block(tmp_path: Path, wi
     disk.settle()
     answered, answers = threading.Event(), list[int]()
 
-    def answer(found: int, *_: object) -> None:
-        answers.append(found)
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        answers.append(fetched.blocks)
         answered.set()
 
     disk.fetch(worker_pb2.FetchKv(id=1, blocks=known), answer)

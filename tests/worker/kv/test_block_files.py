@@ -88,8 +88,8 @@ def fetch(disk: Any) -> int:
     answers: list[int] = []
     answered = threading.Event()
 
-    def answer(found: int, _ends: Sequence[int], _next_tokens: int) -> None:
-        answers.append(found)
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        answers.append(fetched.blocks)
         answered.set()
 
     disk.fetch(worker_pb2.FetchKv(id=1, blocks=BLOCKS), answer)

@@ -131,12 +131,8 @@ def ask(
     answers: list[worker_pb2.KvFetched] = []
     answered = threading.Event()
 
-    def answer(
-        blocks: int, ends: Sequence[int] = (), next_tokens: int = 0, *, from_peers: Any = None
-    ) -> None:
-        answers.append(
-            worker_pb2.KvFetched(blocks=blocks, ends=ends, next_tokens=next_tokens, from_peers=from_peers)
-        )
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        answers.append(fetched)
         answered.set()
 
     following = None if text is None else step_pb2.ListedBlock(place=PLACE, tokens=text)
@@ -231,7 +227,7 @@ def test_machine_that_lacks_blocks_or_saves_none_is_a_miss(
     (tmp_path / "0").mkdir()
     with agents(tmp_path / "0", None) as running:
         disk = open_reader(tmp_path / "empty", (0, LAYERS))
-        assert ask(disk, running, only_looks=True) == worker_pb2.KvFetched()
+        assert ask(disk, running, only_looks=True) == worker_pb2.KvFetched(id=1)
         assert ask(disk, running).blocks == 0
     assert caplog.text.count("mini-1 saves no KV: start it with --kv-disk") == 1
 

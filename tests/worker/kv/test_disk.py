@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from tests.eventually import eventually
 from tests.worker.kv.passes import ModelRun, difference
 from tests.worker.kv.small_models import small_model, tokens
 
@@ -67,8 +69,8 @@ def fetch_next(
     answers: list[tuple[int, int]] = []
     answered = threading.Event()
 
-    def answer(found: int, _ends: Sequence[int], next_tokens: int) -> None:
-        answers.append((found, next_tokens))
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        answers.append((fetched.blocks, fetched.next_tokens))
         answered.set()
 
     following = None if text is None else step_pb2.ListedBlock(place=PLACE, tokens=text)
@@ -368,8 +370,9 @@ def test_blocks_of_other_owners_are_removed(tmp_path: Path) -> None:
     assert found() == {"notes", *(name.hex() for name in names)}
     left = {(): 3, (b"", owners[0]): 2, (b"",): 1}
     for known, count in left.items():
-        disk.fetch(worker_pb2.FetchKv(id=9, only_looks=True, owners=known), print)
-        disk._reader.submit(bool).result()
+        answered = SimpleQueue[worker_pb2.KvFetched]()
+        disk.fetch(worker_pb2.FetchKv(id=9, only_looks=True, owners=known), answered.put)
+        answered.get(timeout=60)
         disk.settle()
         assert found() == {"notes", *(name.hex() for name in names[:count])}
     assert fetch(disk, 1) == 1
@@ -467,8 +470,8 @@ def count_for_save(disk: Any) -> int:
     """Return how many blocks a rank need not save."""
     answered, counts = threading.Event(), list[int]()
 
-    def answer(found: int, *_: object) -> None:
-        counts.append(found)
+    def answer(fetched: worker_pb2.KvFetched) -> None:
+        counts.append(fetched.blocks)
         answered.set()
 
     disk.fetch(worker_pb2.FetchKv(id=9, blocks=blocks(), only_looks=True, for_save=True), answer)
@@ -554,21 +557,24 @@ class HangingDisk:
         monkeypatch.setattr(KvDisk, "_read_block", hang)
         self.disk = open_disk(folder)
         self.answers: list[tuple[int, int]] = []
+        self.began: dict[int, bool] = {}
+        """Answered fetches, and whether their reading had begun."""
 
-    def fetch(self, number: int) -> None:
-        def answer(found: int, _ends: Sequence[int], _next_tokens: int) -> None:
-            self.answers.append((number, found))
+    def fetch(self, number: int, *, only_looks: bool = False) -> None:
+        def answer(fetched: worker_pb2.KvFetched) -> None:
+            self.answers.append((number, fetched.blocks))
+            self.began[number] = fetched.read_s > 0
 
-        self.disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks()), answer)
+        self.disk.fetch(worker_pb2.FetchKv(id=number, blocks=blocks(), only_looks=only_looks), answer)
 
     def release(self) -> None:
         self.goes_on.set()
-        self.disk._reader.submit(bool).result()
+        eventually(lambda: self.disk._reader.is_idle, bool)
 
 
-def test_blocks_that_were_read_before_a_disk_hangs_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def expire(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Return functions that let the time of fetches be over, in the order of their turns."""
     expire: list[Callable[[], None]] = []
 
     class Timer(threading.Timer):
@@ -576,8 +582,80 @@ def test_blocks_that_were_read_before_a_disk_hangs_count(
             assert self.interval == 10
             expire.append(partial(self.function, *self.args))
 
-    hanging = HangingDisk(tmp_path, monkeypatch)
     monkeypatch.setattr(threading, "Timer", Timer)
+    return expire
+
+
+def test_blocks_are_counted_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    hanging.fetch(1)
+    assert hanging.hangs.wait(60)
+    hanging.fetch(2, only_looks=True)
+    assert eventually(lambda: [*hanging.answers]) == [(2, len(DIGESTS))]
+    hanging.release()
+
+
+def test_time_of_a_fetch_is_counted_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expire: list[Callable[[], None]]
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    for number in (1, 2, 3):
+        hanging.fetch(number)
+    for number in (1, 2):
+        assert hanging.hangs.wait(60)
+        hanging.hangs.clear()
+        assert len(expire) == number
+        expire[-1]()
+        assert hanging.answers[-1] == (number, 1)
+    # Both of them still hang, and so does the third one.
+    assert hanging.hangs.wait(60)
+    hanging.release()
+    assert hanging.answers == [(1, 1), (2, 1), (3, len(DIGESTS))]
+    assert hanging.began == {1: True, 2: True, 3: True}
+
+
+def test_a_disk_that_does_not_answer_is_not_asked_for_some_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expire: list[Callable[[], None]],
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    find, goes_on = hanging.disk._blocks.find, threading.Event()
+
+    def hang(*args: Any) -> Any:
+        hanging.hangs.set()
+        goes_on.wait(60)
+        return find(*args)
+
+    monkeypatch.setattr(hanging.disk._blocks, "find", hang)
+    for number in (1, 2):
+        hanging.fetch(number, only_looks=True)
+    assert hanging.hangs.wait(60)
+    (over,) = expire
+    over()
+    hanging.fetch(3, only_looks=True)
+    hanging.fetch(4)
+    assert hanging.answers == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert not any(hanging.began.values())
+    assert "takes longer than 10 s, so that it is not asked for 60 s" in caplog.text
+    # It is not asked either while the first call has not returned.
+    hanging.disk._barred_until = 0.0
+    hanging.fetch(5, only_looks=True)
+    assert hanging.answers[-1] == (5, 0)
+    goes_on.set()
+    eventually(lambda: hanging.disk._barring == 0)
+    hanging.fetch(6, only_looks=True)
+    assert eventually(lambda: hanging.answers[5:]) == [(6, len(DIGESTS))]
+
+
+def test_blocks_that_were_read_before_a_disk_hangs_count(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    expire: list[Callable[[], None]],
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
     hanging.fetch(1)
     assert hanging.hangs.wait(60)
     assert not hanging.answers

@@ -279,20 +279,22 @@ class KvSource(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
 
 class KvFetched(_message.Message):
-    __slots__ = ("id", "blocks", "ends", "problem", "next_tokens", "from_peers")
+    __slots__ = ("id", "blocks", "ends", "problem", "next_tokens", "read_s", "from_peers")
     ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_S_FIELD_NUMBER: _ClassVar[int]
     FROM_PEERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     blocks: int
     ends: _containers.RepeatedScalarFieldContainer[int]
     problem: str
     next_tokens: int
+    read_s: float
     from_peers: PeerBlocks
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ..., next_tokens: _Optional[int] = ..., from_peers: _Optional[_Union[PeerBlocks, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ..., problem: _Optional[str] = ..., next_tokens: _Optional[int] = ..., read_s: _Optional[float] = ..., from_peers: _Optional[_Union[PeerBlocks, _Mapping]] = ...) -> None: ...
 
 class PeerBlocks(_message.Message):
     __slots__ = ("blocks", "ends", "parts")

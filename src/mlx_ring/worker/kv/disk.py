@@ -17,18 +17,18 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import StepFailed
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
+from mlx_ring.worker.compute_thread import TimedThreads
 from mlx_ring.worker.kv.block_files import (
     HeadShare,
     Kind,
@@ -44,36 +44,20 @@ from mlx_ring.worker.kv.kv_store import KVStore
 log = logging.getLogger(__name__)
 
 _FETCH_LIMIT_S = 10.0
-"""Time after which a fetch is answered with the blocks that were read, because a disk may hang."""
+"""Time from its turn on after which a fetch is answered with what was read, because a disk may hang."""
+_BARRED_S = 60.0
+"""Time for which a disk is not asked that did not answer; it lasts until that answer comes."""
 _MOST_FETCHES = 4
 """Fetches that may be read or wait for that. Others find nothing."""
 
 _CHECK_BYTES, _SPARE_BYTES = 1 << 26, 1 << 28
 """Bytes after whose reading the machine's memory is looked at, and those that are left to others."""
-_WITH_PEERS = 2
-"""Threads that look for blocks on other machines, besides those that read them."""
+_WITH_PEERS = _MOST_FETCHES + 2
+"""Threads that read blocks from other machines, or look for them there."""
 
 
-class Answer(Protocol):
-    """Receiver of the result of a fetch."""
-
-    def __call__(
-        self,
-        blocks: int,
-        ends: Sequence[int] = (),
-        next_tokens: int = 0,
-        *,
-        from_peers: worker_pb2.PeerBlocks | None = None,
-    ) -> object:
-        """Receive the result.
-
-        Args:
-            blocks: number of blocks after which a sequence can continue at most.
-            ends: all such numbers, if it cannot continue after each block before.
-            next_tokens: number of tokens of the listed block after them.
-            from_peers: counted: the result with other machines' disks, if that is more; read: what came from them.
-        """
-        ...
+Answer = Callable[[worker_pb2.KvFetched], object]
+"""Receiver of the result of a fetch."""
 
 
 @dataclass(slots=True)
@@ -94,7 +78,6 @@ class _Fetch:
     counted: list[frozenset[Kind]] = field(default_factory=list["frozenset[Kind]"])
     """Kinds that are there, by block."""
     from_peers: worker_pb2.PeerBlocks | None = None
-    """As of `Answer`."""
     blocks: list[Block] = field(default_factory=list[Block])
     nbytes: int = 0
     """Size of their content."""
@@ -103,8 +86,13 @@ class _Fetch:
     next_tokens: int = 0
     """Tokens of the last one, if it is a listed one; 0 if it is not."""
     is_answered: bool = False
+    awaits_disk: bool = False
+    """True while it waits for the first answer of this machine's disk ..."""
+    is_barring: bool = False
+    """... and does so too long, so that others do not ask it."""
+    began: float | None = None
     read_s: float = 0.0
-    """Time of the reading."""
+    """Time of the reading; 0 if it has not begun."""
     copied_s: float = 0.0
     """Time of the copying so far."""
     joined: dict[int, NDArray[Any]] = field(default_factory=dict[int, "NDArray[Any]"])
@@ -142,10 +130,13 @@ class KvDisk:
         self._kinds = every_token(layers) if kinds is None else tuple(kinds)
         self._forgets = any(kind.name for kind in self._kinds)
         self._saver = BlockSaver(self._writer, self._kinds, self._places, self._blocks.has, self._blocks.own)
-        self._reader = ThreadPoolExecutor(1, "kv-disk-reader")
-        self._peer_reader = ThreadPoolExecutor(_MOST_FETCHES + _WITH_PEERS, "kv-peer-reader")
+        # One after the other is read: the first ones are there sooner, and the learned speed is that of one.
+        self._reader = TimedThreads("kv-disk-reader", _MOST_FETCHES, at_once=1)
+        self._counter = TimedThreads("kv-disk-counter", 1, at_once=1)
+        self._peer_reader = TimedThreads("kv-peer-reader", _WITH_PEERS, at_once=_WITH_PEERS)
         self._lock = threading.Lock()
         self._fetches: dict[int, _Fetch] = {}
+        self._barring, self._barred_until = 0, 0.0
 
     # ---- save
 
@@ -168,40 +159,63 @@ class KvDisk:
             # A disk that hangs saves nothing meanwhile.
             digests = list(wanted.blocks.digests)
             self._writer.after_writes(partial(self._count_saved, wanted.id, fetch, digests))
-        elif reads >= _MOST_FETCHES and not wanted.only_looks:
+        elif self._is_barred or (reads >= _MOST_FETCHES and not wanted.only_looks):
             self._answer(wanted.id, fetch)
         else:
             asks = wanted.asks_peers and bool(wanted.peers)
             limit_s = max(_FETCH_LIMIT_S, wanted.within_s)
             where = f"{self._writer.folder}{' and other machines' if asks else ''}"
             problem = f"Reading KV from {where} takes longer than {limit_s:g} s"
-            # From now on: one that hangs may keep the thread busy.
-            timer = threading.Timer(limit_s, self._answer, (wanted.id, fetch, problem))
-            timer.daemon = True
-            timer.start()
-            reader = self._peer_reader if asks else self._reader
-            reader.submit(self._read, wanted, fetch, timer)
+            threads = self._peer_reader if asks else self._counter if only_looks else self._reader
+            expire = partial(self._expire, wanted.id, fetch, problem)
+            threads.put(limit_s, partial(self._read, wanted, fetch), expire)
 
-    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch, timer: threading.Timer) -> None:
-        if fetch.is_answered:
-            return
-        peers = self._blocks.choose_peers(wanted)
-        digests, began = list(wanted.blocks.digests), time.monotonic()
+    @property
+    def _is_barred(self) -> bool:
+        with self._lock:
+            return self._barring > 0 or time.monotonic() < self._barred_until
+
+    def _expire(self, id_: int, fetch: _Fetch, problem: str) -> None:
+        """Answer a fetch that takes too long. Others do not wait for a disk that has given it nothing."""
+        with self._lock:
+            fetch.is_barring = bars = fetch.awaits_disk
+            if bars:
+                self._barring, self._barred_until = self._barring + 1, time.monotonic() + _BARRED_S
+                problem += f", so that it is not asked for {_BARRED_S:.0f} s"
+        self._answer(id_, fetch, "" if fetch.began is None else problem)
+        for threads in (self._reader, self._counter) if bars else ():
+            threads.expire_waiting()
+
+    def _on_disk_answer(self, fetch: _Fetch) -> None:
+        """Record that this machine's disk does not hang."""
+        with self._lock:
+            self._barring -= fetch.is_barring
+            fetch.awaits_disk = fetch.is_barring = False
+
+    def _read(self, wanted: worker_pb2.FetchKv, fetch: _Fetch) -> None:
+        digests: list[bytes] = []
         try:
-            if fetch.only_looks:
-                fetch.counted = self._count(fetch, digests)
-                if peers:
-                    self._count_with_peers(fetch, digests, peers)
-            else:
-                digests += self._read_all(fetch, wanted, peers)
+            if not (fetch.is_answered or self._is_barred):
+                fetch.began, fetch.awaits_disk = time.monotonic(), fetch.only_looks or not wanted.peers
+                digests += self._read_or_count(wanted, fetch)
         except Exception:
             log.exception("KV cannot be read from %s", self._writer.folder)
-        timer.cancel()
-        fetch.read_s = time.monotonic() - began
+        self._on_disk_answer(fetch)
         read = len(fetch.blocks) if len(fetch.blocks) < fetch.wanted else len(digests)
         self._answer(wanted.id, fetch)
         if not fetch.only_looks:
             self._writer.touch(digests[:read])
+
+    def _read_or_count(self, wanted: worker_pb2.FetchKv, fetch: _Fetch) -> list[bytes]:
+        """Fill a fetch; return the folders that were used."""
+        peers, digests = self._blocks.choose_peers(wanted), list(wanted.blocks.digests)
+        if not fetch.only_looks:
+            return digests + self._read_all(fetch, wanted, peers)
+        fetch.counted = self._count(fetch, digests)
+        self._on_disk_answer(fetch)
+        if peers:
+            self._count_with_peers(fetch, digests, peers)
+        return digests
 
     def _count_saved(self, id_: int, fetch: _Fetch, digests: Sequence[bytes]) -> None:
         try:
@@ -294,6 +308,7 @@ class KvDisk:
                 return False
             fetch.blocks.append(block)
             fetch.next_tokens = next_tokens
+        self._on_disk_answer(fetch)
         return True
 
     def _has_memory(self, fetch: _Fetch, block: Block) -> bool:
@@ -314,27 +329,30 @@ class KvDisk:
         """Answer with the blocks that were read, unless that was done before, and log why there are no more."""
         with self._lock:
             late, fetch.is_answered = fetch.is_answered, True
-            (found, ends, next_tokens), from_peers = self._result(fetch), fetch.from_peers
-            if (fetch.only_looks or not found) and self._fetches.get(id_) is fetch:
+            if not late and fetch.began is not None:
+                fetch.read_s = time.monotonic() - fetch.began
+            result = self._result(id_, fetch)
+            if (fetch.only_looks or not result.blocks) and self._fetches.get(id_) is fetch:
                 del self._fetches[id_]
         if not late:
             if problem:
                 self._writer.complain(problem)
-            if from_peers is None or not from_peers.blocks:
-                fetch.answer(found, ends, next_tokens)
-            else:
-                fetch.answer(found, ends, next_tokens, from_peers=from_peers)
+            fetch.answer(result)
 
-    def _result(self, fetch: _Fetch) -> tuple[int, Sequence[int], int]:
-        """Return the first arguments of a fetch's answer."""
+    def _result(self, id_: int, fetch: _Fetch) -> worker_pb2.KvFetched:
+        result = worker_pb2.KvFetched(id=id_, read_s=0.0 if fetch.only_looks else fetch.read_s)
+        if fetch.from_peers is not None and fetch.from_peers.blocks:
+            result.from_peers.CopyFrom(fetch.from_peers)
         if fetch.for_save:
-            return fetch.wanted if fetch.needs_none else len(fetch.counted), (), 0
-        if fetch.only_looks:
-            return *self._ends(fetch.counted, fetch.size), 0
-        if not self._forgets:
-            return len(fetch.blocks) - bool(fetch.next_tokens), (), fetch.next_tokens
-        found = fetch.wanted if len(fetch.blocks) == fetch.wanted else 0
-        return found, [found] if found else (), 0
+            result.blocks = fetch.wanted if fetch.needs_none else len(fetch.counted)
+        elif fetch.only_looks:
+            result.blocks, ends = self._ends(fetch.counted, fetch.size)
+            result.ends.extend(ends)
+        elif not self._forgets:
+            result.blocks, result.next_tokens = len(fetch.blocks) - bool(fetch.next_tokens), fetch.next_tokens
+        elif len(fetch.blocks) == fetch.wanted:
+            result.MergeFrom(worker_pb2.KvFetched(blocks=fetch.wanted, ends=[fetch.wanted]))
+        return result
 
     def _ends(self, counted: Sequence[frozenset[Kind]], size: int) -> tuple[int, Sequence[int]]:
         """Return the number of blocks after which a sequence can continue at most, and all such numbers if some layers forget."""
@@ -421,11 +439,11 @@ class KvDisk:
         """Forget every fetch, and answer those that are not answered."""
         with self._lock:
             fetches, self._fetches = self._fetches, {}
-            unanswered = [fetch for fetch in fetches.values() if not fetch.is_answered]
-            for fetch in unanswered:
+            unanswered = {id_: fetch for id_, fetch in fetches.items() if not fetch.is_answered}
+            for fetch in unanswered.values():
                 fetch.is_answered = True
-        for fetch in unanswered:
-            fetch.answer(0, (), 0)
+        for id_, fetch in unanswered.items():
+            fetch.answer(worker_pb2.KvFetched(id=id_))
 
     def settle(self, limit_s: float | None = None) -> None:
         """Wait until everything is written, but no longer than a limit."""

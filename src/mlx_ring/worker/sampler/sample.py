@@ -10,6 +10,7 @@ matches OpenAI's API and vLLM's default (`logprobs_mode="raw_logprobs"`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -327,12 +328,18 @@ def token_logprobs(
     return LazyLogprobs(logits, chosen, [top] * logits.shape[0] if isinstance(top, int) else top).read()
 
 
-def prompt_logprobs(logits: mx.array, targets: Sequence[int], top: int) -> list[step_pb2.TokenLogprobs]:
-    """Return `token_logprobs` for many positions (positions, vocabulary), a few at a time to bound memory."""
+def prompt_logprobs(
+    logits: mx.array, targets: Sequence[int], top: int, head: Callable[[mx.array], mx.array] | None = None
+) -> list[step_pb2.TokenLogprobs]:
+    """Return `token_logprobs` for many positions (positions, vocabulary), a few at a time to bound memory.
+
+    With a `head`, the positions are its input (positions, hidden).
+    """
     results: list[step_pb2.TokenLogprobs] = []
     for start in range(0, len(targets), _POSITIONS_AT_ONCE):
         span = slice(start, start + _POSITIONS_AT_ONCE)
-        results += token_logprobs(logits[span], targets[span], top)
+        few = logits[span] if head is None else head(logits[span])
+        results += token_logprobs(few, targets[span], top)
     return results
 
 
