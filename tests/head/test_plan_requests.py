@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.profiles import made_up_profile
 
 from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.head.placing import plan_request
-from mlx_ring.head.plan_requests import measured_cluster, plan_request_for, proportional_stages
+from mlx_ring.head import served_model
+from mlx_ring.head.plan_requests import (
+    measured_cluster,
+    plan_request,
+    plan_request_for,
+    proportional_stages,
+)
+from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.host.yielding import Yielding
 from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import find_model
 from mlx_ring.planner.profiles import NodeProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LinkProfile
@@ -29,6 +36,12 @@ CUSTOM = PlanRequest(DEMAND, strategy="custom")
 
 def nodes(*names: str) -> list[NodeProfile]:
     return [NodeProfile(name, 1 << 30, 1e9, 1e9) for name in names]
+
+
+def served_from(folder: Path) -> ServedModel:
+    return ServedModel(
+        cast("Any", SimpleNamespace(folder=read_model_folder(folder))), None, cast("Any", None), ("m",)
+    )
 
 
 def custom(proportions: str, count: int) -> Settings:
@@ -140,14 +153,46 @@ def test_a_machine_that_yields_counts_with_its_share(tmp_path: Path) -> None:
 
 
 def test_a_head_with_a_given_kv_memory_promises_what_that_holds(tiny_model: Path) -> None:
-    folder = read_model_folder(tiny_model)
-    served: Any = SimpleNamespace(folder=folder, names=("tiny",))
-    usual = plan_request(load_settings({}), served)
-    assert (usual.demand.kv_memory_bytes, usual.demand.sequences) == (None, 1)
+    served = served_from(tiny_model)
+
+    def demand(given: dict[str, object], *, widens: bool = False) -> Demand:
+        nodes = [NodeProfile("a", 1 << 30, 1e9, 1e9), NodeProfile("b", 1 << 30, 1e9, 1e9, widens=widens)]
+        return plan_request(load_settings(given), served, nodes).demand
+
+    usual = demand({})
+    assert (usual.kv_memory_bytes, usual.sequences) == (None, 1)
     given: dict[str, object] = {"kv_cache_memory": "1MiB"}
-    small = plan_request(load_settings(given), served).demand
+    small = demand(given)
     assert small.kv_memory_bytes == 1 << 20
-    assert 256 <= small.context_tokens < usual.demand.context_tokens
+    assert 256 <= small.context_tokens < usual.context_tokens
     assert small.context_tokens % 256 == 0
-    asked = plan_request(load_settings({**given, "max_model_len": 4096, "expected_users": 2}), served)
-    assert (asked.demand.context_tokens, asked.demand.sequences, asked.users) == (4096, 1, 2)
+    asked = demand({**given, "max_model_len": 4096, "expected_users": 2})
+    assert (asked.context_tokens, asked.sequences) == (4096, 1)
+    assert plan_request(load_settings({"expected_users": 2}), served, ()).users == 2
+
+
+def test_a_head_promises_what_the_machine_with_the_widest_kv_holds() -> None:
+    """Have a machine that loads half precision as float32, wherever the head runs."""
+    served = served_from(find_model("demo").folder.path)
+    narrow, wide = (
+        plan_request(
+            load_settings({"kv_cache_memory": "8MiB"}),
+            served,
+            [NodeProfile("a", 1 << 30, 1e9, 1e9), NodeProfile("b", 1 << 30, 1e9, 1e9, widens=widens)],
+        ).demand.context_tokens
+        for widens in (False, True)
+    )
+    assert 256 <= wide < narrow
+
+
+def test_a_head_with_a_given_kv_memory_serves_a_model_whose_sizes_are_unknown(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise ModelUnsupported(
+            "openelm does not give its number of attention heads, so its sizes are unknown."
+        )
+
+    monkeypatch.setattr(served_model, "profile_folder", unknown)
+    demand = plan_request(load_settings({"kv_cache_memory": "1MiB"}), served_from(tiny_model), ()).demand
+    assert (demand.kv_memory_bytes, demand.sequences) == (1 << 20, 1)

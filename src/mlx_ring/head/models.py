@@ -118,20 +118,18 @@ class Catalog:
         Other models are unloaded for one that is not loaded, so their memory counts as free for it.
         """
         hosted = self._hosted[0] if model is None else self._own(model)
-        request = plan_request(hosted.settings, hosted.served)
+        view = None if self._machines is None else self._machines.cluster_view()
+        loaded = () if model is None or view is None else hosted.loaded_stages(readable_names(view))
+        others = [other for other in self._hosted if other is not hosted] if loaded else []
+        machines = (
+            ClusterProfile(())
+            if view is None
+            else measured_cluster(hosted.settings, view, self._begun().link_profiles, promised_bytes(others))
+        )
+        request = plan_request(hosted.settings, hosted.served, machines.nodes)
         if request.strategy == "custom":
             # Shares are for the machines of the first plan.
             request = replace(request, strategy="auto")
-        if self._machines is None:
-            return RunningCluster(
-                ClusterProfile(()), request, count=hosted.settings.replicas, policy=policy_of(hosted.settings)
-            )
-        view = self._machines.cluster_view()
-        loaded = () if model is None else hosted.loaded_stages(readable_names(view))
-        others = [other for other in self._hosted if other is not hosted] if loaded else []
-        machines = measured_cluster(
-            hosted.settings, view, self._machines.link_profiles, promised_bytes(others)
-        )
         connected = {node.name for node in machines.nodes}
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
             loaded = ()

@@ -194,7 +194,14 @@ def place_again(
         raise problem
     best = _best(order, options)
     ranks, expected = forecast_of(
-        *(replica_request(order), order.settings, order.served, room.cluster, before.ranges), best.ranks
+        *(
+            replica_request(order, room.cluster.nodes),
+            order.settings,
+            order.served,
+            room.cluster,
+            before.ranges,
+        ),
+        best.ranks,
     )
     return Placement(before.ranges, ranks, best.plan, expected, before.group_settings), best.lost
 

@@ -141,7 +141,7 @@ def place_single_node(
     # Other models and replicas have as much of its memory.
     instances = (1 + len(settings.more_models)) * (settings.replicas or 1)
     node = replace(node, memory_bytes=node.memory_bytes // instances)
-    request = plan_request(settings, served)
+    request = plan_request(settings, served, (node,))
     ranks, forecast = forecast_of(request, settings, served, ClusterProfile((node,)), ranges, ranks)
     return Placement(ranges, ranks, None, None if profile is None else forecast)
 
@@ -161,7 +161,7 @@ def place_as_loaded(
     """
     cluster = ClusterProfile(tuple(node_profiles(order.settings, control, membership, {})), links)
     ranks, expected = forecast_of(
-        *(replica_request(order), order.settings, order.served, cluster, found.cut.ranges),
+        *(replica_request(order, cluster.nodes), order.settings, order.served, cluster, found.cut.ranges),
         place_ranks(sites, found.cut.shares),
     )
     plan = plan_of_cut(order, others, control, membership, found, links)
@@ -199,7 +199,8 @@ async def place_on_cluster(
     ranks = with_routes(place_as_planned(plan, by_node), order.settings.link)
     ranges = tuple(stage.layers for stage in plan.stages)
     whole = replace(cluster, nodes=tuple(nodes))
-    ranks, expected = forecast_of(replica_request(order), order.settings, order.served, whole, ranges, ranks)
+    request = replica_request(order, nodes)
+    ranks, expected = forecast_of(request, order.settings, order.served, whole, ranges, ranks)
     return Placement(ranges, ranks, plan, expected)
 
 
@@ -233,7 +234,7 @@ def plan_as_at_start(
 
 def _plan_separately(order: Order, cluster: ClusterProfile) -> Plan:
     model = profile_folder(order.served.folder, order.served.names[0])
-    return _plan_in_reach(order.settings, model, replica_request(order), cluster, order.nodes)
+    return _plan_in_reach(order.settings, model, replica_request(order, cluster.nodes), cluster, order.nodes)
 
 
 def _plan_in_reach(
@@ -263,7 +264,7 @@ def _plan_in_reach(
 
 
 def _place_shared(order: Order, cluster: ClusterProfile, sites: Mapping[str, Site]) -> Placement:
-    settings, served, request = order.settings, order.served, replica_request(order)
+    settings, served, request = order.settings, order.served, replica_request(order, cluster.nodes)
     model = profile_folder(served.folder, served.names[0])
     cut, nodes, plan = _plan_shared(
         settings, served.folder, model, request, cluster, sites, min(order.nodes, len(cluster.nodes))
@@ -309,7 +310,7 @@ def plan_given_ranks(
         PlanError: a node has no room for its ranks.
     """
     model = profile_folder(order.served.folder, order.served.names[0])
-    return _plan_ranks(model, replica_request(order), cluster, cut, places, how)
+    return _plan_ranks(model, replica_request(order, cluster.nodes), cluster, cut, places, how)
 
 
 def _plan_ranks(
@@ -361,9 +362,8 @@ def plan_replicas(
     Raises:
         PlanError: the machines cannot hold that many.
     """
-    nodes, request = plan_request_for(
-        settings, plan_request(settings, served), node_profiles(settings, control, membership, taken)
-    )
+    found = node_profiles(settings, control, membership, taken)
+    nodes, request = plan_request_for(settings, plan_request(settings, served, found), found)
     return place_replicas(
         profile_folder(served.folder, served.names[0]),
         ClusterProfile(nodes, links),
@@ -389,7 +389,9 @@ def plan_of_cut(
         except PlanError:
             return None
     nodes = tuple(by_name[node] for (node,) in found.nodes)
-    request = replace(replica_request(order), strategy="custom", counts=tuple(map(len, found.cut.ranges)))
+    request = replace(
+        replica_request(order, nodes), strategy="custom", counts=tuple(map(len, found.cut.ranges))
+    )
     try:
         return place(
             profile_folder(order.served.folder, order.served.names[0]), ClusterProfile(nodes, links), request
@@ -398,9 +400,9 @@ def plan_of_cut(
         return None
 
 
-def replica_request(order: Order) -> PlanRequest:
+def replica_request(order: Order, nodes: Iterable[NodeProfile]) -> PlanRequest:
     """Return one replica's share of the request."""
-    request = plan_request(order.settings, order.served)
+    request = plan_request(order.settings, order.served, nodes)
     share = -(-request.demand.sequences // order.replicas)
     tensor = request.allows_tensor and not order.pipeline_only
     return replace(request, demand=replace(request.demand, sequences=share), allows_tensor=tensor)

@@ -22,13 +22,12 @@ from mlx_ring.core.errors import PlanError, RequestError
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.rank_placements import with_trust
-from mlx_ring.head.served_model import ServedModel, widens_half_precision
+from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_speeds import StepSpeeds, step_speeds
 from mlx_ring.host.process import own_memory
 from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.memory_fit import within_kv_memory
-from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest, proportional_counts
@@ -45,11 +44,11 @@ _PROMISED_TOKENS_EACH = 2048
 """Context length per sequence that a plan for throughput reserves if the settings give none."""
 
 
-def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
-    """Return the request for a plan.
+def plan_request(settings: Settings, served: ServedModel, nodes: Iterable[NodeProfile]) -> PlanRequest:
+    """Return the request for a plan for these machines.
 
     It promises a long context to one stream, or a shorter one to all sequences for throughput; of that, as much as
-    a worker's `--kv-cache-memory` holds.
+    a worker's `--kv-cache-memory` holds, on whichever of the machines it is, if the sizes of layers are known.
     """
     sequences = users = settings.expected_users
     promised = max(_PROMISED_TOKENS_EACH, KEPT_TOKENS // users)
@@ -58,9 +57,8 @@ def plan_request(settings: Settings, served: ServedModel) -> PlanRequest:
     context = settings.max_model_len or min(promised, served.folder.context_length)
     bits = 16 if settings.kv_bits == "off" else int(settings.kv_bits)
     demand = Demand(context, sequences, bits, kv_memory_bytes=settings.kv_cache_memory)
-    if settings.kv_cache_memory is not None:
-        stored = profile_folder(served.folder, served.names[0])
-        loaded = stored.widened if widens_half_precision(settings.dtype) and stored.widened else stored
+    if settings.kv_cache_memory is not None and (stored := served.sizes) is not None:
+        loaded = stored.widened if any(node.widens for node in nodes) and stored.widened else stored
         count, keeps_context = settings.replicas or 1, settings.max_model_len is not None
         demand = within_kv_memory(loaded, demand, count, keeps_context=keeps_context)
     return PlanRequest(

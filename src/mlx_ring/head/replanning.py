@@ -346,7 +346,11 @@ class Replanning:
     def _compared(self, hosted: HostedModel, machines: Machines) -> list[Compared]:
         """Return what each replica that serves is compared on: its machines, and those that no other one uses."""
         view, count = steady(machines.cluster_view()), len(hosted.replicas)
-        names, request = readable_names(view), plan_request(hosted.settings, hosted.served)
+        names, present = (
+            readable_names(view),
+            measured_cluster(hosted.settings, view, machines.link_profiles, {}),
+        )
+        request = plan_request(hosted.settings, hosted.served, present.nodes)
         part = replace(request, demand=replace(request.demand, sequences=request.share(count)))
         try:
             check_room(hosted, 1, self._hosted(), hosted.settings.model_memory)

@@ -107,7 +107,8 @@ class Reshaping:
         if before == after:
             raise PlanError("The best plan for the machines as they are now is the present one.")
         model = profile_folder(order.served.folder, order.served.names[0])
-        changes = stage_changes(model, plan.room.cluster, replica_request(order), before, after)
+        cluster = plan.room.cluster
+        changes = stage_changes(model, cluster, replica_request(order, cluster.nodes), before, after)
         self._changes: Mapping[str, StageChange] = {change.node: change for change in changes}
         self._assignments = {
             RankId(one.stage, one.rank): one for one in self._assign(plan.placement, order.number)

@@ -8,12 +8,13 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
-from mlx_ring.core.errors import ConfigError, ModelCorrupt
+from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelUnsupported
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
@@ -24,6 +25,8 @@ from mlx_ring.models.layer_tensors import dequantized_bytes
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.models.short_names import short_names_of
+from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.profiles import ModelProfile
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import api_keys
 
@@ -42,7 +45,7 @@ _MOST = 1e9
 """Largest value of a parameter, far above any that has a meaning."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class ServedModel:
     """A model that was checked and can be placed."""
 
@@ -59,6 +62,14 @@ class ServedModel:
     @property
     def folder(self) -> ModelFolder:
         return self.local.folder
+
+    @cached_property
+    def sizes(self) -> ModelProfile | None:
+        """Sizes of its layers, computed once, because that takes long where there are many tensors; None if unknown."""
+        try:
+            return profile_folder(self.folder, self.names[0])
+        except ModelUnsupported:
+            return None
 
 
 def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
