@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -146,9 +147,14 @@ class Head:
         async with self.changed:
             await self.changed.wait_for(lambda: self.lacks(nodes))
 
+    async def wait_until_undrained(self, node: str) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: node not in self.membership.drained)
+
     async def leave(self, node: str) -> None:
         async with self.changed:
-            self.membership = self.membership.without({node})
+            left = self.membership.without({node})
+            self.membership = replace(left, drained=left.drained - {node})
             self.changed.notify_all()
 
 

@@ -304,6 +304,23 @@ def test_a_machine_whose_layers_cannot_be_loaded_elsewhere_is_drained_by_force_o
     assert head.membership.drained == {"b"}
 
 
+def test_a_drain_ends_when_the_machine_leaves_while_nothing_can_be_loaded() -> None:
+    replica = FakeReplica("a", "b")
+    replica.service.error = NotReady("It loads.")
+    head = Head(FakeHosted(replica), "a", "b")
+
+    async def run() -> None:
+        draining = asyncio.create_task(head.moves.drain("b", force=False))
+        await run_tasks_until(lambda: "b" in head.membership.drained)
+        for _ in range(50):  # until the drain waits for the replica
+            await asyncio.sleep(0)
+        await head.leave("b")
+        await draining
+
+    asyncio.run(run())
+    assert not head.membership.drained
+
+
 def test_a_model_that_is_loaded_in_vain_already_does_not_hold_up_a_drain() -> None:
     replica = FailingReplica("a", "b")
     replica.service.fails = True

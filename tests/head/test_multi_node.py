@@ -64,6 +64,7 @@ class FakeControl:
     node = "n1"
     wait_for_joined = Control.wait_for_joined
     wait_until_left, wait_until_lacking = Control.wait_until_left, Control.wait_until_lacking
+    wait_until_undrained = Control.wait_until_undrained
 
     def __init__(self) -> None:
         there: Any = {"n2": SimpleNamespace(node="n2", session=1, links_port=0)}

@@ -137,6 +137,10 @@ class Control:
         """Wait until fewer usable nodes are connected."""
         await self._until(lambda: self.lacks(nodes))
 
+    async def wait_until_undrained(self, node: str) -> None:
+        """Wait until the node is not drained, because it was readmitted or has left for good."""
+        await self._until(lambda: node not in self.membership.drained)
+
     async def settle(self, besides: Container[str] = ()) -> None:
         """Wait while a connected node is silent, except for some, until it speaks or is disconnected.
 
@@ -300,8 +304,7 @@ class Control:
                 spoke_or_left = self.membership.members.get(member.node) is not before
                 return spoke_or_left or silence.seconds >= _SETTLED_WITHIN_S
 
-            async with self._changed:
-                await self._changed.wait_for(is_decided)
+            await self._until(is_decided)
             is_silent = self.membership.members.get(member.node) is before
             if is_silent or not self.membership.has_session(member.node, known.session):
                 return

@@ -320,7 +320,7 @@ class Moves:
         while True:
             has_room = True
             async with self._order.turn(hosted) as turn:
-                freed, readmitted = self._order.freed, self._order.drains_changed
+                freed = self._order.freed
                 replica = self._using(hosted, node, failed) if _is_drained(machines, node) else None
                 if replica is None:
                     return moved
@@ -338,7 +338,7 @@ class Moves:
                 await freed.wait()
             elif self._using(hosted, node, failed) is replica and replica.service.error is not None:
                 # It was planned before, perhaps with this node.
-                await first_of(loaded.wait(), readmitted.wait(), freed.wait())
+                await first_of(loaded.wait(), machines.wait_until_undrained(node), freed.wait())
 
     async def readmit(self, node: str) -> None:
         """Let plans use a drained machine again, once its drain has ended.
@@ -422,13 +422,13 @@ class Moves:
             while (error := replica.service.error) is not None or (
                 node in nodes_of(replica) and _is_drained(machines, node)
             ):
-                changed, readmitted = replica.service.changed, self._order.drains_changed
+                changed = replica.service.changed
                 if isinstance(error, PlanError):
                     raise error
                 failed.check()
                 if error is None:
                     replica.drain(frozenset({node}), f"{node} is needed for something else.")
-                await first_of(changed.wait(), readmitted.wait())
+                await first_of(changed.wait(), machines.wait_until_undrained(node))
 
 
 def _session(machines: Machines, node: str) -> int | None:

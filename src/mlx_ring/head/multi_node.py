@@ -85,11 +85,11 @@ class Cluster:
         """
         self._settings, self._control = settings, control
         control.counted = {control.node, *settings.node_ids} if settings.node_ids else set()
-        self._port = address.port
+        self._port, self._offer = address.port, offer
         self.has_left, self.wait_until_left = control.has_left, control.wait_until_left
         self.wait_until_lacking = control.wait_until_lacking
+        self.wait_until_undrained = control.wait_until_undrained
         self.join_commands = partial(invite_one, control.make_token, address)
-        self._offer = offer
         self._step_down = StepDown()
         self._quarantine = QuarantineList(authority_folder(state_folder(settings.state_dir)))
         self._planning = asyncio.Lock()

@@ -152,6 +152,10 @@ class Machines(Presence, Protocol):
         """Wait until `lacks` is true."""
         ...
 
+    async def wait_until_undrained(self, node: str) -> None:
+        """Wait until a node is not drained, because it was readmitted or has left for good."""
+        ...
+
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Choose the nodes that each replica of a model may use, once enough are present; None means any.
 

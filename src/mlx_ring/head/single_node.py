@@ -86,6 +86,10 @@ class SingleNode:
         del nodes
         await asyncio.Event().wait()
 
+    async def wait_until_undrained(self, node: str) -> None:
+        """Return at once: this machine cannot be drained."""
+        del node
+
     async def candidate_nodes(self, declared: Declared, nodes: int) -> Sequence[frozenset[str] | None]:
         """Return one unrestricted entry for each replica, because there is one machine."""
         del nodes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pkgutil
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.api.chat.call_examples import ARGUMENTS, FORMATS, IDS, CallExample
 from tests.api.chat.formats import call_marks, read, rules, split_at
 
+from mlx_ring.api.chat import tool_calls
 from mlx_ring.api.chat.answer import ChatAnswer
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 
@@ -170,6 +172,25 @@ def test_commas_within_arguments_are_no_ends_of_calls() -> None:
     reading_rules = rules(ChatFormat(calls=example.marks()), required=True)
     answer = ChatAnswer(parts=read(text, reading_rules, cut_off=True))
     assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", "")]
+
+
+@pytest.mark.parametrize("entry", ['"a, get_weather(1)", ', "get_weather(1), ", "get_weather(["])
+def test_a_long_list_that_is_cut_off_is_parsed_twice_at_most(
+    entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def parse(text: str) -> object:
+        parsed.append(text)
+        return ast.parse(text, mode="eval")
+
+    monkeypatch.setitem(cast("dict[str, Any]", getattr(tool_calls, "_READ_LIST")), "pythonic", parse)  # noqa: B009 - private
+    example = next(each for each in FORMATS if each.parser == "pythonic")
+    text = f"{example.marks().start}{example.call[:-1]}, get_weather(city=[{entry * 200}"
+    reading_rules = rules(ChatFormat(calls=example.marks()), required=True)
+    answer = ChatAnswer(parts=read(text, reading_rules, cut_off=True))
+    assert [json.loads(call.arguments or "null") for call in answer.calls] == [json.loads(ARGUMENTS), None]
+    assert len(parsed) <= 2
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])

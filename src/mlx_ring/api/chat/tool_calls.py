@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import cast
 
 from mlx_ring.api.chat import model_format
@@ -360,8 +359,12 @@ _READ_LIST: Mapping[str, Callable[[str], object]] = {
     "pythonic": partial(ast.parse, mode="eval"),
 }
 """Readers of the formats that write several calls as one list, by parser. They fail for an incomplete list."""
-_LONGEST_HEADING, _MOST_ENDS = 256, 64
-"""Characters in which a call's name is looked for, and places at which a list is tried to end."""
+_DOUBLE, _SINGLE = r'"(?:\\.|[^"\\])*(?:"|\Z)', r"'(?:\\.|[^'\\])*(?:'|\Z)"
+_TOKENS: Mapping[str, re.Pattern[str]] = {
+    "mistral": re.compile(rf"{_DOUBLE}|[][{{}},]", re.DOTALL),
+    "pythonic": re.compile(rf"{_DOUBLE}|{_SINGLE}|[][(){{}},]", re.DOTALL),
+}
+"""Strings, of which the last may lack its end, brackets and commas of these formats."""
 
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
@@ -369,11 +372,7 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
     read, pattern = _READ_LIST.get(rules.marks.parser), _NAMES.get(rules.marks.parser)
     if read is None or pattern is None:
         return [], text
-    commas = [place for place, character in enumerate(text) if character == ","]
-    begins = (
-        place for place in reversed(commas) if pattern.match(f"[{text[place + 1 : place + _LONGEST_HEADING]}")
-    )
-    for end in [len(text), *commas[-1:], *islice(begins, _MOST_ENDS)]:
+    for end in (len(text), _last_comma(_TOKENS[rules.marks.parser], text)):
         whole = f"{text[:end]}]"
         try:
             read(whole)
@@ -382,6 +381,19 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
         if complete := parse_calls(rules, whole):
             return complete, f"[{text[end + 1 :]}"
     return [], text
+
+
+def _last_comma(tokens: re.Pattern[str], text: str) -> int:
+    """Return the place of the last comma between entries of a list, outside strings and inner brackets; without one 0."""
+    depth = last = 0
+    for token in tokens.finditer(text):
+        if token[0] in "[({":
+            depth += 1
+        elif token[0] in "])}":
+            depth -= 1
+        elif token[0] == "," and depth == 1:
+            last = token.start()
+    return last
 
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
