@@ -271,6 +271,26 @@ def test_a_plan_as_json_has_the_ranges_to_expect(tmp_path: Path) -> None:
         assert low < value < high
 
 
+def test_no_accuracy_is_claimed_for_a_machine_that_is_described_by_numbers(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "machines: [{name: box, memory_gb: 128, bandwidth_gb_s: 546, tflops: 17.2}]"
+    )
+    options = ("plan", "qwen3-30b-a3b-4bit", "--cluster", "c.yaml")
+    shown = run_in_process(*options, folder=tmp_path).stdout
+    remark = (
+        "box is described by numbers, and predicted like the nearest chip, m4-max-40 (metal). How far off"
+    )
+    assert remark in shown
+    assert "Predictions are off by factors" not in shown
+    plan = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)
+    assert (plan["ranges"], plan["remarks"][-1].startswith(remark)) == (None, True)
+    known = ("plan", "qwen3-30b-a3b-4bit", "--machine", "m4-max-128", "--json")
+    expected = json.loads(run_in_process(*known, folder=tmp_path).stdout)["prediction"]
+    assert plan["prediction"] == expected
+    for asked in (("plan", "8B", "--users-at", "8k"), ("capacity", "8B", "--rate", "0.01")):
+        assert remark in run_in_process(*asked, "--cluster", "c.yaml", folder=tmp_path).stdout
+
+
 def test_a_machine_that_is_too_small_is_named_in_the_singular(tmp_path: Path) -> None:
     said = complaint("plan", "405B", "--machine", "m4-mac-mini-16", folder=tmp_path)
     assert "and m4-mac-mini-16 has 9.2 GB for it" in said

@@ -16,6 +16,7 @@ from mlx_ring.planner.cluster_file import (
     Upkeep,
     read_cluster,
     read_upkeep,
+    remarks_on_described,
     with_machines,
 )
 
@@ -52,6 +53,58 @@ def test_a_machine_sets_its_memory_share_or_its_reserve() -> None:
     """
     nodes = read_cluster(text, "cluster.yaml").nodes
     assert [round(node.usable_bytes / node.memory_bytes, 3) for node in nodes] == [0.5, 0.8, 0.7, 0.9]
+
+
+def test_a_chip_that_is_described_by_its_numbers_has_its_own_profile() -> None:
+    """Expect the efficiencies of the chip, and the memory that its system leaves."""
+    for chip in chips().values():
+        numbers = (
+            f"memory_gb: 64, bandwidth_gb_s: {chip.gb_s}, tflops: {chip.tflops}, backend: {chip.backend}"
+        )
+        (node,) = read_cluster(f"machines: [{{name: a, {numbers}}}]", "cluster.yaml").nodes
+        near = chips()[node.nearest_chip]
+        # Some chips have the same numbers.
+        assert (near.gb_s, near.tflops, near.backend) == (chip.gb_s, chip.tflops, chip.backend)
+        assert replace(node, nearest_chip="") == known_profile(f"{near.name}-64", "a")
+
+
+def test_a_described_machine_has_the_efficiencies_of_the_nearest_chip() -> None:
+    text = """
+    machines:
+      - {name: fast, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19}
+      - {name: slow, memory_gb: 64, bandwidth_gb_s: 280, tflops: 8.8}
+      - {name: gpu, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19, backend: cuda}
+      - {name: cpu, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19, backend: cpu}
+    """
+    nodes = read_cluster(text, "cluster.yaml").nodes
+    nearest = {node.name: node.nearest_chip for node in nodes}
+    assert nearest == {
+        "fast": "m4-max-40",
+        "slow": "m4-pro-20",
+        "gpu": "dgx-spark",
+        "cpu": "cpu-server",
+    }
+    fast, _, gpu, cpu = nodes
+    known = known_profile("m4-max-40-64")
+    assert fast.bandwidth / known.bandwidth == pytest.approx(600 / 546)
+    assert fast.flops / known.flops == pytest.approx(19 / 17.2)
+    assert fast.costs.layer_s == known.costs.layer_s
+    assert fast.memory_bytes == known.memory_bytes < gpu.memory_bytes == 64 * 2**30
+    assert cpu.widens
+
+
+def test_machines_that_are_described_alike_share_a_remark() -> None:
+    def remarks(count: int) -> tuple[str, ...]:
+        numbers = "memory_gb: 64, bandwidth_gb_s: 600, tflops: 19"
+        listed = ", ".join(f"{{name: m{place}, {numbers}}}" for place in range(count))
+        return remarks_on_described(read_cluster(f"machines: [{listed}]", "c.yaml").nodes)
+
+    assert remarks_on_described(known_cluster("m4-16").nodes) == ()
+    for count, begin in ((1, "m0 is"), (2, "m0 and m1 are"), (900, "m0 and 899 other machines are")):
+        (remark,) = remarks(count)
+        assert remark.startswith(
+            f"{begin} described by numbers, and predicted like the nearest chip, m4-max-40 (metal)."
+        )
 
 
 def test_every_known_machine_has_a_profile_for_every_memory_size() -> None:
@@ -169,6 +222,14 @@ def test_a_file_sets_trusted_links_and_interfaces() -> None:
             "has both a reserve and a usable share",
         ),
         ("machines: [{name: a, memory_gb: -3, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is -3"),
+        (
+            "machines: [{name: a, memory_gb: 8, bandwidth_gb_s: 1, tflops: 1, backend: rocm}]",
+            "backend of a is 'rocm'; it must be one of metal, cuda, vulkan, cpu.",
+        ),
+        (
+            "machines: [{machine: m4-mac-mini-16, backend: cuda}]",
+            "backend beside `machine`, which sets it too",
+        ),
         ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
         ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),
         ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
@@ -220,9 +281,11 @@ def test_power_grows_with_use() -> None:
 
 
 def test_numbers_may_have_exponents_without_a_point() -> None:
-    text = "machines: [{name: a, memory_gb: 8, bandwidth_gb_s: 1e2, tflops: 4E0}]"
-    (node,) = read_cluster(text, "c.yaml").nodes
-    assert (node.bandwidth, node.flops) == (1e11, 4e12)
+    with_exponents, plain = (
+        read_cluster(f"machines: [{{name: a, memory_gb: 8, {numbers}}}]", "c.yaml").nodes
+        for numbers in ("bandwidth_gb_s: 1e2, tflops: 4E0", "bandwidth_gb_s: 100, tflops: 4")
+    )
+    assert with_exponents == plain
 
 
 @pytest.mark.parametrize("value", ["'24'", "1e", "nan", ".inf", "1e999"])

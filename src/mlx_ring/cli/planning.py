@@ -17,7 +17,14 @@ from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import Upkeep, cluster_of, link_named, read_cluster, read_upkeep
+from mlx_ring.planner.cluster_file import (
+    Upkeep,
+    cluster_of,
+    link_named,
+    read_cluster,
+    read_upkeep,
+    remarks_on_described,
+)
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis, RunningCluster
@@ -391,7 +398,7 @@ def given_basis(model: str, machines: ClusterProfile, weights: WeightFormat | No
     described = find_described(model, weights)
     sizes = sizes_of(described.folder, described.name, machines, weights)
     running = RunningCluster(machines, PlanRequest(Demand(USUAL_CONTEXT, 1)))
-    return PlanningBasis.of(running, sizes, described.remarks)
+    return PlanningBasis.of(running, sizes, (*described.remarks, *remarks_on_described(machines.nodes)))
 
 
 def running_basis(

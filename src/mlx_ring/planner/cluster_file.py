@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.catalogue import chip_of_bin, chip_profile, chips, known_profile, named_links
+from mlx_ring.planner.catalogue import (
+    backends,
+    chip_of_bin,
+    chip_profile,
+    chips,
+    described_profile,
+    known_profile,
+    named_links,
+)
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.rpc.link_profile import ETHERNET, LinkProfile
 from mlx_ring.settings.devices_file import (
@@ -22,13 +30,15 @@ from mlx_ring.settings.devices_file import (
 )
 
 _EXPONENT = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
-_MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
+_DESCRIPTION = frozenset({"memory_gb", "bandwidth_gb_s", "tflops", "backend"})
+"""Fields of a machine that is not known by its name."""
 _UPKEEP_FIELDS = ("watts", "idle_watts", "price")
 _MACHINE_FIELDS = (
-    _MACHINE_NUMBERS
+    _DESCRIPTION
     | SHARE_FIELDS
     | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb", *_UPKEEP_FIELDS}
 )
+_FEW_NAMES = 4
 MOST_ADDED = 16
 """Machines that one question may add."""
 _LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
@@ -186,9 +196,9 @@ def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
 
 def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
-    wired = _positive(fields, "wired_limit_gb", where) if "wired_limit_gb" in fields else None
+    wired = _wired_gb(fields, where)
     node = known_profile(str(fields["machine"]), None if name is None else str(name), wired_gb=wired)
-    if beside := sorted(set(fields) & _MACHINE_NUMBERS):
+    if beside := sorted(set(fields) & _DESCRIPTION):
         raise ConfigError(
             f"{where}: {node.name} has {beside[0]} beside `machine`, which sets it too: give one of them."
         )
@@ -199,12 +209,45 @@ def _described_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
     if name is None:
         raise ConfigError(f"{where}: a machine has no `name`.")
-    return NodeProfile(
-        name=str(name),
-        memory_bytes=int(_positive(fields, "memory_gb", where) * 2**30),
-        bandwidth=_positive(fields, "bandwidth_gb_s", where) * 1e9,
-        flops=_positive(fields, "tflops", where) * 1e12,
+    backend = fields.get("backend")
+    if backend is not None and backend not in backends():
+        raise ConfigError(
+            f"{where}: backend of {name} is {backend!r}; it must be one of {', '.join(backends())}."
+        )
+    return described_profile(
+        _positive(fields, "bandwidth_gb_s", where),
+        _positive(fields, "tflops", where),
+        _positive(fields, "memory_gb", where),
+        str(name),
+        backend=backend,
+        wired_gb=_wired_gb(fields, where),
     )
+
+
+def _wired_gb(fields: Mapping[str, Any], where: str) -> float | None:
+    return _positive(fields, "wired_limit_gb", where) if "wired_limit_gb" in fields else None
+
+
+def remarks_on_described(nodes: Iterable[NodeProfile]) -> tuple[str, ...]:
+    """Return a sentence for each chip whose efficiencies are assumed for machines that are described by numbers."""
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.nearest_chip:
+            alike.setdefault(node.nearest_chip, []).append(node.name)
+    return tuple(
+        f"{_these(names)} described by numbers, and predicted like the nearest chip, {chip} ({chips()[chip].backend}). "
+        "How far off that is, is not known, and may be more than ranges say. Give `machine` if it is a known one, or `backend` "
+        "if it has another."
+        for chip, names in alike.items()
+    )
+
+
+def _these(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is"
+    if len(names) <= _FEW_NAMES:
+        return f"{', '.join(names[:-1])} and {names[-1]} are"
+    return f"{names[0]} and {len(names) - 1} other machines are"
 
 
 def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
