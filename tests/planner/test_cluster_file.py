@@ -20,6 +20,7 @@ from mlx_ring.planner.cluster_file import (
     with_machines,
 )
 
+PAIR = "machines: [{name: a, machine: m4-mac-mini-16}, {name: b, machine: m4-mac-mini-16}]"
 CLUSTER = """
 machines:
   - {name: studio, machine: m2-max-mac-studio-64}
@@ -181,6 +182,16 @@ def test_named_links_for_collectives_are_trusted_unless_the_file_says_otherwise(
         assert not read_cluster(machines + untrusted, "cluster.yaml").link("a", "b").trusted
 
 
+@pytest.mark.parametrize(("one", "other"), [("1", "2"), ("1.5", "x"), ("yes", "no")])
+def test_the_ends_of_a_link_are_names_that_look_like_numbers(one: str, other: str) -> None:
+    """YAML reads such names as numbers or truth values."""
+    machines = ", ".join(f"{{name: {name}, machine: m4-mac-mini-16}}" for name in (one, other))
+    cluster = read_cluster(
+        f"machines: [{machines}]\nlinks: [{{between: [{one}, {other}], link: tb5}}]", "c.yaml"
+    )
+    assert cluster.link(*(node.name for node in cluster.nodes)) == named_links()["tb5"]
+
+
 def test_a_file_sets_trusted_links_and_interfaces() -> None:
     machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
     interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"
@@ -233,6 +244,27 @@ def test_a_file_sets_trusted_links_and_interfaces() -> None:
         ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
         ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),
         ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
+        (
+            "machines: [m4-mac-mini-16]\nusual-link: tb5",
+            "has no field usual-link; fields are machines, links, usual_link.",
+        ),
+        ("machines: [m4-mac-mini-16]\n0: tb5", "has no field 0; fields are"),
+        ("machines: [m4-mac-mini-16]\nlinks: 5", "links is 5; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: tb5", "links is 'tb5'; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: 0", "links is 0; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: {link: tb5}", "it must be a list of links"),
+        (
+            f"{PAIR}\nlinks: [{{between: [a, b], link: tb5, gbit_s: 0.001, round_trip_ms: 500}}]",
+            "a link has round_trip_ms beside `link: tb5`, which sets it too: give one of them.",
+        ),
+        (f"{PAIR}\nusual_link: {{link: tb5, gbit_s: 1}}", "gbit_s beside `link: tb5`"),
+        (f"{PAIR}\nusual_link: {{between: [a, b], link: tb5}}", "it must have round_trip_ms and gbit_s"),
+        (
+            f"{PAIR}\nlinks: [{{between: [a, b], link: tb5}}, {{between: [b, a], link: wifi}}]",
+            "has two links between b and a; give one of them.",
+        ),
+        (f"{PAIR}\nlinks: [{{between: [a, [b]], link: tb5}}]", "must be `between` two of a, b"),
+        (f"{PAIR}\nlinks: [{{between: [a, null], link: tb5}}]", "must be `between` two of a, b"),
         ("machines: [m4-mac-mini-16]\nusual_link: {gbit_s: 1}", "round_trip_ms is None"),
         ("machines: [m4-mac-mini-16]\nusual_link: fast", "a link is 'fast'; it must be one of tb5, tb5-rdma"),
         (

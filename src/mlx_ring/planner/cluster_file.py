@@ -41,7 +41,9 @@ _MACHINE_FIELDS = (
 _FEW_NAMES = 4
 MOST_ADDED = 16
 """Machines that one question may add."""
-_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
+_CLUSTER_FIELDS = ("machines", "links", "usual_link")
+_LINK_NUMBERS = ("round_trip_ms", "gbit_s")
+_LINK_FIELDS = frozenset({"trusted", "link", *_LINK_NUMBERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,16 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
     ):
         raise ConfigError(f"{where} must have a list `machines` or `devices` with one or more entries.")
     entries = cast("dict[str, Any]", content)
+    if unknown := [name for name in entries if name not in _CLUSTER_FIELDS]:
+        raise ConfigError(f"{where} has no field {unknown[0]}; fields are {', '.join(_CLUSTER_FIELDS)}.")
+    links: Any = [] if entries.get("links") is None else entries["links"]
+    if not isinstance(links, list):
+        raise ConfigError(
+            f"{where}: links is {links!r}; it must be a list of links, each `between` two machines. "
+            "`usual_link` is the link between all others."
+        )
     nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
-    return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+    return cluster_of(nodes, links=cast("list[Any]", links), usual=entries.get("usual_link"), where=where)
 
 
 def read_upkeep(text: str, where: str) -> dict[str, Upkeep]:
@@ -140,27 +150,36 @@ def _estimated(device: Device, where: str) -> NodeProfile:
 
 
 def cluster_of(
-    nodes: tuple[NodeProfile, ...], *, links: Any = (), usual: Any = None, where: str = "The cluster"
+    nodes: tuple[NodeProfile, ...],
+    *,
+    links: Sequence[Any] = (),
+    usual: Any = None,
+    where: str = "The cluster",
 ) -> ClusterProfile:
     """Return a cluster of machines and links; each machine needs a name of its own."""
     names = [node.name for node in nodes]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{where} names the machine {twice} twice; give each a `name` of its own.")
     between: dict[frozenset[str], LinkProfile] = {}
-    for entry in cast("list[Any]", links):
+    for entry in links:
         pair = _pair(entry)
         if pair is None or not set(pair) <= set(names):
             raise ConfigError(f"{where}: the link {entry!r} must be `between` two of {', '.join(names)}.")
-        between[frozenset(pair)] = _read_link(entry, where)
+        if frozenset(pair) in between:
+            raise ConfigError(f"{where} has two links between {pair[0]} and {pair[1]}; give one of them.")
+        described = {
+            name: value for name, value in cast("dict[str, Any]", entry).items() if name != "between"
+        }
+        between[frozenset(pair)] = _read_link(described, where)
     return ClusterProfile(nodes, between, ETHERNET if usual is None else _read_link(usual, where))
 
 
 def _pair(link: Any) -> tuple[str, str] | None:
-    """Return the two ends of a link; None if they are not valid."""
+    """Return the names of the two ends of a link, which YAML may have read as numbers; None if they are not valid."""
     between = cast("dict[str, Any]", link).get("between") if isinstance(link, dict) else None
     match between:
-        case [str(one), str(other)] if one != other:
-            return one, other
+        case [str() | int() | float() as one, str() | int() | float() as other] if one != other:
+            return str(one), str(other)
         case _:
             return None
 
@@ -269,6 +288,10 @@ def _read_link(entry: Any, where: str) -> LinkProfile:
         raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
     fields = cast("dict[str, Any]", entry)
     named = _named_link(fields["link"], where) if "link" in fields else None
+    if named is not None and (beside := next((name for name in _LINK_NUMBERS if name in fields), None)):
+        raise ConfigError(
+            f"{where}: a link has {beside} beside `link: {fields['link']}`, which sets it too: give one of them."
+        )
     trusted = fields.get("trusted", named is not None and named.trusted)
     if not isinstance(trusted, bool):
         raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")
