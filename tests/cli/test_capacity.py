@@ -102,6 +102,14 @@ def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
     assert json.loads(printed)["capacities"][0]["first_token_s"] is None
 
 
+def test_recorded_requests_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("prompt,answer\n100,20\n200,30\n", "utf-8-sig")
+    done = run_in_process(
+        "capacity", "demo", *MACHINE, "--requests", "r.csv", "--rate", "0.01", folder=tmp_path
+    )
+    assert "A request has 150 tokens of prompt and 25 of answer on average" in done.stdout, done.stderr
+
+
 def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None:
     options = (
         "capacity",
