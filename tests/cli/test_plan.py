@@ -108,6 +108,10 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
     [
         (["demo", *MINIS, "--strategy", "best"], "--strategy is best; it must be one of auto, uniform"),
         (["demo", *MINIS, "--strategy", "custom"], "needs --proportions, as 0.7,0.3, or --layers"),
+        (
+            ["demo", *MINIS, "--strategy", "custom", "--layers", "5,3", "--proportions", "0.5,0.5"],
+            "--proportions is 0.5,0.5 and --layers is 5,3, and each divides the layers; give one of them.",
+        ),
         (["demo", *MINIS, "--strategy", "custom", "--layers", "a,b"], "--layers is a,b; it must be numbers"),
         (["demo", *MINIS, "--kv-bits", "3"], "--kv-bits is 3; it must be one of 4, 8, 16."),
         (["demo", *MINIS, "--users", "0"], "--users is 0; it must be 1 or more."),

@@ -104,7 +104,7 @@ def capacity(
     prompt: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS", help="Length of prompts: 1024 (default), or 200-2000.", rich_help_panel=_LOAD
+            metavar="TOKENS", help="Length of prompts: 1k (default), or 200-2k.", rich_help_panel=_LOAD
         ),
     ] = None,
     answer: Annotated[

@@ -379,13 +379,16 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
 
 
 def _check_custom(request: PlanRequest, given: Mapping[str, object]) -> None:
-    """Check that the strategy custom has shares or numbers of layers, and no other one is given any."""
+    """Check that the strategy custom has shares or numbers of layers, not both, and no other one is given any."""
     if request.strategy != "custom":
         for flag, value in given.items():
             if value is not None:
                 raise ConfigError(
                     f"{flag} is {value}, which only the strategy custom uses; give --strategy custom, or leave it out."
                 )
+    elif None not in given.values():
+        both = " and ".join(f"{flag} is {value}" for flag, value in given.items())
+        raise ConfigError(f"{both}, and each divides the layers; give one of them.")
     elif not request.proportions and not request.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
 
