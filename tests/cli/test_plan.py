@@ -275,6 +275,25 @@ def test_a_plan_as_json_has_the_ranges_to_expect(tmp_path: Path) -> None:
         assert low < value < high
 
 
+@pytest.mark.parametrize(
+    ("count", "names", "verb"),
+    [(2, "n1", "gets"), (4, "n1, n2 and n3", "get"), (40, "39 machines", "get")],
+)
+def test_machines_without_layers_for_the_same_reason_share_a_line(
+    tmp_path: Path, count: int, names: str, verb: str
+) -> None:
+    listed = "".join(f"  - {{name: n{place}, machine: m4-max-128}}\n" for place in range(count))
+    (tmp_path / "c.yaml").write_text(f"machines:\n{listed}")
+    options = ("plan", "demo", "--cluster", "c.yaml")
+    why = "no plan with it answers a request sooner."
+    shown = run_in_process(*options, folder=tmp_path).stdout.splitlines()
+    assert [line for line in shown if why in line] == [f"{names} {verb} no layers: {why}"]
+    shown = run_in_process(*options, "--users-at", "8k", folder=tmp_path).stdout.splitlines()
+    assert [line for line in shown if why in line] == [f"Without layers: {names}: {why}"]
+    found = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)
+    assert len(found["left_out"]) == count - 1, "each by name"
+
+
 def test_no_accuracy_is_claimed_for_a_machine_that_is_described_by_numbers(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "machines: [{name: box, memory_gb: 128, bandwidth_gb_s: 546, tflops: 17.2}]"

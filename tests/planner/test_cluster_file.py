@@ -101,7 +101,12 @@ def test_machines_that_are_described_alike_share_a_remark() -> None:
         return remarks_on_described(read_cluster(f"machines: [{listed}]", "c.yaml").nodes)
 
     assert remarks_on_described(known_cluster("m4-16").nodes) == ()
-    for count, begin in ((1, "m0 is"), (2, "m0 and m1 are"), (900, "m0 and 899 other machines are")):
+    for count, begin in (
+        (1, "m0 is"),
+        (2, "m0 and m1 are"),
+        (4, "m0, m1, m2 and m3 are"),
+        (1900, "1,900 machines are"),
+    ):
         (remark,) = remarks(count)
         assert remark.startswith(
             f"{begin} described by numbers, and predicted like the nearest chip, m4-max-40 (metal)."

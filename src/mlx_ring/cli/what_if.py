@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 
 from mlx_ring.cli.planning import ask_running_head, find_described
+from mlx_ring.cli.status_tables import left_out_together
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.cluster_file import remarks_on_described
 from mlx_ring.planner.known_models import popular_models
@@ -175,8 +176,9 @@ def _show(answer: Answer) -> None:
         for one in outcomes:
             if not one.fits:
                 console.print(one.why)
-        for left in outcomes[-1].left_out:
-            console.print(f"Without layers: {left}.")
+        split = (left.partition(": ") for left in outcomes[-1].left_out)
+        for names, _, why in left_out_together((name, why) for name, _, why in split):
+            console.print(f"Without layers: {names}: {why}.")
     console.print(f"\n{_request(outcomes)} {_whose_ranges(outcomes)}".rstrip())
 
 

@@ -254,19 +254,18 @@ def remarks_on_described(nodes: Iterable[NodeProfile]) -> tuple[str, ...]:
         if node.nearest_chip:
             alike.setdefault(node.nearest_chip, []).append(node.name)
     return tuple(
-        f"{_these(names)} described by numbers, and predicted like the nearest chip, {chip} ({chips()[chip].backend}). "
+        f"{named_together(names)} {'is' if len(names) == 1 else 'are'} described by numbers, and predicted like the nearest chip, {chip} ({chips()[chip].backend}). "
         "How far off that is, is not known, and may be more than ranges say. Give `machine` if it is a known one, or `backend` "
         "if it has another."
         for chip, names in alike.items()
     )
 
 
-def _these(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]} is"
-    if len(names) <= _FEW_NAMES:
-        return f"{', '.join(names[:-1])} and {names[-1]} are"
-    return f"{names[0]} and {len(names) - 1} other machines are"
+def named_together(names: Sequence[str]) -> str:
+    """Return the names of machines for a sentence, or their number if they are many."""
+    if len(names) > _FEW_NAMES:
+        return f"{len(names):,} machines"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
