@@ -191,7 +191,7 @@ def show_plan(made: Plan) -> None:
 
 
 def left_out_together(left_out: Iterable[tuple[str, str]]) -> Iterator[tuple[str, int, str]]:
-    """Yield machines without layers that have the same reason: their names, or number if they are many; number; reason.
+    """Yield names, number and reason of machines without layers. Those with the same reason are joined.
 
     Args:
         left_out: name and reason of each machine.
