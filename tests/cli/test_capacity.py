@@ -12,6 +12,8 @@ from tests.cli.test_main import complaint
 from tests.default_settings import make_api_settings
 from tests.processes import run_in_process
 
+from mlx_ring.cli.planning import read_lengths
+
 SMALL = ("--prompt", "64", "--answer", "8", "--max-num-seqs", "4")
 MACHINE = ("--machine", "m4-mac-mini-16")
 
@@ -102,6 +104,28 @@ def test_a_time_without_end_is_null_in_json(tmp_path: Path) -> None:
     assert json.loads(printed)["capacities"][0]["first_token_s"] is None
 
 
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("1024", (1024, 1024)),
+        ("1k", (1024, 1024)),
+        ("1.5K", (1536, 1536)),
+        ("200-2k", (200, 2048)),
+        (" 1k - 1m ", (1024, 1024**2)),
+    ],
+)
+def test_lengths_may_be_thousands_of_tokens(text: str, lengths: tuple[int, int]) -> None:
+    assert read_lengths("--prompt", text) == lengths
+
+
+def test_recorded_requests_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("prompt,answer\n100,20\n200,30\n", "utf-8-sig")
+    done = run_in_process(
+        "capacity", "demo", *MACHINE, "--requests", "r.csv", "--rate", "0.01", folder=tmp_path
+    )
+    assert "A request has 150 tokens of prompt and 25 of answer on average" in done.stdout, done.stderr
+
+
 def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None:
     options = (
         "capacity",
@@ -150,6 +174,8 @@ def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None
         ((*MACHINE, "--watts", "m4-max=40"), "there is no machine m4-max; there are m4-mac-mini-16."),
         ((*MACHINE, "--thinking-time", "-1s"), "--thinking-time is -1s; it must be a time"),
         ((*MACHINE, "--prompt", "0"), "--prompt is 0; it must be a number of tokens"),
+        ((*MACHINE, "--prompt", "1k-"), "--prompt is 1k-; it must be a number of tokens"),
+        ((*MACHINE, "--prompt", "2k-1k"), "from fewer to more, as 200-2k."),
         ((*MACHINE, "--answer", "9-3"), "--answer is 9-3; it must be a number of tokens"),
         ((*MACHINE, "--rate", "0"), "--rate is 0; it must be more than 0 requests per second."),
         ((*MACHINE, "--percentile", "0"), "--percentile is 0; it must be more than 0"),

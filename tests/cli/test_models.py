@@ -158,6 +158,21 @@ def test_only_models_at_a_pleasant_predicted_speed_are_recommended(tmp_path: Pat
     (tmp_path / "slow.yaml").write_text(slow)
     none = run_in_process("models", "recommend", "--cluster", "slow.yaml", folder=tmp_path)
     assert none.stdout.startswith("None: no listed model is predicted at 5 tokens/s or more on slow.")
+    assert none.stderr.startswith("slow is described by numbers, and predicted like the nearest chip, ")
+
+
+def test_a_recommendation_has_the_first_token_of_a_prompt_that_fills_the_context(tmp_path: Path) -> None:
+    machine = ("--machine", "m4-mac-mini-16")
+    found = json.loads(run_in_process("recommend", *machine, "--json", folder=tmp_path).stdout)
+    asked = run_in_process("plan", "--what-fits", *machine, "--json", folder=tmp_path)
+    planned = {one["model"]: one for one in json.loads(asked.stdout)["outcomes"]}
+    assert found
+    for each in found:
+        same = planned[each["model"]]
+        assert (each["prompt_tokens"], each["answer_tokens"]) == (8192 - 256, 256)
+        assert each["first_token_s_range"] == same["first_token_s_range"]
+    shown = run_in_process("recommend", *machine, folder=tmp_path).stdout
+    assert "first token at 8k, s" in shown
 
 
 def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_busy(

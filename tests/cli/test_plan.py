@@ -108,6 +108,10 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
     [
         (["demo", *MINIS, "--strategy", "best"], "--strategy is best; it must be one of auto, uniform"),
         (["demo", *MINIS, "--strategy", "custom"], "needs --proportions, as 0.7,0.3, or --layers"),
+        (
+            ["demo", *MINIS, "--strategy", "custom", "--layers", "5,3", "--proportions", "0.5,0.5"],
+            "--proportions is 0.5,0.5 and --layers is 5,3, and each divides the layers; give one of them.",
+        ),
         (["demo", *MINIS, "--strategy", "custom", "--layers", "a,b"], "--layers is a,b; it must be numbers"),
         (["demo", *MINIS, "--kv-bits", "3"], "--kv-bits is 3; it must be one of 4, 8, 16."),
         (["demo", *MINIS, "--users", "0"], "--users is 0; it must be 1 or more."),
@@ -269,6 +273,45 @@ def test_a_plan_as_json_has_the_ranges_to_expect(tmp_path: Path) -> None:
     ):
         low, high = plan["ranges"][name]
         assert low < value < high
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "verb"),
+    [(2, "n1", "gets"), (4, "n1, n2 and n3", "get"), (40, "39 machines", "get")],
+)
+def test_machines_without_layers_for_the_same_reason_share_a_line(
+    tmp_path: Path, count: int, names: str, verb: str
+) -> None:
+    listed = "".join(f"  - {{name: n{place}, machine: m4-max-128}}\n" for place in range(count))
+    (tmp_path / "c.yaml").write_text(f"machines:\n{listed}")
+    options = ("plan", "demo", "--cluster", "c.yaml")
+    why = "no plan with it answers a request sooner."
+    shown = run_in_process(*options, folder=tmp_path).stdout.splitlines()
+    assert [line for line in shown if why in line] == [f"{names} {verb} no layers: {why}"]
+    shown = run_in_process(*options, "--users-at", "8k", folder=tmp_path).stdout.splitlines()
+    assert [line for line in shown if why in line] == [f"Without layers: {names}: {why}"]
+    found = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)
+    assert len(found["left_out"]) == count - 1, "each by name"
+
+
+def test_no_accuracy_is_claimed_for_a_machine_that_is_described_by_numbers(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "machines: [{name: box, memory_gb: 128, bandwidth_gb_s: 546, tflops: 17.2}]"
+    )
+    options = ("plan", "qwen3-30b-a3b-4bit", "--cluster", "c.yaml")
+    shown = run_in_process(*options, folder=tmp_path).stdout
+    remark = (
+        "box is described by numbers, and predicted like the nearest chip, m4-max-40 (metal). How far off"
+    )
+    assert remark in shown
+    assert "Predictions are off by factors" not in shown
+    plan = json.loads(run_in_process(*options, "--json", folder=tmp_path).stdout)
+    assert (plan["ranges"], plan["remarks"][-1].startswith(remark)) == (None, True)
+    known = ("plan", "qwen3-30b-a3b-4bit", "--machine", "m4-max-128", "--json")
+    expected = json.loads(run_in_process(*known, folder=tmp_path).stdout)["prediction"]
+    assert plan["prediction"] == expected
+    for asked in (("plan", "8B", "--users-at", "8k"), ("capacity", "8B", "--rate", "0.01")):
+        assert remark in run_in_process(*asked, "--cluster", "c.yaml", folder=tmp_path).stdout
 
 
 def test_a_machine_that_is_too_small_is_named_in_the_singular(tmp_path: Path) -> None:

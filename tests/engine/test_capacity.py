@@ -380,6 +380,13 @@ def test_recorded_requests_repeat_with_their_distances() -> None:
     assert load.longest == 33
 
 
+@pytest.mark.parametrize("times", [(5.0,), (5.0, 5.0, 5.0), (0.0, 0.0, 3.0), (0.0, 1.0, 4.0)])
+def test_recorded_requests_come_at_one_per_second_on_average(times: tuple[float, ...]) -> None:
+    recorded = tuple(Recorded(10, 1, at_s) for at_s in times)
+    requests = Load(Lengths(1, 1), Lengths(1, 1), recorded=recorded).requests(60 + 1, 1.0)
+    assert requests[-1].at_s - requests[0].at_s == pytest.approx(60)
+
+
 def test_the_longest_request_is_one_of_the_recorded_ones() -> None:
     """Record a long prompt and a long answer of different requests."""
     recorded = (Recorded(1000, 10), Recorded(10, 600))
@@ -405,6 +412,11 @@ def test_requests_are_read_from_csv_and_json_lines(text: str) -> None:
         ("prompt,answer\n1,2\nx,3", "request 2: it must have"),
         ("prompt,answer\n0,2", "must be 1 token or more"),
         ("prompt,answer,at\n1,2,5\n1,2,3", "in order of arrival"),
+        ("prompt,answer,at\n1,2,nan\n1,2,1", "request 1: at is nan; it must be a number of seconds"),
+        ("prompt,answer,at\n1,2,0\n1,2,inf", "request 2: at is inf; it must be a number of seconds"),
+        ("prompt,answer,at\n1,2,noon", "request 1: at is noon; it must be a number of seconds"),
+        ('{"prompt": 1, "answer": 2, "at": NaN}', "request 1: at is nan"),
+        ('{"prompt": Infinity, "answer": 2}', "request 1: it must have a prompt and an answer"),
         ('{"prompt": 1, "answer": 2}\nnonsense', "request 2: it must have"),
     ],
 )

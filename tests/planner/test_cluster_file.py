@@ -16,9 +16,11 @@ from mlx_ring.planner.cluster_file import (
     Upkeep,
     read_cluster,
     read_upkeep,
+    remarks_on_described,
     with_machines,
 )
 
+PAIR = "machines: [{name: a, machine: m4-mac-mini-16}, {name: b, machine: m4-mac-mini-16}]"
 CLUSTER = """
 machines:
   - {name: studio, machine: m2-max-mac-studio-64}
@@ -52,6 +54,63 @@ def test_a_machine_sets_its_memory_share_or_its_reserve() -> None:
     """
     nodes = read_cluster(text, "cluster.yaml").nodes
     assert [round(node.usable_bytes / node.memory_bytes, 3) for node in nodes] == [0.5, 0.8, 0.7, 0.9]
+
+
+def test_a_chip_that_is_described_by_its_numbers_has_its_own_profile() -> None:
+    """Expect the efficiencies of the chip, and the memory that its system leaves."""
+    for chip in chips().values():
+        numbers = (
+            f"memory_gb: 64, bandwidth_gb_s: {chip.gb_s}, tflops: {chip.tflops}, backend: {chip.backend}"
+        )
+        (node,) = read_cluster(f"machines: [{{name: a, {numbers}}}]", "cluster.yaml").nodes
+        near = chips()[node.nearest_chip]
+        # Some chips have the same numbers.
+        assert (near.gb_s, near.tflops, near.backend) == (chip.gb_s, chip.tflops, chip.backend)
+        assert replace(node, nearest_chip="") == known_profile(f"{near.name}-64", "a")
+
+
+def test_a_described_machine_has_the_efficiencies_of_the_nearest_chip() -> None:
+    text = """
+    machines:
+      - {name: fast, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19}
+      - {name: slow, memory_gb: 64, bandwidth_gb_s: 280, tflops: 8.8}
+      - {name: gpu, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19, backend: cuda}
+      - {name: cpu, memory_gb: 64, bandwidth_gb_s: 600, tflops: 19, backend: cpu}
+    """
+    nodes = read_cluster(text, "cluster.yaml").nodes
+    nearest = {node.name: node.nearest_chip for node in nodes}
+    assert nearest == {
+        "fast": "m4-max-40",
+        "slow": "m4-pro-20",
+        "gpu": "dgx-spark",
+        "cpu": "cpu-server",
+    }
+    fast, _, gpu, cpu = nodes
+    known = known_profile("m4-max-40-64")
+    assert fast.bandwidth / known.bandwidth == pytest.approx(600 / 546)
+    assert fast.flops / known.flops == pytest.approx(19 / 17.2)
+    assert fast.costs.layer_s == known.costs.layer_s
+    assert fast.memory_bytes == known.memory_bytes < gpu.memory_bytes == 64 * 2**30
+    assert cpu.widens
+
+
+def test_machines_that_are_described_alike_share_a_remark() -> None:
+    def remarks(count: int) -> tuple[str, ...]:
+        numbers = "memory_gb: 64, bandwidth_gb_s: 600, tflops: 19"
+        listed = ", ".join(f"{{name: m{place}, {numbers}}}" for place in range(count))
+        return remarks_on_described(read_cluster(f"machines: [{listed}]", "c.yaml").nodes)
+
+    assert remarks_on_described(known_cluster("m4-16").nodes) == ()
+    for count, begin in (
+        (1, "m0 is"),
+        (2, "m0 and m1 are"),
+        (4, "m0, m1, m2 and m3 are"),
+        (1900, "1,900 machines are"),
+    ):
+        (remark,) = remarks(count)
+        assert remark.startswith(
+            f"{begin} described by numbers, and predicted like the nearest chip, m4-max-40 (metal)."
+        )
 
 
 def test_every_known_machine_has_a_profile_for_every_memory_size() -> None:
@@ -128,6 +187,16 @@ def test_named_links_for_collectives_are_trusted_unless_the_file_says_otherwise(
         assert not read_cluster(machines + untrusted, "cluster.yaml").link("a", "b").trusted
 
 
+@pytest.mark.parametrize(("one", "other"), [("1", "2"), ("1.5", "x"), ("yes", "no")])
+def test_the_ends_of_a_link_are_names_that_look_like_numbers(one: str, other: str) -> None:
+    """YAML reads such names as numbers or truth values."""
+    machines = ", ".join(f"{{name: {name}, machine: m4-mac-mini-16}}" for name in (one, other))
+    cluster = read_cluster(
+        f"machines: [{machines}]\nlinks: [{{between: [{one}, {other}], link: tb5}}]", "c.yaml"
+    )
+    assert cluster.link(*(node.name for node in cluster.nodes)) == named_links()["tb5"]
+
+
 def test_a_file_sets_trusted_links_and_interfaces() -> None:
     machine = "{name: %s, memory_gb: 8, bandwidth_gb_s: 100, tflops: 4%s}"
     interface, numbers = ", trusted_interface: en5", "round_trip_ms: 1, gbit_s: 1"
@@ -169,9 +238,38 @@ def test_a_file_sets_trusted_links_and_interfaces() -> None:
             "has both a reserve and a usable share",
         ),
         ("machines: [{name: a, memory_gb: -3, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is -3"),
+        (
+            "machines: [{name: a, memory_gb: 8, bandwidth_gb_s: 1, tflops: 1, backend: rocm}]",
+            "backend of a is 'rocm'; it must be one of metal, cuda, vulkan, cpu.",
+        ),
+        (
+            "machines: [{machine: m4-mac-mini-16, backend: cuda}]",
+            "backend beside `machine`, which sets it too",
+        ),
         ("machines: [{name: a, memory_gb: many, bandwidth_gb_s: 1, tflops: 1}]", "memory_gb is 'many'"),
         ("machines: [m4-mac-mini-16, m4-mac-mini-16]", "the machine m4-mac-mini-16 twice"),
         ("machines: [m4-mac-mini-16]\nlinks: [{between: [a, b]}]", "must be `between` two of m4-mac-mini-16"),
+        (
+            "machines: [m4-mac-mini-16]\nusual-link: tb5",
+            "has no field usual-link; fields are machines, links, usual_link.",
+        ),
+        ("machines: [m4-mac-mini-16]\n0: tb5", "has no field 0; fields are"),
+        ("machines: [m4-mac-mini-16]\nlinks: 5", "links is 5; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: tb5", "links is 'tb5'; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: 0", "links is 0; it must be a list of links"),
+        ("machines: [m4-mac-mini-16]\nlinks: {link: tb5}", "it must be a list of links"),
+        (
+            f"{PAIR}\nlinks: [{{between: [a, b], link: tb5, gbit_s: 0.001, round_trip_ms: 500}}]",
+            "a link has round_trip_ms beside `link: tb5`, which sets it too: give one of them.",
+        ),
+        (f"{PAIR}\nusual_link: {{link: tb5, gbit_s: 1}}", "gbit_s beside `link: tb5`"),
+        (f"{PAIR}\nusual_link: {{between: [a, b], link: tb5}}", "it must have round_trip_ms and gbit_s"),
+        (
+            f"{PAIR}\nlinks: [{{between: [a, b], link: tb5}}, {{between: [b, a], link: wifi}}]",
+            "has two links between b and a; give one of them.",
+        ),
+        (f"{PAIR}\nlinks: [{{between: [a, [b]], link: tb5}}]", "must be `between` two of a, b"),
+        (f"{PAIR}\nlinks: [{{between: [a, null], link: tb5}}]", "must be `between` two of a, b"),
         ("machines: [m4-mac-mini-16]\nusual_link: {gbit_s: 1}", "round_trip_ms is None"),
         ("machines: [m4-mac-mini-16]\nusual_link: fast", "a link is 'fast'; it must be one of tb5, tb5-rdma"),
         (
@@ -220,9 +318,11 @@ def test_power_grows_with_use() -> None:
 
 
 def test_numbers_may_have_exponents_without_a_point() -> None:
-    text = "machines: [{name: a, memory_gb: 8, bandwidth_gb_s: 1e2, tflops: 4E0}]"
-    (node,) = read_cluster(text, "c.yaml").nodes
-    assert (node.bandwidth, node.flops) == (1e11, 4e12)
+    with_exponents, plain = (
+        read_cluster(f"machines: [{{name: a, memory_gb: 8, {numbers}}}]", "c.yaml").nodes
+        for numbers in ("bandwidth_gb_s: 1e2, tflops: 4E0", "bandwidth_gb_s: 100, tflops: 4")
+    )
+    assert with_exponents == plain
 
 
 @pytest.mark.parametrize("value", ["'24'", "1e", "nan", ".inf", "1e999"])

@@ -104,7 +104,7 @@ def capacity(
     prompt: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS", help="Length of prompts: 1024 (default), or 200-2000.", rich_help_panel=_LOAD
+            metavar="TOKENS", help="Length of prompts: 1k (default), or 200-2k.", rich_help_panel=_LOAD
         ),
     ] = None,
     answer: Annotated[
@@ -347,7 +347,8 @@ def _most_running(flags: Mapping[str, object], settings: Settings, running: Poli
 
 def _recorded(path: Path) -> tuple[Recorded, ...]:
     try:
-        text = path.read_text("utf-8")
+        # Spreadsheets begin their files with a byte order mark.
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--requests is {path}, which cannot be read: {reason_of(error)}.") from error
     return read_recorded(text, str(path))

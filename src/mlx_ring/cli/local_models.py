@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -238,14 +238,20 @@ def _outcomes(
     """Return the predictions for popular models, and the machines that they are for."""
     from mlx_ring.cli.planning import given_machines
     from mlx_ring.cli.what_if import Asked, ask_planner, ask_running
+    from mlx_ring.planner.cluster_file import remarks_on_described
     from mlx_ring.planner.profiles import ClusterProfile, measured_node
     from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
     from mlx_ring.planner.what_if import Question
 
     demand = Demand(USUAL_CONTEXT, 1, kv_memory_bytes=given_kv_memory(kv_cache_memory))
-    asked = Asked(None, Question(request=PlanRequest(demand)), None, what_fits=True)
+    request = PlanRequest(demand)
+    # Prompt and answer fill the usual context, as a running head takes them for popular models.
+    request = replace(request, prompt_tokens=USUAL_CONTEXT - request.answer_tokens)
+    asked = Asked(None, Question(request=request), None, what_fits=True)
     if cluster is not None or machine:
         machines, _ = given_machines(cluster, machine, link)
+        for remark in remarks_on_described(machines.nodes):
+            print(remark, file=sys.stderr)
         return ask_planner(machines, asked).outcomes, " and ".join(each.name for each in machines.nodes)
     heads = [url] if url is not None else [head.url for head in heads_here()]
     if heads and kv_cache_memory is not None:

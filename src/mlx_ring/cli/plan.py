@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, cast
@@ -44,7 +44,9 @@ from mlx_ring.cli.what_if import (
     show_answer,
 )
 from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.planner.cluster_file import remarks_on_described
 from mlx_ring.planner.model_sizes import profile_folder
+from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
@@ -314,13 +316,20 @@ def _show(given: _Given, request: PlanRequest, machines: ClusterProfile | None, 
     count = None if given.replicas is None else _number("--replicas", given.replicas)
     made = place_replicas(profile, machines, replace(one, demand=demand, users=given.users), count)
     if as_json:
-        plans = [plan_as_json(each) for each in made]
+        plans = [plan_as_json(each, _on_described(machines, [each])) for each in made]
         print(json.dumps(plans[0] if len(plans) == 1 else {"replicas": plans}, indent=1))
         return
     show_plans(made, demand.sequences)
-    print(expectation(made))
+    for sentence in _on_described(machines, made) or (expectation(made),):
+        print(sentence)
     for remark in described.remarks:
         print(remark)
+
+
+def _on_described(machines: ClusterProfile, plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return sentences on those machines with layers that are described by numbers; their accuracy is not known."""
+    used = {rank.node for plan in plans for stage in plan.stages for rank in stage.ranks}
+    return remarks_on_described(node for node in machines.nodes if node.name in used)
 
 
 def _asked_context(users_at: str | None, context: str | None) -> int | None:
@@ -370,13 +379,16 @@ def _lengths(flags: Mapping[str, object], *, fills_context: bool) -> tuple[int, 
 
 
 def _check_custom(request: PlanRequest, given: Mapping[str, object]) -> None:
-    """Check that the strategy custom has shares or numbers of layers, and no other one is given any."""
+    """Check that the strategy custom has shares or numbers of layers, not both, and no other one is given any."""
     if request.strategy != "custom":
         for flag, value in given.items():
             if value is not None:
                 raise ConfigError(
                     f"{flag} is {value}, which only the strategy custom uses; give --strategy custom, or leave it out."
                 )
+    elif None not in given.values():
+        both = " and ".join(f"{flag} is {value}" for flag, value in given.items())
+        raise ConfigError(f"{both}, and each divides the layers; give one of them.")
     elif not request.proportions and not request.counts:
         raise PlanError("The strategy custom needs --proportions, as 0.7,0.3, or --layers, as 20,8.")
 

@@ -17,7 +17,14 @@ from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
 from mlx_ring.planner.catalogue import known_profile
-from mlx_ring.planner.cluster_file import Upkeep, cluster_of, link_named, read_cluster, read_upkeep
+from mlx_ring.planner.cluster_file import (
+    Upkeep,
+    cluster_of,
+    link_named,
+    read_cluster,
+    read_upkeep,
+    remarks_on_described,
+)
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis, RunningCluster
@@ -217,13 +224,18 @@ def read_tokens(flag: str, text: str) -> int:
     Raises:
         ConfigError: it is no such number, or 0.
     """
-    found = _TOKENS.fullmatch(text.strip())
-    tokens = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    tokens = _tokens(text)
     if tokens < 1:
         raise ConfigError(
             f"{flag} is {text.strip() or 'empty'}; it must be a number of tokens, such as 8192 or 32k."
         )
     return tokens
+
+
+def _tokens(text: str) -> int:
+    """Return a number of tokens; 0 if it is none."""
+    found = _TOKENS.fullmatch(text.strip())
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
 def at_least_one(flag: str, value: int) -> int:
@@ -266,17 +278,17 @@ def read_numbers(flag: str, text: str | None) -> tuple[float, ...]:
 
 
 def read_lengths(flag: str, text: str) -> tuple[int, int]:
-    """Return the least and the largest number of tokens of `1024` or `200-2000`.
+    """Return the least and the largest number of tokens of `1024` or `200-2k`; 1k is 1,024.
 
     Raises:
         ConfigError: it is neither.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
-    low = int(found[1]) if found else 0
-    high = int(found[2]) if found and found[2] else low
+    fewest, dash, most = text.partition("-")
+    low = _tokens(fewest)
+    high = _tokens(most) if dash else low
     if not 1 <= low <= high:
         raise ConfigError(
-            f"{flag} is {text}; it must be a number of tokens, as 1024, or from fewer to more, as 200-2000."
+            f"{flag} is {text}; it must be a number of tokens, as 1024 or 1k, or from fewer to more, as 200-2k."
         )
     return low, high
 
@@ -391,7 +403,7 @@ def given_basis(model: str, machines: ClusterProfile, weights: WeightFormat | No
     described = find_described(model, weights)
     sizes = sizes_of(described.folder, described.name, machines, weights)
     running = RunningCluster(machines, PlanRequest(Demand(USUAL_CONTEXT, 1)))
-    return PlanningBasis.of(running, sizes, described.remarks)
+    return PlanningBasis.of(running, sizes, (*described.remarks, *remarks_on_described(machines.nodes)))
 
 
 def running_basis(

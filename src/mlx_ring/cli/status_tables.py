@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -174,8 +174,10 @@ def show_plan(made: Plan) -> None:
             sizes = map(_size, (rank.weight_bytes, rank.memory_bytes, rank.usable_bytes))
             table.add_row(rank.node, layers, *[f"{rank.share:.0%}"] * are_shared, *sizes, *texts)
     console.print(table)
-    for left in made.left_out:
-        console.print(f"{left.node} gets no layers: {left.why}.", highlight=False)
+    for names, count, why in left_out_together((left.node, left.why) for left in made.left_out):
+        console.print(
+            f"{names} {'gets' if count == 1 else 'get'} no layers: {why}.", highlight=False, markup=False
+        )
     prediction = made.prediction
     console.print(
         f"\n{made.model}, {made.sequences} x {made.context_tokens} tokens, strategy {made.strategy}: "
@@ -186,6 +188,21 @@ def show_plan(made: Plan) -> None:
     )
     for remark in made.remarks:
         console.print(remark, highlight=False)
+
+
+def left_out_together(left_out: Iterable[tuple[str, str]]) -> Iterator[tuple[str, int, str]]:
+    """Yield names, number and reason of machines without layers. Those with the same reason are joined.
+
+    Args:
+        left_out: name and reason of each machine.
+    """
+    from mlx_ring.planner.cluster_file import named_together
+
+    together: dict[str, list[str]] = {}
+    for name, why in left_out:
+        together.setdefault(why, []).append(name)
+    for why, names in together.items():
+        yield named_together(names), len(names), why
 
 
 def _whose(users: int) -> str:

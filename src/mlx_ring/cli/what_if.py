@@ -12,7 +12,9 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 
 from mlx_ring.cli.planning import ask_running_head, find_described
+from mlx_ring.cli.status_tables import left_out_together
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.planner.cluster_file import remarks_on_described
 from mlx_ring.planner.known_models import popular_models
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
@@ -64,10 +66,17 @@ def check_alone(given: Mapping[str, object], model: str | None) -> None:
         )
 
 
-def plan_as_json(plan: Plan) -> Mapping[str, object]:
-    """Return the fields of a plan over machines that were not measured, with the ranges to expect."""
-    ranges = ranges_of(plan.prediction, is_measured=False)
-    return {**plan.as_json(), "ranges": asdict(ranges)}
+def plan_as_json(plan: Plan, on_described: Sequence[str]) -> Mapping[str, object]:
+    """Return the fields of a plan over machines that were not measured, with the ranges to expect.
+
+    Args:
+        plan: the plan.
+        on_described: sentences on its machines that are described by numbers. With one, no ranges are known.
+    """
+    fields = plan.as_json()
+    if on_described:
+        return {**fields, "remarks": [*plan.remarks, *on_described], "ranges": None}
+    return {**fields, "ranges": asdict(ranges_of(plan.prediction, is_measured=False))}
 
 
 def ask_planner(machines: ClusterProfile, asked: Asked) -> Answer:
@@ -79,7 +88,7 @@ def ask_planner(machines: ClusterProfile, asked: Asked) -> Answer:
     """
     if asked.what_fits:
         popular = ((known.name, sizes_of(known.folder, known.name, machines)) for known in popular_models())
-        return what_if(popular, machines, asked.question)
+        return what_if(popular, machines, asked.question, remarks=remarks_on_described(machines.nodes))
     if asked.model is None:
         raise ConfigError(
             "No model is given; name one, such as llama-70b, or list popular ones with --what-fits."
@@ -87,7 +96,8 @@ def ask_planner(machines: ClusterProfile, asked: Asked) -> Answer:
     described = find_described(asked.model, asked.weights)
     sizes = sizes_of(described.folder, described.name, machines, asked.weights)
     named = [(described.name, sizes)]
-    return what_if(named, machines, asked.question, remarks=described.remarks)
+    remarks = (*described.remarks, *remarks_on_described(machines.nodes))
+    return what_if(named, machines, asked.question, remarks=remarks)
 
 
 def ask_running(
@@ -166,8 +176,9 @@ def _show(answer: Answer) -> None:
         for one in outcomes:
             if not one.fits:
                 console.print(one.why)
-        for left in outcomes[-1].left_out:
-            console.print(f"Without layers: {left}.")
+        split = (left.partition(": ") for left in outcomes[-1].left_out)
+        for names, _, why in left_out_together((name, why) for name, _, why in split):
+            console.print(f"Without layers: {names}: {why}.")
     console.print(f"\n{_request(outcomes)} {_whose_ranges(outcomes)}".rstrip())
 
 

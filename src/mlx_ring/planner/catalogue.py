@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
@@ -200,6 +201,55 @@ def chip_of_bin(gigabytes: float, gpu_cores: int) -> Chip | None:
         if any(gigabytes in machine.bins.get(chip.name, ()) for machine in known_machines().values())
     ]
     return min(sold or alike, key=lambda chip: chip.gb_s, default=None)
+
+
+def nearest_chip(gb_s: float, tflops: float, backend: str | None = None) -> Chip:
+    """Return the chip whose nominal numbers have the smallest factors to these; of several, the first.
+
+    Args:
+        gb_s: nominal bandwidth of the memory.
+        tflops: nominal speed of matrices in half precision.
+        backend: backend of its engine; None for any.
+    """
+
+    def distance(chip: Chip) -> float:
+        return math.hypot(math.log(chip.gb_s / gb_s), math.log(chip.tflops / tflops))
+
+    return min((chip for chip in chips().values() if backend in (None, chip.backend)), key=distance)
+
+
+def described_profile(
+    gb_s: float,
+    tflops: float,
+    gigabytes: float,
+    name: str,
+    *,
+    backend: str | None = None,
+    wired_gb: float | None = None,
+) -> NodeProfile:
+    """Return the profile of a machine that is described by nominal numbers, with the efficiencies of the nearest chip.
+
+    Args:
+        gb_s: nominal bandwidth of its memory.
+        tflops: nominal speed of matrices in half precision.
+        gigabytes: memory, as sold.
+        name: name of the node.
+        backend: backend of its engine, one of `backends()`; that of the nearest chip by default.
+        wired_gb: gigabytes that the GPU may use, where that is set on the machine.
+
+    Raises:
+        ConfigError: the GPU may use more than the machine has.
+    """
+    near = nearest_chip(gb_s, tflops, backend)
+    # Tensor cores are assumed to be as many times faster than plain arithmetic as on the nearest chip.
+    plain = None if near.plain_tflops is None else near.plain_tflops * (tflops / near.tflops)
+    chip = replace(near, gb_s=gb_s, tflops=tflops, plain_tflops=plain)
+    return replace(chip_profile(chip, gigabytes, name, wired_gb=wired_gb), nearest_chip=near.name)
+
+
+def backends() -> list[str]:
+    """Return the backends of all chips."""
+    return list(dict.fromkeys(chip.backend for chip in chips().values()))
 
 
 def chip_profile(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.planner.catalogue import chip_of_bin, chip_profile, chips, known_profile, named_links
+from mlx_ring.planner.catalogue import (
+    backends,
+    chip_of_bin,
+    chip_profile,
+    chips,
+    described_profile,
+    known_profile,
+    named_links,
+)
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
 from mlx_ring.rpc.link_profile import ETHERNET, LinkProfile
 from mlx_ring.settings.devices_file import (
@@ -22,16 +30,20 @@ from mlx_ring.settings.devices_file import (
 )
 
 _EXPONENT = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
-_MACHINE_NUMBERS = frozenset({"memory_gb", "bandwidth_gb_s", "tflops"})
+_DESCRIPTION = frozenset({"memory_gb", "bandwidth_gb_s", "tflops", "backend"})
+"""Fields of a machine that is not known by its name."""
 _UPKEEP_FIELDS = ("watts", "idle_watts", "price")
 _MACHINE_FIELDS = (
-    _MACHINE_NUMBERS
+    _DESCRIPTION
     | SHARE_FIELDS
     | {"name", "machine", "reserve", "trusted_interface", "wired_limit_gb", *_UPKEEP_FIELDS}
 )
+_FEW_NAMES = 4
 MOST_ADDED = 16
 """Machines that one question may add."""
-_LINK_FIELDS = frozenset({"between", "round_trip_ms", "gbit_s", "trusted", "link"})
+_CLUSTER_FIELDS = ("machines", "links", "usual_link")
+_LINK_NUMBERS = ("round_trip_ms", "gbit_s")
+_LINK_FIELDS = frozenset({"trusted", "link", *_LINK_NUMBERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +81,16 @@ def read_cluster(text: str, where: str) -> ClusterProfile:
     ):
         raise ConfigError(f"{where} must have a list `machines` or `devices` with one or more entries.")
     entries = cast("dict[str, Any]", content)
+    if unknown := [name for name in entries if name not in _CLUSTER_FIELDS]:
+        raise ConfigError(f"{where} has no field {unknown[0]}; fields are {', '.join(_CLUSTER_FIELDS)}.")
+    links: Any = [] if entries.get("links") is None else entries["links"]
+    if not isinstance(links, list):
+        raise ConfigError(
+            f"{where}: links is {links!r}; it must be a list of links, each `between` two machines. "
+            "`usual_link` is the link between all others."
+        )
     nodes = tuple(_read_machine(entry, where) for entry in cast("list[Any]", entries["machines"]))
-    return cluster_of(nodes, links=entries.get("links") or [], usual=entries.get("usual_link"), where=where)
+    return cluster_of(nodes, links=cast("list[Any]", links), usual=entries.get("usual_link"), where=where)
 
 
 def read_upkeep(text: str, where: str) -> dict[str, Upkeep]:
@@ -130,27 +150,36 @@ def _estimated(device: Device, where: str) -> NodeProfile:
 
 
 def cluster_of(
-    nodes: tuple[NodeProfile, ...], *, links: Any = (), usual: Any = None, where: str = "The cluster"
+    nodes: tuple[NodeProfile, ...],
+    *,
+    links: Sequence[Any] = (),
+    usual: Any = None,
+    where: str = "The cluster",
 ) -> ClusterProfile:
     """Return a cluster of machines and links; each machine needs a name of its own."""
     names = [node.name for node in nodes]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{where} names the machine {twice} twice; give each a `name` of its own.")
     between: dict[frozenset[str], LinkProfile] = {}
-    for entry in cast("list[Any]", links):
+    for entry in links:
         pair = _pair(entry)
         if pair is None or not set(pair) <= set(names):
             raise ConfigError(f"{where}: the link {entry!r} must be `between` two of {', '.join(names)}.")
-        between[frozenset(pair)] = _read_link(entry, where)
+        if frozenset(pair) in between:
+            raise ConfigError(f"{where} has two links between {pair[0]} and {pair[1]}; give one of them.")
+        described = {
+            name: value for name, value in cast("dict[str, Any]", entry).items() if name != "between"
+        }
+        between[frozenset(pair)] = _read_link(described, where)
     return ClusterProfile(nodes, between, ETHERNET if usual is None else _read_link(usual, where))
 
 
 def _pair(link: Any) -> tuple[str, str] | None:
-    """Return the two ends of a link; None if they are not valid."""
+    """Return the names of the two ends of a link, which YAML may have read as numbers; None if they are not valid."""
     between = cast("dict[str, Any]", link).get("between") if isinstance(link, dict) else None
     match between:
-        case [str(one), str(other)] if one != other:
-            return one, other
+        case [str() | int() | float() as one, str() | int() | float() as other] if one != other:
+            return str(one), str(other)
         case _:
             return None
 
@@ -186,9 +215,9 @@ def _has_trusted(fields: Mapping[str, Any], name: str, where: str) -> bool:
 
 def _known_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
-    wired = _positive(fields, "wired_limit_gb", where) if "wired_limit_gb" in fields else None
+    wired = _wired_gb(fields, where)
     node = known_profile(str(fields["machine"]), None if name is None else str(name), wired_gb=wired)
-    if beside := sorted(set(fields) & _MACHINE_NUMBERS):
+    if beside := sorted(set(fields) & _DESCRIPTION):
         raise ConfigError(
             f"{where}: {node.name} has {beside[0]} beside `machine`, which sets it too: give one of them."
         )
@@ -199,12 +228,44 @@ def _described_machine(fields: Mapping[str, Any], where: str) -> NodeProfile:
     name = fields.get("name")
     if name is None:
         raise ConfigError(f"{where}: a machine has no `name`.")
-    return NodeProfile(
-        name=str(name),
-        memory_bytes=int(_positive(fields, "memory_gb", where) * 2**30),
-        bandwidth=_positive(fields, "bandwidth_gb_s", where) * 1e9,
-        flops=_positive(fields, "tflops", where) * 1e12,
+    backend = fields.get("backend")
+    if backend is not None and backend not in backends():
+        raise ConfigError(
+            f"{where}: backend of {name} is {backend!r}; it must be one of {', '.join(backends())}."
+        )
+    return described_profile(
+        _positive(fields, "bandwidth_gb_s", where),
+        _positive(fields, "tflops", where),
+        _positive(fields, "memory_gb", where),
+        str(name),
+        backend=backend,
+        wired_gb=_wired_gb(fields, where),
     )
+
+
+def _wired_gb(fields: Mapping[str, Any], where: str) -> float | None:
+    return _positive(fields, "wired_limit_gb", where) if "wired_limit_gb" in fields else None
+
+
+def remarks_on_described(nodes: Iterable[NodeProfile]) -> tuple[str, ...]:
+    """Return a sentence for each chip whose efficiencies are assumed for machines that are described by numbers."""
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.nearest_chip:
+            alike.setdefault(node.nearest_chip, []).append(node.name)
+    return tuple(
+        f"{named_together(names)} {'is' if len(names) == 1 else 'are'} described by numbers, and predicted like the nearest chip, {chip} ({chips()[chip].backend}). "
+        "How far off that is, is not known, and may be more than ranges say. Give `machine` if it is a known one, or `backend` "
+        "if it has another."
+        for chip, names in alike.items()
+    )
+
+
+def named_together(names: Sequence[str]) -> str:
+    """Return the names of machines for a sentence, or their number if they are many."""
+    if len(names) > _FEW_NAMES:
+        return f"{len(names):,} machines"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _read_reserve(fields: Mapping[str, Any], name: str, where: str) -> float | None:
@@ -226,6 +287,10 @@ def _read_link(entry: Any, where: str) -> LinkProfile:
         raise ConfigError(f"{where}: a link is {entry!r}; it must have round_trip_ms and gbit_s.")
     fields = cast("dict[str, Any]", entry)
     named = _named_link(fields["link"], where) if "link" in fields else None
+    if named is not None and (beside := next((name for name in _LINK_NUMBERS if name in fields), None)):
+        raise ConfigError(
+            f"{where}: a link has {beside} beside `link: {fields['link']}`, which sets it too: give one of them."
+        )
     trusted = fields.get("trusted", named is not None and named.trusted)
     if not isinstance(trusted, bool):
         raise ConfigError(f"{where}: trusted of a link is {trusted!r}; it must be true or false.")

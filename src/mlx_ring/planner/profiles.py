@@ -258,6 +258,8 @@ class NodeProfile:
     """Measured times of its steps over what all of the above predicts. They include the share below."""
     speed_share: float = 1.0
     """Share of its speed that its user leaves it."""
+    nearest_chip: str = ""
+    """Chip whose efficiencies are assumed, if the machine is described by numbers; empty for any other machine."""
 
     @property
     def usable_bytes(self) -> int:

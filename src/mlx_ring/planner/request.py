@@ -233,19 +233,24 @@ def _json_line(line: str) -> object:
 def _one_recorded(entry: object, where: str) -> Recorded:
     try:
         fields = cast("Mapping[str, Any]", entry)
-        at = fields.get("at")
-        found = Recorded(
-            int(fields["prompt"]), int(fields["answer"]), None if at in (None, "") else float(at)
-        )
-    except (TypeError, KeyError, ValueError, AttributeError):
+        at, prompt, answer = fields.get("at"), int(fields["prompt"]), int(fields["answer"])
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         raise ConfigError(
             f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
         ) from None
-    if min(found.prompt, found.answer) < 1:
-        raise ConfigError(
-            f"{where}: prompt {found.prompt} and answer {found.answer} must be 1 token or more."
-        )
-    return found
+    if min(prompt, answer) < 1:
+        raise ConfigError(f"{where}: prompt {prompt} and answer {answer} must be 1 token or more.")
+    return Recorded(prompt, answer, None if at in (None, "") else _seconds(at, where))
+
+
+def _seconds(at: object, where: str) -> float:
+    try:
+        seconds = float(cast("str", at))
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ConfigError(f"{where}: at is {at}; it must be a number of seconds, or be left out.")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -307,12 +312,12 @@ class Load:
         random, at = np.random.default_rng(self.seed + 1), 0.0
         recorded = [each.at_s for each in self.recorded if each.at_s is not None]
         if recorded:
-            # The pause between two rounds is a mean one.
-            pause = (recorded[-1] - recorded[0]) / max(1, len(recorded) - 1) or 1.0
-            each = [later - sooner for sooner, later in pairwise(recorded)]
+            # The pause between two rounds is a mean one; if all of a round come at once, it is the whole time of a round.
+            mean = (recorded[-1] - recorded[0]) / max(1, len(recorded) - 1)
+            each = [(later - sooner) / (mean or 1.0) for sooner, later in pairwise(recorded)]
             while True:
-                for gap in (pause, *each):
-                    at += gap / pause
+                for gap in (1.0 if mean else float(len(recorded)), *each):
+                    at += gap
                     yield at
         while True:
             if self.arrivals == "burst":
