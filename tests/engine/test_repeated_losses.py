@@ -410,9 +410,9 @@ def test_a_request_whose_steps_a_stuck_rank_has_not_begun_is_no_suspect() -> Non
         succession.load()
         succession.submit(make_request(8, max_tokens=4), make_request(30, max_tokens=4))
         assert succession.twin is not None
-        assert [[row.sequence for row in step.rows] for step in succession.twin.sent] == [[1], [1], [2], [2]]
+        assert [[row.sequence for row in step.rows] for step in succession.twin.sent] == [[1], [2], [2]]
         succession.lose(killer(0))
-        succession.judge(killer(0), {FIRST: 2})
+        succession.judge(killer(0), {FIRST: 1})
         return {live.sequence.prompt_length: live.losses for live in succession.held.take()}
 
     assert asyncio.run(run()) == {8: 1, 30: 0}

@@ -148,11 +148,15 @@ class GroupPort:
     """Port that is reserved until the group listens on it."""
 
     def __init__(self, address: str) -> None:
-        """Reserve the port of an address; port 0 reserves a free one."""
+        """Reserve the port of an address; port 0 reserves a free one. Raises OSError for a port that is taken."""
         self.host, _, port = address.rpartition(":")
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((self.host, int(port)))
+        try:
+            self._socket.bind((self.host, int(port)))
+        except OSError:
+            self.release()
+            raise
         self.number = int(self._socket.getsockname()[1])
 
     def release(self) -> None:
