@@ -230,6 +230,17 @@ def test_at_a_rate_beyond_the_capacity_only_served_tokens_count() -> None:
     assert found.users == 0
 
 
+def test_a_machine_with_an_endless_queue_is_busy_at_any_rate() -> None:
+    """Ask for rates from a little to very far beyond the capacity."""
+    several = [measured(rate=rate, upkeep={"a": Upkeep(100, 20, 1)}) for rate in (60.0, 200.0, 1e5)]
+    for found in several:
+        assert not found.holds
+        assert found.uses[0].busy > 0.95
+        assert found.watts == pytest.approx(100, abs=4)
+        assert found.between_tokens_s > 0
+        assert found.tokens_per_s == pytest.approx(several[0].tokens_per_s, rel=0.05)
+
+
 def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     found = measured(
         load=Load(Lengths(64, 64), Lengths(16, 16), "burst", burst=50), level=ServiceLevel(0.4, None)

@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.capacity_search import (
-    CLOSE,
-    MOST_RUNNING,
-    Found,
-    Replicas,
-    Search,
-    replicas_of,
-)
+from mlx_ring.engine.capacity_search import CLOSE, Found, Search
+from mlx_ring.engine.shared_stages import MOST_RUNNING, Replicas, replicas_of
 from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, plan_loaded
@@ -271,7 +265,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
     ) / (total or 1.0)
     head_busy = total * _head_s(load)
     is_overrun, given = any(outcome.is_overrun for outcome in outcomes), question.rate is not None
-    tokens_per_s = sum(map(_served_per_s, searches, outcomes, rates)) / max(1.0, head_busy)
+    tokens_per_s = min(sum(map(_served_per_s, searches, outcomes, rates)), load.mean_answer / _head_s(load))
     watts, price = _upkeep(searches, outcomes, question)
     paid = None if price is None else _paid_per_s(price, watts, question)
     worst = max(
@@ -313,7 +307,10 @@ def _at_rate(searches: Sequence[Search], rate: float) -> list[Found]:
     speeds = [search.replicas.tokens_per_s for search in searches]
     each = zip(searches, speeds, strict=True)
     total = sum(speed * search.replicas.count for search, speed in each)
-    return [search.at(rate * speed / total) for search, speed in zip(searches, speeds, strict=True)]
+    return [
+        search.at(rate * speed / total, ends_early=False)
+        for search, speed in zip(searches, speeds, strict=True)
+    ]
 
 
 def _paid_per_s(price: float, watts: float | None, question: Question) -> float | None:

@@ -40,6 +40,7 @@ class Simulation:
         shared: SharedMachines | None = None,
         most_waiting: int | None = None,
         is_over: Callable[[Outcome], bool] = lambda _: False,
+        ends_early: bool = True,
     ) -> None:
         """Prepare the run.
 
@@ -47,8 +48,9 @@ class Simulation:
             instances: stages of each instance; a request goes to the one with the fewest unfinished requests.
             policy: the scheduler's settings of each; without speculative decoding.
             shared: machines of all stages, of one instance after the other; None if no machine has several stages.
-            most_waiting: number of waiting requests beyond which the run ends; None for no limit.
+            most_waiting: number of waiting requests beyond which they queue up; None for no limit.
             is_over: called at each arrival; the run ends if it returns True.
+            ends_early: True if the run also ends once requests queue up.
         """
         self._events = Events()
         stages = None if shared is None else SharedStages(shared, self._events)
@@ -60,20 +62,22 @@ class Simulation:
         self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
+        self._ends_early = ends_early
 
     def run(self, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True) -> Outcome:
         """Run the requests, in order of arrival, and measure those after the first `skipped` ones.
 
-        With `drains` the run and the measured span end with the last answer, else with the last arrival and its first token.
+        With `drains` the run and the measured span end with the last answer, else with the last first token. The span then
+        ends with the last arrival if the run may end early.
         """
         begin_s = requests[skipped].at_s if skipped < len(requests) else inf
-        outcome = Outcome(begin_s, inf if drains else requests[-1].at_s)
+        outcome = Outcome(begin_s, inf if drains or not self._ends_early else requests[-1].at_s)
         for part in (outcome.prefill_s, outcome.decode_s, outcome.link_s):
             part.extend([0.0] * self._stages)
         instances, events = self._instances, self._events.heap
         for instance in instances:
             instance.measure(outcome)
-        measured, place, now = len(requests) - skipped, 0, 0.0
+        measured, place, now, is_ended = len(requests) - skipped, 0, 0.0, False
         while True:
             arrives = place < len(requests) and (not events or requests[place].at_s <= events[0][0])
             if not arrives and not events:
@@ -84,8 +88,10 @@ class Simulation:
                     instance.note_waiting(now - before, before)
             if arrives:
                 place += 1
-                if sum(len(one.waiting) for one in instances) > self._most_waiting or self._is_over(outcome):
-                    outcome.is_overrun = True
+                queues = sum(len(one.waiting) for one in instances) > self._most_waiting
+                outcome.is_overrun |= queues
+                if (queues and self._ends_early) or self._is_over(outcome):
+                    outcome.is_overrun = is_ended = True
                     break
                 min(instances, key=_unfinished).add(place, requests[place - 1], now)
             else:
@@ -93,7 +99,7 @@ class Simulation:
                 call(subject, stage, now)
             if not drains and place == len(requests) and len(outcome.first_token_s) == measured:
                 break
-        outcome.elapsed_s = now if outcome.is_overrun else max(each.last_s for each in instances)
+        outcome.elapsed_s = now if is_ended else max(each.last_s for each in instances)
         outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
         return outcome
 
