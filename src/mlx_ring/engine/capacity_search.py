@@ -6,14 +6,14 @@ The same requests arrive at every rate, only sooner or later, so that rates are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.shared_stages import MOST_RUNNING, Replica, Replicas, SharedMachines
+from mlx_ring.engine.shared_stages import MOST_RUNNING, Replica, Replicas, SharedMachines, Shares
 from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedInstance, Span
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.request import Load, SimulatedRequest
@@ -24,8 +24,12 @@ _STEPS = 6_000
 """Number of decode steps at which a run has enough requests."""
 _LATE_TIMES, _MOST_REQUESTS = 4, 2_000
 """Duration of a run at least, as a multiple of the time to the first token that the level allows; its most requests."""
-CLOSE = 1.05
-"""Factor between the rates at which the level holds and does not, from which the search ends."""
+_CONFIRMING, _CONFIRMING_STEPS = (300, 1_000), 24_000
+"""Numbers of measured requests that confirm a rate, at least and at most, and of decode steps at which they suffice."""
+_SKIPPED = 50
+"""Most requests before the measured ones, beside those that fill the instance."""
+CLOSE, _ROUGHLY = 1.05, 1.1
+"""Factors from rate to rate at which the level is confirmed, and at which the search for them ends."""
 _MOST_RUNS = 14
 _APART = 4
 """Time between lone requests, as a multiple of what one takes."""
@@ -37,8 +41,35 @@ _FEW_QUEUED = 16
 _QUEUED_TIMES = 2
 """Time to a first token, as a multiple of the longest one of a lone request, from which a prompt surely queued."""
 
+_MOST_TOGETHER = 16
+"""Most instances of unlike replicas that are simulated together."""
 _BEYOND = 1.5
 """Rate of a run whose requests queue up without end, as a multiple of the rate without any waiting."""
+
+# ---- unlike replicas
+
+
+def joined(kinds: Sequence[Replicas]) -> list[Replicas]:
+    """Return replicas of unlike kinds as alike groups of them, each behind one router; as they are if a group is too large."""
+    count = math.gcd(*(kind.count for kind in kinds))
+    sizes = [kind.count // count for kind in kinds]
+    size = sum(times * len(kind.members) for kind, times in zip(kinds, sizes, strict=True))
+    if len(kinds) == 1 or size > _MOST_TOGETHER:
+        return list(kinds)
+    members, parts, most = list[Replica](), list[Mapping[int, float]](), list[float]()
+    names: list[list[tuple[str, ...]]] = [[] for _ in range(count)]
+    for kind, times in zip(kinds, sizes, strict=True):
+        for place in range(times):
+            first = len(most)
+            members += kind.members
+            most += kind.shares.most
+            parts += [{first + machine: part for machine, part in each.items()} for each in kind.shares.parts]
+            for group in range(count):
+                names[group] += kind.names[group * times + place]
+    key = tuple((kind.kind, times) for kind, times in zip(kinds, sizes, strict=True))
+    shares = Shares(tuple(most), tuple(parts))
+    return [Replicas(tuple(members), tuple(map(tuple, names)), shares, key, tuple(kinds))]
+
 
 # ---- the highest rate
 
@@ -50,9 +81,15 @@ class _Drawn:
         self._made: list[SimulatedRequest] = []
         self._more = load.at_one_per_second()
 
-    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
-        """Return the first requests of the load, `rate` of them per second on average."""
+    def requests(self, count: int, rate: float, skipped: int | None = None) -> list[SimulatedRequest]:
+        """Return the first requests of the load, `rate` of them per second on average.
+
+        With `skipped`, those after so many come at exactly that rate, so that chance does not decide it.
+        """
         self._made += islice(self._more, max(0, count - len(self._made)))
+        if skipped:
+            taken_s = self._made[count - 1].at_s - self._made[skipped - 1].at_s
+            rate *= taken_s / (count - skipped) or 1.0
         return [
             SimulatedRequest(at_s / rate, prompt, answer, cached)
             for at_s, prompt, answer, cached in self._made[:count]
@@ -90,18 +127,25 @@ class Search:
     level: ServiceLevel
     policy: Policy
 
-    def run(self, rate: float, *, ends_early: bool = True) -> Outcome:
+    @property
+    def key(self) -> object:
+        """Value that searches with the same result have in common."""
+        return self.replicas.kind, self.policy
+
+    def run(self, rate: float, *, ends_early: bool = True, least: int = 0) -> Outcome:
         """Return what is measured at a rate, in requests per second, after as many requests as fill the instance.
 
-        With `ends_early` the run ends as soon as it cannot keep the level.
+        At least `least` requests are measured. With `ends_early` the run ends as soon as it cannot keep the level.
         """
-        measured = self._count(rate)
-        skipped = measured // 4 + math.ceil(2 * self._streams(rate))
+        measured = max(least, self._count(rate))
+        skipped = min(_SKIPPED, measured // 4) + math.ceil(2 * self._streams(rate))
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
         is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early else _never
         outcome = self._simulation(queued, is_lost, ends_early=ends_early).run(
-            _drawn(self.load).requests(count, rate), skipped=skipped, drains=False
+            _drawn(self.load).requests(count, rate, None if self.load.recorded else skipped),
+            skipped=skipped,
+            drains=False,
         )
         outcome.is_overrun |= self._falls_behind(outcome, rate)
         return outcome
@@ -167,13 +211,15 @@ class Search:
         )
 
     def _request_s(self, rows: int) -> float:
-        """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
-        stages, links = zip(
-            *(self._occupied_s(member, rows, 1) for member in self.replicas.members), strict=True
+        """Return the mean seconds that a request takes of all stages and links, in steps of so many rows."""
+        occupied = [self._occupied_s(member, rows, 1) for member in self.replicas.members]
+        # Faster instances answer more of the requests.
+        speeds = [1 / max([*stages, *links]) for stages, links in occupied]
+        weighted = (
+            speed * (sum(stages) + sum(links))
+            for speed, (stages, links) in zip(speeds, occupied, strict=True)
         )
-        return self.replicas.shares.slower * max(
-            sum(one) + sum(other) for one, other in zip(stages, links, strict=True)
-        )
+        return self.replicas.shares.slower * sum(weighted) / sum(speeds)
 
     def _occupied_s(self, member: Replica, rows: int, prompts: int) -> tuple[list[float], list[float]]:
         """Return the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
@@ -203,7 +249,12 @@ class Search:
 
     def _apart_s(self, rows: int, prompts: int) -> float:
         """Return the least seconds from request to request of all instances together, with so many rows or prompts in a step."""
-        each = [self._occupied_s(member, rows, prompts) for member in self.replicas.members]
+        # Instances of fewer stages have as many more rows in a step.
+        stages = self.replicas.stages
+        each = [
+            self._occupied_s(member, -(-rows * stages // member.stages), prompts)
+            for member in self.replicas.members
+        ]
         loads = self.replicas.machine_seconds([stages for stages, _ in each])
         busiest = [
             max([*stages, *links, *load.values()]) for (stages, links), load in zip(each, loads, strict=True)
@@ -244,7 +295,7 @@ class Search:
         return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
 
     def highest(self, known: Found | None = None) -> Found:
-        """Return the highest rate at which the level holds, to within 5 %; `known` is a rate at which it does."""
+        """Return the highest rate at which the level holds for many requests; `known` is a rate at which it does for few."""
         low, high, step = 0.0, self.most, _FIRST_STEP
         if known is None:
             found = Found(0.0, self.alone, None, self.policy)
@@ -255,7 +306,7 @@ class Search:
             found, low = known, known.rate
             rate = math.sqrt(low * min(high, low * step))
         for _ in range(_MOST_RUNS):
-            if low and high < low * CLOSE:
+            if low and high < low * _ROUGHLY:
                 break
             outcome = self.run(rate)
             if self.level.holds(outcome):
@@ -268,4 +319,29 @@ class Search:
                 # Ever larger steps down, until the level holds.
                 step = min(step * step, _LARGEST_STEP)
                 rate = high / step
+        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY))) if low else found
+
+    def _confirmed(self, found: Found, rate: float) -> Found:
+        """Return the highest rate, `rate` or ever less, at which the level holds for many requests."""
+        high = math.inf
+        for step in range(1, _MOST_RUNS):
+            outcome = self.run(rate, least=self._many(rate))
+            if self.level.holds(outcome):
+                found = replace(found, rate=rate, outcome=outcome)
+                break
+            found, high, rate = replace(found, beyond=outcome), rate, rate / CLOSE**step
+        else:
+            return replace(found, rate=0.0, outcome=self.alone)
+        if _ROUGHLY * rate < high < math.inf:
+            middle = math.sqrt(rate * high)
+            outcome = self.run(middle, least=self._many(middle))
+            if self.level.holds(outcome):
+                return replace(found, rate=middle, outcome=outcome)
         return found
+
+    def _many(self, rate: float) -> int:
+        """Return the number of requests that confirm a rate."""
+        streams = min(self._most_running, rate * self._request_s(1))
+        return round(
+            min(_CONFIRMING[1], max(_CONFIRMING[0], _CONFIRMING_STEPS * streams / self.load.mean_answer))
+        )

@@ -312,6 +312,8 @@ class Replicas:
     """Shared machines of these stages; without machines if none has more stages than it runs at once."""
     kind: object
     """Value that replicas have in common whose steps take as long."""
+    unlike: tuple[Replicas, ...] = ()
+    """Replicas of other kinds that these consist of; none if they are of one kind."""
 
     @property
     def stages(self) -> int:
@@ -334,8 +336,7 @@ class Replicas:
 
     def machine_seconds(self, each: Sequence[Sequence[float]]) -> list[dict[int, float]]:
         """Return the seconds for which each instance takes shared machines, of all that they can compute."""
-        found: list[dict[int, float]] = []
-        stage = 0
+        found, stage = list[dict[int, float]](), 0
         for seconds in each:
             loads = dict[int, float]()
             for one in seconds:
@@ -390,10 +391,7 @@ def _most(node: NodeProfile) -> int:
 
 def _together(nodes: Mapping[str, NodeProfile], plans: Sequence[Plan]) -> list[list[Plan]]:
     """Return the plans in lists of those that share machines with more workers than these run at once."""
-    total = Counter[str]()
-    for plan in plans:
-        for workers in _workers(nodes, plan):
-            total.update(workers)
+    total = sum((workers for plan in plans for workers in _workers(nodes, plan)), Counter[str]())
     crowded = {name for name, count in total.items() if count > _most(nodes[name])}
     found: list[tuple[set[str], list[Plan]]] = []
     for plan in plans:

@@ -15,6 +15,7 @@ from math import inf
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget
+from mlx_ring.engine.prefill import SEQUENCE_TOKENS
 from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
 from mlx_ring.engine.simulated_load import (
     Cohort,
@@ -45,7 +46,7 @@ class Simulation:
         """Prepare the run.
 
         Args:
-            instances: stages of each instance; a request goes to the one with the fewest unfinished requests.
+            instances: stages of each instance; a request goes to the one with the fewest tokens ahead, as `Router` has it.
             policy: the scheduler's settings of each; without speculative decoding.
             shared: machines of all stages, of one instance after the other; None if no machine has several stages.
             most_waiting: number of waiting requests beyond which they queue up; None for no limit.
@@ -93,7 +94,7 @@ class Simulation:
                 if (queues and self._ends_early) or self._is_over(outcome):
                     outcome.is_overrun = is_ended = True
                     break
-                min(instances, key=_unfinished).add(place, requests[place - 1], now)
+                _least_loaded(instances, place).add(place, requests[place - 1], now)
             else:
                 _, _, call, stage, subject = heapq.heappop(events)
                 call(subject, stage, now)
@@ -104,8 +105,12 @@ class Simulation:
         return outcome
 
 
-def _unfinished(instance: _Instance) -> int:
-    return len(instance.waiting) + len(instance.running)
+def _least_loaded(instances: Sequence[_Instance], number: int) -> _Instance:
+    """Return the instance with the lowest cost for a request; equal ones in turn, by the request's number."""
+    if len(instances) == 1:
+        return instances[0]
+    turn = number % len(instances)
+    return min((*instances[turn:], *instances[:turn]), key=_Instance.cost)
 
 
 class _Instance:
@@ -160,6 +165,12 @@ class _Instance:
                 self.outcome.waits_for_memory_s += seconds
             else:
                 self.outcome.waits_for_place_s += seconds
+
+    def cost(self) -> int:
+        """Return the tokens ahead of a new request's first token, as the router counts them."""
+        streams = [*self.waiting.values(), *self.running.values()]
+        unread = sum(max(0, stream.fill_to - stream.scheduled) for stream in streams)
+        return unread + SEQUENCE_TOKENS * len(streams)
 
     def add(self, number: int, request: SimulatedRequest, now: float) -> None:
         """Receive a request."""
