@@ -176,6 +176,27 @@ def test_runs_are_not_longer_because_very_many_requests_may_run(monkeypatch: pyt
     assert max(counts) < 2000
 
 
+def test_a_found_rate_is_kept_by_many_requests_that_come_at_exactly_that_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Record the runs of a machine that serves few long answers at once, for which a short run has 100 requests."""
+    runs, run = list[tuple[int, float]](), Simulation.run
+
+    def recorded(
+        self: Simulation, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True
+    ) -> Outcome:
+        if not drains:
+            span_s = requests[-1].at_s - requests[skipped - 1].at_s
+            runs.append((len(requests) - skipped, (len(requests) - skipped) / span_s))
+        return run(self, requests, skipped=skipped, drains=drains)
+
+    monkeypatch.setattr(Simulation, "run", recorded)
+    found = measured(load=Load(Lengths(64, 64), Lengths(100, 100)), most_running=2)
+    assert found.holds
+    assert max(count for count, rate in runs if rate == pytest.approx(found.requests_per_s)) >= 300
+    assert "Other arrivals may give" in found.why
+
+
 def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
     """Compare the times of requests that never meet with the plan's prediction of one."""
     found = measured(rate=1e-3)
@@ -230,6 +251,17 @@ def test_at_a_rate_beyond_the_capacity_only_served_tokens_count() -> None:
     assert found.users == 0
 
 
+def test_a_machine_with_an_endless_queue_is_busy_at_any_rate() -> None:
+    """Ask for rates from a little to very far beyond the capacity."""
+    several = [measured(rate=rate, upkeep={"a": Upkeep(100, 20, 1)}) for rate in (60.0, 200.0, 1e5)]
+    for found in several:
+        assert not found.holds
+        assert found.uses[0].busy > 0.95
+        assert found.watts == pytest.approx(100, abs=4)
+        assert found.between_tokens_s > 0
+        assert found.tokens_per_s == pytest.approx(several[0].tokens_per_s, rel=0.05)
+
+
 def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     found = measured(
         load=Load(Lengths(64, 64), Lengths(16, 16), "burst", burst=50), level=ServiceLevel(0.4, None)
@@ -241,10 +273,41 @@ def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     )
 
 
+WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
+
+# ---- unlike replicas
+
+UNLIKE = cluster_of(node_of("a"), node_of("b", gb_s=400, tflops=16))
+LONGER = Load(Lengths(400, 400), Lengths(60, 60))
+BOTH = [WHOLE, instance(b=8)]
+
+
+@pytest.mark.slow
+def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_is_named() -> None:
+    """Let a machine that is several times as fast keep the time between tokens with many more requests."""
+    level = ServiceLevel(2.0, 0.06)
+    found = measured(UNLIKE, load=LONGER, level=level, most_running=None, loaded=BOTH)
+    given = measured(UNLIKE, load=LONGER, level=level, most_running=found.max_num_seqs, loaded=BOTH)
+    assert found.holds
+    assert given.max_num_seqs == found.max_num_seqs
+    assert given.requests_per_s == pytest.approx(found.requests_per_s)
+
+
+@pytest.mark.slow
+def test_unlike_replicas_serve_what_the_router_gives_them() -> None:
+    """Take a machine that is much slower. The router counts tokens, not seconds, so it gives that one too many."""
+    level = ServiceLevel(0.6, 0.2)
+    slow, fast = (
+        measured(cluster_of(node), load=LONGER, level=level, most_running=64) for node in UNLIKE.nodes
+    )
+    both = measured(UNLIKE, load=LONGER, level=level, most_running=64, loaded=BOTH)
+    assert both.replicas == 2
+    assert 0 < both.requests_per_s < 0.9 * (slow.requests_per_s + fast.requests_per_s)
+
+
 # ---- machines with several workers
 
 TWO = cluster_of(node_of("a"), node_of("b"))
-WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
 PATIENT = ServiceLevel(3.0, None)
 """A level at which a queue is the limit."""
 

@@ -246,6 +246,14 @@ def test_a_machine_that_runs_two_workers_at_once_slows_none_of_two_down() -> Non
     assert all_gaps(three) == pytest.approx([0.015] * len(all_gaps(three)))
 
 
+def test_a_request_goes_to_the_instance_with_the_fewest_tokens_ahead() -> None:
+    """Send a long prompt to one instance. Both short ones after it then go to the other one, though it has more requests."""
+    requests = [SimulatedRequest(0.001 * place, tokens, 4) for place, tokens in enumerate((4096, 16, 16))]
+    together = Simulation([SimulatedInstance(ONE, 1)] * 2, POLICY).run(requests)
+    alone = Simulation([SimulatedInstance(ONE, 1)], POLICY).run(requests[1:])
+    assert sorted(together.request_s)[:2] == pytest.approx(sorted(alone.request_s))
+
+
 def test_a_step_of_several_machines_is_as_slow_as_the_busiest_of_them() -> None:
     """Let one stage compute on both machines, and another on the second one only."""
     machines = SharedMachines([1.0, 1.0], [{0: 1.0, 1: 1.0}, {1: 1.0}])

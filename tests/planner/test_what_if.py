@@ -16,7 +16,7 @@ from mlx_ring.planner.catalogue import (
     named_links,
 )
 from mlx_ring.planner.cluster_file import cluster_of
-from mlx_ring.planner.known_models import popular_models
+from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages, place, plan_loaded
 from mlx_ring.planner.plan import Plan
@@ -270,6 +270,23 @@ def test_without_machines_those_that_are_added_count_alone() -> None:
     (found,) = answer.outcomes
     assert (found.label, found.stages) == ("m4-pro-48", ("m4-pro-48 0-31",))
     assert answer.remarks == ("It is so.",)
+
+
+def test_more_memory_never_makes_the_fastest_users_slower() -> None:
+    """Take machines over which three users are faster together than all, with a slower number on the way down."""
+    machines = replace(
+        known_cluster("m4-pro-48", "m3-ultra-96", "m4-max-128"), usual_link=named_links()["tb5"]
+    )
+    first, *others = machines.nodes
+    larger = replace(machines, nodes=(replace(first, memory_bytes=first.memory_bytes * 5 // 4), *others))
+    question = Question(request=PlanRequest(Demand(8192, 1), users=4))
+    folder = find_known_model("qwen3-235b-a22b-4bit").folder
+    less, more = (
+        what_if([("moe", sizes_of(folder, "moe", each))], each, question).outcomes[0]
+        for each in (machines, larger)
+    )
+    assert more.users > less.users
+    assert more.users_tokens_per_s >= 0.99 * less.users_tokens_per_s
 
 
 def test_a_request_of_several_users_is_planned_for_them() -> None:

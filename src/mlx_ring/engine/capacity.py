@@ -1,6 +1,6 @@
 """Capacity of a cluster: the highest rate of requests at which a service level holds. Pure and deterministic.
 
-Each kind of replica is searched by itself (`capacity_search.py`); the replicas of a kind are simulated once.
+The replicas of a kind are simulated once, and unlike ones together (`capacity_search.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.capacity_search import (
-    CLOSE,
-    MOST_RUNNING,
-    Found,
-    Replicas,
-    Search,
-    replicas_of,
-)
+from mlx_ring.engine.capacity_search import CLOSE, Found, Search, joined
+from mlx_ring.engine.shared_stages import MOST_RUNNING, Replicas, replicas_of
 from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, plan_loaded
@@ -37,6 +31,8 @@ _FULL = 0.999
 _FAR_BELOW = 0.5
 """Part of the rate without any waiting up to which a replica probably serves what the head can handle."""
 _HEAD = "The head computes all of the time: it handles no more requests, however many machines there are."
+_SPREAD = 3.5
+"""Twice the standard deviation of found rates among seeds, as their part, times the root of the measured requests."""
 _NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
 """Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
@@ -100,7 +96,7 @@ class Capacity:
     request_s: float = 0.0
     """Mean time of a request."""
     max_num_seqs: int = 0
-    """Most requests that run at the same time, of the kind of replica with the most."""
+    """Most requests that run at the same time in each replica."""
     head_busy: float = 0.0
     """Share of a core's time that the head computes; it has one core."""
     replicas: int = 0
@@ -131,10 +127,8 @@ class CapacityMeter:
         """
         request = _request(self._question)
         plans = [plan_loaded(self._model, cluster, request, loaded)] if loaded else None
-        cases = [
-            self._searches(cluster, request, made)
-            for made in plans or place_for_load(self._model, cluster, request)
-        ]
+        made = plans or place_for_load(self._model, cluster, request)
+        cases = [case for each in made for case in self._variants(self._searches(cluster, request, each))]
         best = Capacity(label, holds=False, why=_NO_PLAN)
         for searches in sorted(cases, key=_bound, reverse=True):
             if not self._is_surely_less(searches, best):
@@ -149,25 +143,45 @@ class CapacityMeter:
         if _bound(searches) <= best.requests_per_s:
             return True
         (search, *others) = searches
-        if others or search.replicas.kind in self._found:
+        if others or search.key in self._found:
             return False
         rate = CLOSE * best.requests_per_s / search.replicas.count
         outcome = search.run(rate)
         if not self._question.level.holds(outcome):
             return True
-        self._found[search.replicas.kind] = search.highest(Found(rate, outcome, None, search.policy))
+        self._found[search.key] = search.highest(Found(rate, outcome, None, search.policy))
         return False
 
     def _searches(self, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]) -> list[Search]:
+        """Return the searches for replicas of plans: one if all are alike or simulated together, else one for each kind.
+
+        All replicas run as many requests at the same time, as those of the kind that fits the most of them.
+        """
         question = self._question
         kinds = replicas_of(self._model, cluster, request, plans)
-        first = (Search(kind, question.load, question.level, question.policy) for kind in kinds)
-        return [replace(each, policy=_fitting_policy(each, question.max_num_seqs)) for each in first]
+        searches = [Search(each, question.load, question.level, question.policy) for each in joined(kinds)]
+        return _with_most(searches, max(self._numbers(searches)))
+
+    def _numbers(self, searches: Sequence[Search]) -> set[int]:
+        """Return how many requests fit at the same time, for each kind of replica."""
+        return {
+            _most_fitting(replace(search, replicas=kind), self._question.max_num_seqs)
+            for search in searches
+            for kind in search.replicas.unlike or (search.replicas,)
+        }
+
+    def _variants(self, searches: list[Search]) -> Iterator[list[Search]]:
+        """Yield searches, and if their replicas are unlike, some with fewer requests at the same time."""
+        yield searches
+        if len(searches) == 1 and searches[0].replicas.unlike:
+            _, *fewer = sorted(self._numbers(searches), reverse=True)
+            for number in sorted({*fewer[len(fewer) // 2 :][:1], *fewer[-1:]}, reverse=True):
+                yield _with_most(searches, number)
 
     def _within_head(self, searches: Sequence[Search]) -> list[Found]:
         """Return what is found of each kind, at as many requests as the head can handle."""
         if (known := self._at_head_limit(searches)) is not None:
-            return [known]
+            return known
         found = self._results(searches)
         if self._question.rate is not None:
             return found
@@ -180,33 +194,35 @@ class CapacityMeter:
             for each, search in zip(found, searches, strict=True)
         ]
 
-    def _at_head_limit(self, searches: Sequence[Search]) -> Found | None:
+    def _at_head_limit(self, searches: Sequence[Search]) -> list[Found] | None:
         """Return what is found where the head surely is the limit: the highest rate of a replica need not be searched."""
-        if self._question.rate is not None or len(searches) > 1:
+        share = 1 / _head_s(self._question.load) / _bound(searches)
+        if self._question.rate is not None or share > _FAR_BELOW:
             return None
-        (search,) = searches
-        rate = 1 / _head_s(self._question.load) / search.replicas.count
-        if search.replicas.kind in self._found or rate > _FAR_BELOW * search.most:
+        if any(search.key in self._found for search in searches):
             return None
-        found = search.at(rate)
-        return found if self._question.level.holds(found.outcome) else None
+        found = [search.at(share * search.most) for search in searches]
+        return found if all(self._question.level.holds(each.outcome) for each in found) else None
 
     def _results(self, searches: Sequence[Search]) -> list[Found]:
         if self._question.rate is not None:
             return _at_rate(searches, self._question.rate)
         found: list[Found] = []
         for search in searches:
-            kind = search.replicas.kind
-            if kind not in self._found:
-                self._found[kind] = search.highest()
-            found.append(self._found[kind])
+            if search.key not in self._found:
+                self._found[search.key] = search.highest()
+            found.append(self._found[search.key])
         return found
 
 
-def _fitting_policy(search: Search, most_running: int | None) -> Policy:
-    """Return the policy with a number of running requests: the given one, or as many as keep the time between tokens."""
+def _with_most(searches: Sequence[Search], number: int) -> list[Search]:
+    return [replace(each, policy=replace(each.policy, max_num_seqs=number)) for each in searches]
+
+
+def _most_fitting(search: Search, most_running: int | None) -> int:
+    """Return a number of running requests: the given one, or as many as keep the time between tokens."""
     if most_running is not None:
-        return replace(search.policy, max_num_seqs=most_running)
+        return most_running
     replicas, load, limit_s = search.replicas, search.load, search.level.between_tokens_s
     context = load.mean_prompt + load.mean_answer / 2
     tokens = round(load.mean_prompt + load.mean_answer)
@@ -229,7 +245,7 @@ def _fitting_policy(search: Search, most_running: int | None) -> Policy:
         return limit_s is None or max([*rounds, *cycles.values()]) <= limit_s
 
     rows = max((rows for rows in range(1, most // replicas.stages + 1) if keeps(rows)), default=1)
-    return replace(search.policy, max_num_seqs=min(most, rows * replicas.stages))
+    return min(most, rows * replicas.stages)
 
 
 def _head_s(load: Load) -> float:
@@ -271,7 +287,7 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
     ) / (total or 1.0)
     head_busy = total * _head_s(load)
     is_overrun, given = any(outcome.is_overrun for outcome in outcomes), question.rate is not None
-    tokens_per_s = sum(map(_served_per_s, searches, outcomes, rates)) / max(1.0, head_busy)
+    tokens_per_s = min(sum(map(_served_per_s, searches, outcomes, rates)), load.mean_answer / _head_s(load))
     watts, price = _upkeep(searches, outcomes, question)
     paid = None if price is None else _paid_per_s(price, watts, question)
     worst = max(
@@ -288,10 +304,15 @@ def _capacity(label: str, searches: Sequence[Search], found: Sequence[Found], qu
         first_token_s=max(outcome.first_token_within(level.percent) for outcome in outcomes),
         between_tokens_s=max(outcome.between_tokens_within(level.percent) for outcome in outcomes),
         request_s=request_s,
-        max_num_seqs=max(search.policy.max_num_seqs for search in searches),
+        max_num_seqs=searches[0].policy.max_num_seqs,
         head_busy=head_busy,
         replicas=sum(search.replicas.instances for search in searches),
-        stages=tuple(text for search in searches for text in _stage_texts(search.replicas)),
+        stages=tuple(
+            text
+            for search in searches
+            for kind in search.replicas.unlike or (search.replicas,)
+            for text in _stage_texts(kind)
+        ),
         uses=tuple(_uses((search.replicas.names[:1] for search in searches), outcomes)),
         watts=watts,
         price=price,
@@ -313,7 +334,10 @@ def _at_rate(searches: Sequence[Search], rate: float) -> list[Found]:
     speeds = [search.replicas.tokens_per_s for search in searches]
     each = zip(searches, speeds, strict=True)
     total = sum(speed * search.replicas.count for search, speed in each)
-    return [search.at(rate * speed / total) for search, speed in zip(searches, speeds, strict=True)]
+    return [
+        search.at(rate * speed / total, ends_early=False)
+        for search, speed in zip(searches, speeds, strict=True)
+    ]
 
 
 def _paid_per_s(price: float, watts: float | None, question: Question) -> float | None:
@@ -390,7 +414,8 @@ def _why(found: Found, search: Search, *, is_given: bool) -> str:
         "between tokens": "Beyond it tokens come too late after each other",
         "": "Beyond it requests queue up",
     }[search.level.broken(found.beyond) if found.beyond else ""]
-    return f"{begin}: {busiest}."
+    spread = _SPREAD / math.sqrt(max(1, len(found.outcome.first_token_s)))
+    return f"{begin}: {busiest}. Other arrivals may give {spread:.0%} more or less."
 
 
 def _busiest(search: Search, outcome: Outcome) -> str:

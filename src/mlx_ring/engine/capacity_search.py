@@ -1,4 +1,4 @@
-"""Replicas of a plan, and the search for the highest rate at which replicas of one kind keep a service level. Pure and deterministic.
+"""Search for the highest rate at which replicas keep a service level. Pure and deterministic.
 
 The same requests arrive at every rate, only sooner or later, so that rates are compared on the same load.
 """
@@ -6,36 +6,30 @@ The same requests arrive at every rate, only sooner or later, so that rates are 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, islice
-from typing import NamedTuple
+from itertools import islice
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.shared_stages import SharedMachines
+from mlx_ring.engine.shared_stages import MOST_RUNNING, Replica, Replicas, SharedMachines, Shares
 from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedInstance, Span
 from mlx_ring.engine.simulation import Simulation
-from mlx_ring.planner.forecast import StepTable, forecast_plan
-from mlx_ring.planner.plan import Plan, RankPlan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.replicas import likeness
-from mlx_ring.planner.request import Load, PlanRequest, SimulatedRequest
+from mlx_ring.planner.request import Load, SimulatedRequest
 
-MOST_RUNNING = 256
-"""Most requests that run at the same time in a replica, if no number is given."""
 _FEW, _MANY, _LONE = 100, 600, 10
 """Numbers of measured requests of a run, at least and at most, and of requests that run one after the other."""
 _STEPS = 6_000
 """Number of decode steps at which a run has enough requests."""
 _LATE_TIMES, _MOST_REQUESTS = 4, 2_000
 """Duration of a run at least, as a multiple of the time to the first token that the level allows; its most requests."""
-CLOSE = 1.05
-"""Factor between the rates at which the level holds and does not, from which the search ends."""
+_CONFIRMING, _CONFIRMING_STEPS = (300, 1_000), 24_000
+"""Numbers of measured requests that confirm a rate, at least and at most, and of decode steps at which they suffice."""
+_SKIPPED = 50
+"""Most requests before the measured ones, beside those that fill the instance."""
+CLOSE, _ROUGHLY = 1.05, 1.1
+"""Factors from rate to rate at which the level is confirmed, and at which the search for them ends."""
 _MOST_RUNS = 14
 _APART = 4
 """Time between lone requests, as a multiple of what one takes."""
@@ -47,192 +41,34 @@ _FEW_QUEUED = 16
 _QUEUED_TIMES = 2
 """Time to a first token, as a multiple of the longest one of a lone request, from which a prompt surely queued."""
 
-# ---- replicas
+_MOST_TOGETHER = 16
+"""Most instances of unlike replicas that are simulated together."""
+_BEYOND = 1.5
+"""Rate of a run whose requests queue up without end, as a multiple of the rate without any waiting."""
+
+# ---- unlike replicas
 
 
-@dataclass(frozen=True)
-class Replica:
-    """An instance with its predicted steps and its KV memory."""
-
-    plan: Plan
-    costs: StepTable
-    kv: Mapping[RankId, RankKv]
-
-    @property
-    def stages(self) -> int:
-        return len(self.plan.stages)
-
-    def room(self, tokens: int) -> int:
-        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
-        return min(
-            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
-            default=MOST_RUNNING,
-        )
-
-
-class Shares(NamedTuple):
-    """Machines that compute several stages: how many workers each runs at once, and of each stage its workers by machine."""
-
-    most: tuple[float, ...]
-    parts: tuple[Mapping[int, float], ...]
-
-    @property
-    def slower(self) -> float:
-        """Factor by which a step takes longer while all stages compute."""
-        workers = Counter[int]()
-        for parts in self.parts:
-            workers.update(parts)
-        return max([1.0, *(workers[machine] / most for machine, most in enumerate(self.most))])
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Replicas of the same kind: each is one instance, or several that slow each other down on their machines."""
-
-    members: tuple[Replica, ...]
-    """Instances of one of them."""
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Machines of each stage, of one instance after the other, for each replica."""
-    shares: Shares
-    """Shared machines of these stages; without machines if none has more stages than it runs at once."""
-    kind: object
-    """Value that replicas have in common whose steps take as long."""
-
-    @property
-    def stages(self) -> int:
-        """Number of stages of the longest instance."""
-        return max(member.stages for member in self.members)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    @property
-    def instances(self) -> int:
-        """Number of all instances."""
-        return self.count * len(self.members)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted throughput of one of them."""
-        return sum(member.plan.prediction.tokens_per_s for member in self.members)
-
-    def machine_seconds(self, each: Sequence[Sequence[float]]) -> list[dict[int, float]]:
-        """Return the seconds for which each instance takes shared machines, of all that they can compute."""
-        found: list[dict[int, float]] = []
-        stage = 0
-        for seconds in each:
-            loads = dict[int, float]()
-            for one in seconds:
-                for machine, part in self.shares.parts[stage].items():
-                    loads[machine] = loads.get(machine, 0.0) + one * part / self.shares.most[machine]
-                stage += 1
-            found.append(loads)
-        return found
-
-
-def replicas_of(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
-) -> list[Replicas]:
-    """Return the replicas of these plans by kind: with the same layers on alike machines and links.
-
-    Instances on one machine have equal parts of its memory. Those that also slow each other down there are one replica.
-    """
-    instances = Counter(name for plan in plans for name in {rank.node for rank in _ranks(plan)})
-    nodes = {
-        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
-        for node in cluster.nodes
-    }
-    parted = replace(cluster, nodes=tuple(nodes.values()))
-    kinds: dict[object, list[Sequence[Plan]]] = {}
-    for together in _together(nodes, plans):
-        places = {name: place for place, name in enumerate(dict.fromkeys(_names(together)))}
-        alike = tuple(likeness(parted, plan) for plan in together)
-        kinds.setdefault((alike, tuple(places[name] for name in _names(together))), []).append(together)
-    return [_replicas(model, parted, request, kind, members) for kind, members in kinds.items()]
-
-
-def _ranks(plan: Plan) -> Iterator[RankPlan]:
-    return chain.from_iterable(stage.ranks for stage in plan.stages)
-
-
-def _names(plans: Sequence[Plan]) -> Iterator[str]:
-    return (rank.node for plan in plans for rank in _ranks(plan))
-
-
-def _workers(nodes: Mapping[str, NodeProfile], plan: Plan) -> list[Counter[str]]:
-    """Return the number of workers of each stage by machine, at most as many as it runs at once."""
-    each = (Counter(rank.node for rank in stage.ranks) for stage in plan.stages)
-    return [
-        Counter({name: min(count, _most(nodes[name])) for name, count in workers.items()}) for workers in each
-    ]
-
-
-def _most(node: NodeProfile) -> int:
-    """Return the number of workers that a machine runs at once; all of them share a CPU quota."""
-    return 1 if node.cpu_quota is not None else node.workers_at_once
-
-
-def _together(nodes: Mapping[str, NodeProfile], plans: Sequence[Plan]) -> list[list[Plan]]:
-    """Return the plans in lists of those that share machines with more workers than these run at once."""
-    total = Counter[str]()
-    for plan in plans:
-        for workers in _workers(nodes, plan):
-            total.update(workers)
-    crowded = {name for name, count in total.items() if count > _most(nodes[name])}
-    found: list[tuple[set[str], list[Plan]]] = []
-    for plan in plans:
-        names = crowded.intersection(_names([plan]))
-        joined = [each for each in found if each[0] & names] if names else []
-        if not joined:
-            found.append((names, [plan]))
-            continue
-        first, *others = joined
-        for other in others:
-            first[0].update(other[0])
-            first[1].extend(other[1])
-        first[0].update(names)
-        first[1].append(plan)
-        found = [each for each in found if not any(each is other for other in others)]
-    return [members for _, members in found]
-
-
-def _replicas(
-    model: ModelProfile,
-    cluster: ClusterProfile,
-    request: PlanRequest,
-    kind: object,
-    alike: Sequence[Sequence[Plan]],
-) -> Replicas:
-    first, head = alike[0], cluster.nodes[0].name
-    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in _names(first))
-    members: list[Replica] = []
-    for plan in first:
-        forecast, rooms = forecast_plan(model, cluster, request.demand, plan)
-        kv = {
-            RankId(stage, place): RankKv(*room)
-            for stage, ranks in enumerate(rooms)
-            for place, room in enumerate(ranks)
-        }
-        members.append(Replica(plan, StepTable(forecast, head_s), kv))
-    names = tuple(
-        tuple(tuple(rank.node for rank in stage.ranks) for plan in plans for stage in plan.stages)
-        for plans in alike
-    )
-    return Replicas(tuple(members), names, _shares(cluster, first), (kind, head_s))
-
-
-def _shares(cluster: ClusterProfile, plans: Sequence[Plan]) -> Shares:
-    nodes = {node.name: node for node in cluster.nodes}
-    stages = [workers for plan in plans for workers in _workers(nodes, plan)]
-    names = list(dict.fromkeys(_names(plans)))
-    if all(sum(workers[name] for workers in stages) <= _most(nodes[name]) for name in names):
-        return Shares((), ({},) * len(stages))
-    parts = tuple(
-        {place: float(workers[name]) for place, name in enumerate(names) if workers[name]}
-        for workers in stages
-    )
-    return Shares(tuple(float(_most(nodes[name])) for name in names), parts)
+def joined(kinds: Sequence[Replicas]) -> list[Replicas]:
+    """Return replicas of unlike kinds as alike groups of them, each behind one router; as they are if a group is too large."""
+    count = math.gcd(*(kind.count for kind in kinds))
+    sizes = [kind.count // count for kind in kinds]
+    size = sum(times * len(kind.members) for kind, times in zip(kinds, sizes, strict=True))
+    if len(kinds) == 1 or size > _MOST_TOGETHER:
+        return list(kinds)
+    members, parts, most = list[Replica](), list[Mapping[int, float]](), list[float]()
+    names: list[list[tuple[str, ...]]] = [[] for _ in range(count)]
+    for kind, times in zip(kinds, sizes, strict=True):
+        for place in range(times):
+            first = len(most)
+            members += kind.members
+            most += kind.shares.most
+            parts += [{first + machine: part for machine, part in each.items()} for each in kind.shares.parts]
+            for group in range(count):
+                names[group] += kind.names[group * times + place]
+    key = tuple((kind.kind, times) for kind, times in zip(kinds, sizes, strict=True))
+    shares = Shares(tuple(most), tuple(parts))
+    return [Replicas(tuple(members), tuple(map(tuple, names)), shares, key, tuple(kinds))]
 
 
 # ---- the highest rate
@@ -245,13 +81,23 @@ class _Drawn:
         self._made: list[SimulatedRequest] = []
         self._more = load.at_one_per_second()
 
-    def requests(self, count: int, rate: float) -> list[SimulatedRequest]:
-        """Return the first requests of the load, `rate` of them per second on average."""
+    def requests(self, count: int, rate: float, skipped: int | None = None) -> list[SimulatedRequest]:
+        """Return the first requests of the load, `rate` of them per second on average.
+
+        With `skipped`, those after so many come at exactly that rate, so that chance does not decide it.
+        """
         self._made += islice(self._more, max(0, count - len(self._made)))
+        if skipped:
+            taken_s = self._made[count - 1].at_s - self._made[skipped - 1].at_s
+            rate *= taken_s / (count - skipped) or 1.0
         return [
             SimulatedRequest(at_s / rate, prompt, answer, cached)
             for at_s, prompt, answer, cached in self._made[:count]
         ]
+
+
+def _never(_: Outcome) -> bool:
+    return False
 
 
 @lru_cache(maxsize=1)
@@ -281,14 +127,25 @@ class Search:
     level: ServiceLevel
     policy: Policy
 
-    def run(self, rate: float) -> Outcome:
-        """Return what is measured at a rate, in requests per second, after as many requests as fill the instance."""
-        measured = self._count(rate)
-        skipped = measured // 4 + math.ceil(2 * self._streams(rate))
+    @property
+    def key(self) -> object:
+        """Value that searches with the same result have in common."""
+        return self.replicas.kind, self.policy
+
+    def run(self, rate: float, *, ends_early: bool = True, least: int = 0) -> Outcome:
+        """Return what is measured at a rate, in requests per second, after as many requests as fill the instance.
+
+        At least `least` requests are measured. With `ends_early` the run ends as soon as it cannot keep the level.
+        """
+        measured = max(least, self._count(rate))
+        skipped = min(_SKIPPED, measured // 4) + math.ceil(2 * self._streams(rate))
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
-        outcome = self._simulation(queued, self.level.is_lost(measured, self.load.mean_answer)).run(
-            _drawn(self.load).requests(count, rate), skipped=skipped, drains=False
+        is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early else _never
+        outcome = self._simulation(queued, is_lost, ends_early=ends_early).run(
+            _drawn(self.load).requests(count, rate, None if self.load.recorded else skipped),
+            skipped=skipped,
+            drains=False,
         )
         outcome.is_overrun |= self._falls_behind(outcome, rate)
         return outcome
@@ -334,24 +191,35 @@ class Search:
         apart_s = _APART * self._request_s(1)
         requests = self.load.requests(_LONE, 1.0)
         spread = [request._replace(at_s=number * apart_s) for number, request in enumerate(requests)]
-        return self._simulation(None, lambda _: False).run(spread)
+        return self._simulation(None, _never).run(spread)
 
-    def _simulation(self, queued: int | None, is_over: Callable[[Outcome], bool]) -> Simulation:
+    def _simulation(
+        self, queued: int | None, is_over: Callable[[Outcome], bool], *, ends_early: bool = True
+    ) -> Simulation:
         instances = [
             SimulatedInstance(member.costs, member.stages, member.kv) for member in self.replicas.members
         ]
         shares = self.replicas.shares
         shared = SharedMachines(*shares) if shares.most else None
-        return Simulation(instances, self.policy, shared=shared, most_waiting=queued, is_over=is_over)
+        return Simulation(
+            instances,
+            self.policy,
+            shared=shared,
+            most_waiting=queued,
+            is_over=is_over,
+            ends_early=ends_early,
+        )
 
     def _request_s(self, rows: int) -> float:
-        """Return the seconds that a request takes of all stages and links, in steps of so many rows."""
-        stages, links = zip(
-            *(self._occupied_s(member, rows, 1) for member in self.replicas.members), strict=True
+        """Return the mean seconds that a request takes of all stages and links, in steps of so many rows."""
+        occupied = [self._occupied_s(member, rows, 1) for member in self.replicas.members]
+        # Faster instances answer more of the requests.
+        speeds = [1 / max([*stages, *links]) for stages, links in occupied]
+        weighted = (
+            speed * (sum(stages) + sum(links))
+            for speed, (stages, links) in zip(speeds, occupied, strict=True)
         )
-        return self.replicas.shares.slower * max(
-            sum(one) + sum(other) for one, other in zip(stages, links, strict=True)
-        )
+        return self.replicas.shares.slower * sum(weighted) / sum(speeds)
 
     def _occupied_s(self, member: Replica, rows: int, prompts: int) -> tuple[list[float], list[float]]:
         """Return the seconds that a request takes of each stage and link, in steps of so many rows or prompts."""
@@ -381,7 +249,12 @@ class Search:
 
     def _apart_s(self, rows: int, prompts: int) -> float:
         """Return the least seconds from request to request of all instances together, with so many rows or prompts in a step."""
-        each = [self._occupied_s(member, rows, prompts) for member in self.replicas.members]
+        # Instances of fewer stages have as many more rows in a step.
+        stages = self.replicas.stages
+        each = [
+            self._occupied_s(member, -(-rows * stages // member.stages), prompts)
+            for member in self.replicas.members
+        ]
         loads = self.replicas.machine_seconds([stages for stages, _ in each])
         busiest = [
             max([*stages, *links, *load.values()]) for (stages, links), load in zip(each, loads, strict=True)
@@ -391,9 +264,12 @@ class Search:
         common = set(loads[0]).intersection(*loads)
         return max([apart_s, *(min(load[machine] for load in loads) for machine in common)])
 
-    def at(self, rate: float) -> Found:
-        """Return what is measured at a rate."""
-        outcome = self.run(rate)
+    def at(self, rate: float, *, ends_early: bool = True) -> Found:
+        """Return what is measured at a rate.
+
+        Requests that queue up without end keep stages as busy at any higher rate, so they come at one of those.
+        """
+        outcome = self.run(min(rate, _BEYOND * self.most), ends_early=ends_early)
         return Found(rate, outcome, outcome, self.policy)
 
     def _streams(self, rate: float) -> float:
@@ -419,7 +295,7 @@ class Search:
         return round(max(few, min(_MOST_REQUESTS, _LATE_TIMES * rate * (self.level.first_token_s or 0.0))))
 
     def highest(self, known: Found | None = None) -> Found:
-        """Return the highest rate at which the level holds, to within 5 %; `known` is a rate at which it does."""
+        """Return the highest rate at which the level holds for many requests; `known` is a rate at which it does for few."""
         low, high, step = 0.0, self.most, _FIRST_STEP
         if known is None:
             found = Found(0.0, self.alone, None, self.policy)
@@ -430,7 +306,7 @@ class Search:
             found, low = known, known.rate
             rate = math.sqrt(low * min(high, low * step))
         for _ in range(_MOST_RUNS):
-            if low and high < low * CLOSE:
+            if low and high < low * _ROUGHLY:
                 break
             outcome = self.run(rate)
             if self.level.holds(outcome):
@@ -443,4 +319,29 @@ class Search:
                 # Ever larger steps down, until the level holds.
                 step = min(step * step, _LARGEST_STEP)
                 rate = high / step
+        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY))) if low else found
+
+    def _confirmed(self, found: Found, rate: float) -> Found:
+        """Return the highest rate, `rate` or ever less, at which the level holds for many requests."""
+        high = math.inf
+        for step in range(1, _MOST_RUNS):
+            outcome = self.run(rate, least=self._many(rate))
+            if self.level.holds(outcome):
+                found = replace(found, rate=rate, outcome=outcome)
+                break
+            found, high, rate = replace(found, beyond=outcome), rate, rate / CLOSE**step
+        else:
+            return replace(found, rate=0.0, outcome=self.alone)
+        if _ROUGHLY * rate < high < math.inf:
+            middle = math.sqrt(rate * high)
+            outcome = self.run(middle, least=self._many(middle))
+            if self.level.holds(outcome):
+                return replace(found, rate=middle, outcome=outcome)
         return found
+
+    def _many(self, rate: float) -> int:
+        """Return the number of requests that confirm a rate."""
+        streams = min(self._most_running, rate * self._request_s(1))
+        return round(
+            min(_CONFIRMING[1], max(_CONFIRMING[0], _CONFIRMING_STEPS * streams / self.load.mean_answer))
+        )

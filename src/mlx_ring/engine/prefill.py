@@ -188,6 +188,8 @@ chunk's time that they may take."""
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
 
+SEQUENCE_TOKENS = 64
+"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
 BURST_S = 0.25
 """Longest time between requests that count as having arrived together."""
 

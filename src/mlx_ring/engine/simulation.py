@@ -15,6 +15,7 @@ from math import inf
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget
+from mlx_ring.engine.prefill import SEQUENCE_TOKENS
 from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
 from mlx_ring.engine.simulated_load import (
     Cohort,
@@ -40,15 +41,17 @@ class Simulation:
         shared: SharedMachines | None = None,
         most_waiting: int | None = None,
         is_over: Callable[[Outcome], bool] = lambda _: False,
+        ends_early: bool = True,
     ) -> None:
         """Prepare the run.
 
         Args:
-            instances: stages of each instance; a request goes to the one with the fewest unfinished requests.
+            instances: stages of each instance; a request goes to the one with the fewest tokens ahead, as `Router` has it.
             policy: the scheduler's settings of each; without speculative decoding.
             shared: machines of all stages, of one instance after the other; None if no machine has several stages.
-            most_waiting: number of waiting requests beyond which the run ends; None for no limit.
+            most_waiting: number of waiting requests beyond which they queue up; None for no limit.
             is_over: called at each arrival; the run ends if it returns True.
+            ends_early: True if the run also ends once requests queue up.
         """
         self._events = Events()
         stages = None if shared is None else SharedStages(shared, self._events)
@@ -60,20 +63,22 @@ class Simulation:
         self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
+        self._ends_early = ends_early
 
     def run(self, requests: Sequence[SimulatedRequest], *, skipped: int = 0, drains: bool = True) -> Outcome:
         """Run the requests, in order of arrival, and measure those after the first `skipped` ones.
 
-        With `drains` the run and the measured span end with the last answer, else with the last arrival and its first token.
+        With `drains` the run and the measured span end with the last answer, else with the last first token. The span then
+        ends with the last arrival if the run may end early.
         """
         begin_s = requests[skipped].at_s if skipped < len(requests) else inf
-        outcome = Outcome(begin_s, inf if drains else requests[-1].at_s)
+        outcome = Outcome(begin_s, inf if drains or not self._ends_early else requests[-1].at_s)
         for part in (outcome.prefill_s, outcome.decode_s, outcome.link_s):
             part.extend([0.0] * self._stages)
         instances, events = self._instances, self._events.heap
         for instance in instances:
             instance.measure(outcome)
-        measured, place, now = len(requests) - skipped, 0, 0.0
+        measured, place, now, is_ended = len(requests) - skipped, 0, 0.0, False
         while True:
             arrives = place < len(requests) and (not events or requests[place].at_s <= events[0][0])
             if not arrives and not events:
@@ -84,22 +89,28 @@ class Simulation:
                     instance.note_waiting(now - before, before)
             if arrives:
                 place += 1
-                if sum(len(one.waiting) for one in instances) > self._most_waiting or self._is_over(outcome):
-                    outcome.is_overrun = True
+                queues = sum(len(one.waiting) for one in instances) > self._most_waiting
+                outcome.is_overrun |= queues
+                if (queues and self._ends_early) or self._is_over(outcome):
+                    outcome.is_overrun = is_ended = True
                     break
-                min(instances, key=_unfinished).add(place, requests[place - 1], now)
+                _least_loaded(instances, place).add(place, requests[place - 1], now)
             else:
                 _, _, call, stage, subject = heapq.heappop(events)
                 call(subject, stage, now)
             if not drains and place == len(requests) and len(outcome.first_token_s) == measured:
                 break
-        outcome.elapsed_s = now if outcome.is_overrun else max(each.last_s for each in instances)
+        outcome.elapsed_s = now if is_ended else max(each.last_s for each in instances)
         outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
         return outcome
 
 
-def _unfinished(instance: _Instance) -> int:
-    return len(instance.waiting) + len(instance.running)
+def _least_loaded(instances: Sequence[_Instance], number: int) -> _Instance:
+    """Return the instance with the lowest cost for a request; equal ones in turn, by the request's number."""
+    if len(instances) == 1:
+        return instances[0]
+    turn = number % len(instances)
+    return min((*instances[turn:], *instances[:turn]), key=_Instance.cost)
 
 
 class _Instance:
@@ -154,6 +165,12 @@ class _Instance:
                 self.outcome.waits_for_memory_s += seconds
             else:
                 self.outcome.waits_for_place_s += seconds
+
+    def cost(self) -> int:
+        """Return the tokens ahead of a new request's first token, as the router counts them."""
+        streams = [*self.waiting.values(), *self.running.values()]
+        unread = sum(max(0, stream.fill_to - stream.scheduled) for stream in streams)
+        return unread + SEQUENCE_TOKENS * len(streams)
 
     def add(self, number: int, request: SimulatedRequest, now: float) -> None:
         """Receive a request."""

@@ -13,11 +13,9 @@ from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
 from mlx_ring.core.traces import REQUEST_TASK
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.prefill import SEQUENCE_TOKENS
 from mlx_ring.engine.resumption import Destination, choose_destination
 from mlx_ring.head.instance_view import InstanceService
-
-SEQUENCE_TOKENS = 64
-"""Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
 
 
 class Routed(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -139,3 +139,15 @@ class Plan:
         # Programs read the objective under its former name.
         fields = {"aim" if name == "objective" else name: value for name, value in asdict(self).items()}
         return {**fields, "kind": self.kind}
+
+
+def nodes_of(plans: Iterable[Plan]) -> set[str]:
+    """Return the names of the machines with layers."""
+    return {rank.node for plan in plans for stage in plan.stages for rank in stage.ranks}
+
+
+def stage_texts(plans: Iterable[Plan]) -> Iterator[str]:
+    """Yield the machines and layers of each stage."""
+    for plan in plans:
+        for stage in plan.stages:
+            yield f"{'+'.join(rank.node for rank in stage.ranks)} {stage.layers.start}-{stage.layers.end - 1}"

@@ -13,6 +13,7 @@ functions (`cut`, `divided`), and predict plans by the same `Pipeline`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -431,3 +432,11 @@ class _Search:
             for place, (first, end) in zip(order, division, strict=bool(division))
         ]
         return plan_of_pieces(self._times, self._request, pieces)
+
+
+def search_work(cluster: ClusterProfile) -> int:
+    """Return about how long a plan of the planner takes: the number of unlike sets of machines, twice if they may share layers."""
+    alike = Counter(replace(node, name="") for node in cluster.nodes)
+    sets = math.prod(number + 1 for number in alike.values())
+    pairs = combinations(cluster.nodes, 2)
+    return sets * (2 if any(cluster.trusts(one, other) for one, other in pairs) else 1)

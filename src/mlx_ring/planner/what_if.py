@@ -6,19 +6,17 @@ are planned by a quick search instead (`quick_plans`), which an answer says.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, takewhile
+from itertools import count, pairwise, takewhile
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
 from mlx_ring.planner.place import LoadedStages, plan_instances, plan_loaded, stages_of
-from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, ranges_of
+from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, nodes_of, ranges_of, stage_texts
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.quick_plans import QuickSearch
+from mlx_ring.planner.quick_plans import QuickSearch, search_work
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.search import MOST_NODES
@@ -29,6 +27,8 @@ _ROW_PLANS, _CURVE_PLANS = 5, 18
 """Number of plans for a row, and for the curves of a case."""
 _MOST_WORK, _LEAST_WORK = 150, 2
 """Work up to which the planner's own search is used, about a second; and the work of one machine, where both find the same."""
+_HALVINGS = 3
+"""How often the fastest number of users is compared with others beside it."""
 _FEW_CASES, _MANY_TIMES = 8, 4
 """Number of cases up to which the quick search looks farther; multiple of one user's speed that else is fast enough."""
 _QUICK = "These cases are many for the planner's own search. A quick search planned them, whose plans are 1 % slower on average."
@@ -208,7 +208,7 @@ class _Case:
 
     def among(self, plans: Sequence[Plan]) -> _Case | None:
         """Return the case with only the machines of these plans; None if these are all."""
-        used = _nodes(plans)
+        used = nodes_of(plans)
         nodes = tuple(node for node in self.cluster.nodes if node.name in used)
         if self.loaded or len(nodes) == len(self.cluster.nodes):
             return None
@@ -216,15 +216,11 @@ class _Case:
 
     def unused(self, plans: Sequence[Plan], objective: Objective) -> Iterator[str]:
         """Yield the machines without layers, each with the reason."""
-        used, why = _nodes(plans), {left.node: left.why for plan in plans for left in plan.left_out}
+        used, why = nodes_of(plans), {left.node: left.why for plan in plans for left in plan.left_out}
         usual = "the loaded plan does not use it" if self.loaded else WHY_LEFT_OUT[objective]
         for node in self.cluster.nodes:
             if node.name not in used:
                 yield f"{node.name}: {usual if self.loaded else why.get(node.name, usual)}"
-
-
-def _nodes(plans: Sequence[Plan]) -> set[str]:
-    return {rank.node for plan in plans for stage in plan.stages for rank in stage.ranks}
 
 
 def what_if(
@@ -249,7 +245,7 @@ def what_if(
     named = list(models)
     clusters = list(_clusters(cluster, question))
     rows = len(named) * len(question.kv_bits) * (_ROW_PLANS + _CURVE_PLANS * question.with_curves)
-    work = rows * sum(_work(machines) for _, machines in clusters)
+    work = rows * sum(search_work(machines) for _, machines in clusters)
     is_quick = question.request.strategy == "auto" and work > _MOST_WORK
     is_brief = is_quick and len(named) * len(question.kv_bits) * len(clusters) > _FEW_CASES
     is_brief |= question.request.strategy == "hybrid"
@@ -261,12 +257,16 @@ def what_if(
     fitting: tuple[Outcome, _Case, PlanRequest] | None = None
     remarks = (
         *remarks,
-        *([_QUICK] if is_quick and any(_work(machines) > _LEAST_WORK for _, machines in clusters) else ()),
+        *(
+            [_QUICK]
+            if is_quick and any(search_work(machines) > _LEAST_WORK for _, machines in clusters)
+            else ()
+        ),
     )
     for model_label, model in named:
         request = request_within(question.request, model.context_tokens, question.context_tokens)
         for bits in question.kv_bits:
-            asked, near = replace(request, demand=replace(request.demand, kv_bits=bits)), ()
+            asked, near, best = replace(request, demand=replace(request.demand, kv_bits=bits)), (), None
             for cluster_label, planner in planners:
                 if is_stopped():
                     return Answer(tuple(outcomes), None, remarks)
@@ -277,20 +277,12 @@ def what_if(
                 ]
                 label = ", ".join(filter(None, parts)) or model_label
                 case = _Case(model, planner, question.loaded if planner.cluster is cluster else ())
-                found, near = _outcome((label, model_label), case, asked, near)
+                found, near, best = _outcome((label, model_label), case, asked, near, best)
                 outcomes.append(found)
                 if found.fits:
                     fitting = (found, case, asked)
     curves = _curves(*fitting) if fitting is not None and question.with_curves else None
     return Answer(tuple(outcomes), curves, remarks)
-
-
-def _work(cluster: ClusterProfile) -> int:
-    """Return about how long a plan of the planner takes: the number of unlike sets of machines, twice if they may share layers."""
-    alike = Counter(replace(node, name="") for node in cluster.nodes)
-    sets = math.prod(number + 1 for number in alike.values())
-    pairs = combinations(cluster.nodes, 2)
-    return sets * (2 if any(cluster.trusts(one, other) for one, other in pairs) else 1)
 
 
 def _clusters(cluster: ClusterProfile, question: Question) -> Iterator[tuple[str, ClusterProfile]]:
@@ -305,9 +297,9 @@ def _clusters(cluster: ClusterProfile, question: Question) -> Iterator[tuple[str
 
 
 def _outcome(
-    labels: tuple[str, str], case: _Case, request: PlanRequest, near: Sequence[Plan]
-) -> tuple[Outcome, Sequence[Plan]]:
-    """Return the predictions of a case, and its plans; `labels` are those of the case and of its model."""
+    labels: tuple[str, str], case: _Case, request: PlanRequest, near: Sequence[Plan], before: _Together | None
+) -> tuple[Outcome, Sequence[Plan], _Together | None]:
+    """Return the predictions of a case, its plans and its fastest users; `labels` are those of the case and of its model."""
     model, demand = case.model, request.demand
     plain = Outcome(
         label=labels[0],
@@ -324,14 +316,14 @@ def _outcome(
         plans = case.plans(request, near)
     except PlanError as error:
         least = model.weight_bytes + int(sum(held_kv_bytes(layer, model, demand) for layer in model.layers))
-        return replace(plain, why=str(error), memory_bytes=least), ()
+        return replace(plain, why=str(error), memory_bytes=least), (), None
     users = max(request.users, case.room(_for_users(request, 1)))
-    best = _fastest(case, request, plans, users)
+    best = _fastest(case, request, plans, users, before)
     if request.objective == "throughput" and best.plans:
         # One plan for all of them is what the objective asks for.
         plans = best.plans if request.users == 1 else _with_users(case, request, best)
     predicted = max((plan.prediction for plan in plans), key=lambda each: each.request_s)
-    is_measured = all(node.is_measured for node in case.cluster.nodes if node.name in _nodes(plans))
+    is_measured = all(node.is_measured for node in case.cluster.nodes if node.name in nodes_of(plans))
     ranges = ranges_of(predicted, is_measured=is_measured)
     found = replace(
         plain,
@@ -347,16 +339,10 @@ def _outcome(
         users=users,
         users_tokens_per_s=best.tokens_per_s,
         fastest_users=best.users,
-        stages=tuple(_stages(plans)),
+        stages=tuple(stage_texts(plans)),
         left_out=tuple(case.unused(plans, request.objective)),
     )
-    return found, plans
-
-
-def _stages(plans: Iterable[Plan]) -> Iterator[str]:
-    for plan in plans:
-        for stage in plan.stages:
-            yield f"{'+'.join(rank.node for rank in stage.ranks)} {stage.layers.start}-{stage.layers.end - 1}"
+    return found, plans, best
 
 
 # ---- users
@@ -378,29 +364,48 @@ def _together(case: _Case, request: PlanRequest, users: int, near: Sequence[Plan
     return _Together(users, plans, speed)
 
 
-def _fastest(case: _Case, request: PlanRequest, plans: Sequence[Plan], users: int) -> _Together:
+def _fastest(
+    case: _Case, request: PlanRequest, plans: Sequence[Plan], users: int, before: _Together | None
+) -> _Together:
     """Return the number of users with the highest speed together.
 
-    Memory for the last few users may need machines that slow all others down. So the machines that fewer users need are
-    also filled alone.
+    Memory for the last few users may need slow machines. So those that fewer users need, or that were best in the case
+    `before`, are also filled alone.
     """
     tried = [_together(case, request, users)]
-    fewer = users // 2
-    while fewer and (len(tried) == 1 or tried[-1].tokens_per_s > tried[-2].tokens_per_s):
+    fewer, falls = users // 2, 0
+    while fewer and falls <= 1:
         tried.append(_together(case, request, fewer))
+        falls += tried[-1].tokens_per_s <= tried[-2].tokens_per_s
         fewer = 0 if case.planner.is_brief else fewer // 2
+    if not case.planner.is_brief:
+        tried += _between(case, request, tried)
+    if before is not None and before.plans:
+        same = case.among(before.plans) or case
+        tried.append(_together(same, request, min(users, before.users), before.plans))
     best = max(tried, key=lambda each: each.tokens_per_s)
-    if case.planner.is_brief and best.tokens_per_s > _MANY_TIMES / max(
-        plan.prediction.token_s for plan in plans
-    ):
+    many = _MANY_TIMES / max(plan.prediction.token_s for plan in plans)
+    if case.planner.is_brief and best.tokens_per_s > many:
         return best
     seen = list[set[str]]()
     for some in (plans, best.plans if best.users < users else ()):
         part = case.among(some) if some else None
-        if part is not None and _nodes(some) not in seen:
-            seen.append(_nodes(some))
+        if part is not None and nodes_of(some) not in seen:
+            seen.append(nodes_of(some))
             tried.append(_together(part, request, part.room(_for_users(request, 1)), some))
     return max(tried, key=lambda each: each.tokens_per_s)
+
+
+def _between(case: _Case, request: PlanRequest, tried: Sequence[_Together]) -> Iterator[_Together]:
+    """Yield the speeds of numbers of users between the best one and its neighbours."""
+    known = {each.users: each for each in tried}
+    for _ in range(_HALVINGS):
+        numbers = sorted(known)
+        place = numbers.index(max(numbers, key=lambda number: known[number].tokens_per_s))
+        for one, other in pairwise(numbers[max(0, place - 1) : place + 2]):
+            if (middle := (one + other) // 2) not in known:
+                known[middle] = _together(case, request, middle)
+                yield known[middle]
 
 
 def _with_users(case: _Case, request: PlanRequest, together: _Together) -> Sequence[Plan]:
@@ -423,7 +428,7 @@ def _curves(outcome: Outcome, case: _Case, request: PlanRequest) -> Curves:
             Point(users, _together(case, request, users).tokens_per_s)
             for users in sorted(
                 {
-                    *takewhile(lambda one: one < outcome.users, _doubled(1)),
+                    *takewhile(lambda one: one < outcome.users, (1 << shift for shift in count())),
                     outcome.users,
                     outcome.fastest_users,
                 }
@@ -435,16 +440,11 @@ def _curves(outcome: Outcome, case: _Case, request: PlanRequest) -> Curves:
 def _by_context(case: _Case, request: PlanRequest) -> Iterator[Point]:
     # A point shows a token behind half of its context, whatever the request's lengths.
     unknown = replace(request.demand, typical_tokens=None)
-    for context in takewhile(lambda one: one <= case.model.context_tokens, _doubled(_SHORTEST)):
+    for context in takewhile(
+        lambda one: one <= case.model.context_tokens, (_SHORTEST << shift for shift in count())
+    ):
         try:
             plans = case.plans(replace(request, demand=replace(unknown, context_tokens=context)))
         except PlanError:
             return
         yield Point(context, min(1 / plan.prediction.token_s for plan in plans))
-
-
-def _doubled(first: int) -> Iterator[int]:
-    value = first
-    while True:
-        yield value
-        value *= 2
