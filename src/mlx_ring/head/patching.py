@@ -193,16 +193,8 @@ def place_again(
     if not options:
         raise problem
     best = _best(order, options)
-    ranks, expected = forecast_of(
-        *(
-            replica_request(order, room.cluster.nodes),
-            order.settings,
-            order.served,
-            room.cluster,
-            before.ranges,
-        ),
-        best.ranks,
-    )
+    request, cluster = replica_request(order, room.cluster.nodes), room.cluster
+    ranks, expected = forecast_of(request, order.settings, order.served, cluster, before.ranges, best.ranks)
     return Placement(before.ranges, ranks, best.plan, expected, before.group_settings), best.lost
 
 
