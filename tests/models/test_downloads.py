@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Event
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -419,6 +420,29 @@ def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(tiny_model: Pa
         assert not any(path.endswith("safetensors") for path in requested)
     assert "someone/tiny has weights of the kind gptq" in pulled.stderr
     assert pulled.returncode == 2
+
+
+class HubWithTypes(FakeHub):
+    """Hub that knows the types of the weights."""
+
+    dtypes: ClassVar[dict[str, int]] = {"BF16": 1000, "U8": 1000}
+
+
+def test_a_model_that_is_still_called_quantized_is_downloaded_unless_the_hub_knows_that_it_is(
+    tiny_model: Path, home: Path
+) -> None:
+    model = home / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    given = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    with running_hub(model, HubWithTypes) as (endpoint, _):
+        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert "someone/tiny has weights of the kind bitsandbytes" in refused.stderr
+    with running_hub(model) as (endpoint, _):
+        plan = ("plan", "someone/tiny", "--machine", "m4-mac-mini-16")
+        assert mlx_ring(*plan, endpoint=endpoint, home=home).returncode == 0
+        assert mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).returncode == 0
 
 
 def test_a_model_of_ollama_that_cannot_be_served_is_refused_with_its_reason(

@@ -262,8 +262,11 @@ def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
     refused = f"of the kind .*{name}.*choose one in MLX"
     with pytest.raises(ModelUnsupported, match=refused):
         read_model_folder(folder)
-    with pytest.raises(ModelUnsupported, match=refused):
-        describe_model(str(folder / "config.json"))
+    kind = quantization_kind(given)
+    assert kind is not None
+    if not kind.may_be_plain:
+        with pytest.raises(ModelUnsupported, match=refused):
+            describe_model(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -290,6 +293,8 @@ def test_plain_weights_are_accepted_although_the_configuration_says_that_they_ar
 ) -> None:
     change(folder / "config.json", quantization_config=given)
     assert read_model_folder(folder).quantization == given
+    assert describe_model(str(folder)).folder.quantization == given
+    assert describe_model(str(folder / "config.json")).folder.quantization == given
 
 
 def test_weights_that_were_converted_to_mlx_are_accepted_whatever_they_were_before(folder: Path) -> None:

@@ -6,7 +6,7 @@ mlx-ring reads itself are checked; mlx-lm checks the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -219,13 +219,13 @@ def _stated_kind(config: Mapping[str, Any]) -> QuantizationKind | None:
     return None
 
 
-def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str, str] | None = None) -> None:
+def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Iterable[str] | None = None) -> None:
     """Refuse weights that are quantized in a way that mlx-lm does not load for the model's family.
 
     Args:
         path: the model's folder or file, for the message.
         config: its configuration.
-        dtypes: types of its tensors by name; None if they are not known.
+        dtypes: types of its tensors; None if they are not known. Then a kind that may be plain is accepted.
 
     Raises:
         ModelUnsupported: the error names the kind, and what to choose instead.
@@ -236,7 +236,7 @@ def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str,
     classes = cast("object", config.get("architectures"))
     listed = tuple(map(str, cast("list[object]", classes))) if isinstance(classes, list) else ()
     own = {module_of(str(config.get("model_type")), listed), language_module(config)}
-    is_plain = dtypes is not None and all(dtype in _FLOATS for dtype in dtypes.values())
+    is_plain = dtypes is None or all(dtype in _FLOATS for dtype in dtypes)
     if own.isdisjoint(kind.modules) and not (kind.may_be_plain and is_plain):
         raise ModelUnsupported(
             f"{path} has weights of the kind {kind.name}, which mlx-lm does not load for {config.get('model_type')!r} "

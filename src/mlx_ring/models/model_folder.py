@@ -253,7 +253,7 @@ def read_model_folder(path: Path) -> ModelFolder:
     read = list(_read_headers(path, config["model_type"]))
     stored = [entry for _, entries in read for entry in entries]
     dtypes = {entry.name: entry.dtype for entry in stored}
-    require_loadable(path, config, dtypes)
+    require_loadable(path, config, dtypes.values())
     loading = loading_of(config, dtypes)
     tensors = (
         replace(entry, loaded_dtype=loading[entry.name][0], loaded_factor=loading[entry.name][1])
