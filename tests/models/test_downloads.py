@@ -409,16 +409,24 @@ def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_config
     assert (kept.returncode, kept.stderr) == (0, "")
 
 
-def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(tiny_model: Path, home: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "said", "kind"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+    ],
+)
+def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(
+    tiny_model: Path, home: Path, file: str, said: dict[str, object], kind: str
+) -> None:
     model = home / "model"
     shutil.copytree(tiny_model, model)
-    config = json.loads((model / "config.json").read_text())
-    given = {"quant_method": "gptq", "bits": 4}
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    before = json.loads((model / file).read_text()) if (model / file).exists() else {}
+    (model / file).write_text(json.dumps({**before, **said}))
     with running_hub(model) as (endpoint, requested):
         pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
         assert not any(path.endswith("safetensors") for path in requested)
-    assert "someone/tiny has weights of the kind gptq" in pulled.stderr
+    assert f"someone/tiny has weights of the kind {kind}" in pulled.stderr
     assert pulled.returncode == 2
 
 

@@ -51,7 +51,7 @@ from huggingface_hub.utils import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
-from mlx_ring.models.config_limits import check_memory, require_loadable
+from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
 from mlx_ring.models.hub_cache import PART, check_disk, check_shared_memory, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
@@ -118,13 +118,20 @@ def _config_file(name: str) -> Path:
     The client alone would try several times to reach the hub, and print each failure.
     """
     try:
-        HfApi().model_info(name, timeout=_ANSWER_WAIT_S)
+        info = HfApi().model_info(name, timeout=_ANSWER_WAIT_S)
     except Exception:
         kept = try_to_load_from_cache(name, "config.json")
         if isinstance(kept, str):
             return Path(kept)
         raise
-    return Path(hf_hub_download(name, "config.json"))
+    return _fetch_config(info)
+
+
+def _fetch_config(info: ModelInfo) -> Path:
+    """Fetch a configuration, with the file beside it that says how weights are quantized, if there is one."""
+    if any(file.rfilename == QUANTIZATION_FILE for file in info.siblings or ()):
+        hf_hub_download(info.id, QUANTIZATION_FILE)
+    return Path(hf_hub_download(info.id, "config.json"))
 
 
 def fetch(
@@ -161,7 +168,7 @@ def fetch(
             "files, if it has any, and serve that file."
         )
     if any(file.name == "config.json" for file in files):
-        config = Path(_in_time(name, lambda: hf_hub_download(name, "config.json")))
+        config = _in_time(name, lambda: _fetch_config(info))
         require_loadable(
             Path(name), read_model_config(config).config, info.safetensors and info.safetensors.parameters
         )
