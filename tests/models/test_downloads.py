@@ -421,8 +421,8 @@ def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(
 ) -> None:
     model = home / "model"
     shutil.copytree(tiny_model, model)
-    before = json.loads((model / file).read_text()) if (model / file).exists() else {}
-    (model / file).write_text(json.dumps({**before, **said}))
+    before = (model / file).read_text() if (model / file).exists() else "{}"
+    (model / file).write_text(json.dumps({**json.loads(before), **said}))
     with running_hub(model) as (endpoint, requested):
         pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
         assert not any(path.endswith("safetensors") for path in requested)

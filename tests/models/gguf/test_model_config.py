@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models.rope_utils import YarnRoPE
 from tests.models.gguf.writing import (
     F32,
     Q4_1,
@@ -202,7 +202,8 @@ def test_the_magnitude_of_yarns_rotations_is_that_of_the_file(tmp_path: Path, ra
     metadata: dict[str, Value] = {**yarn, "own.rope.scaling.attn_factor": ratio}
     scaling = config(tmp_path, {"model_type": "qwen3", "head_dim": 16}, metadata=metadata)["rope_scaling"]
     usual = 1 + 0.1 * math.log(4)
-    rope: Any = initialize_rope(16, 10000.0, traditional=False, scaling_config=scaling)
+    assert (scaling.pop("type"), scaling.pop("factor")) == ("yarn", 4.0)
+    rope: Any = YarnRoPE(16, scaling_factor=4.0, **scaling)
     assert rope.mscale == pytest.approx(ratio * usual, rel=1e-6)
 
 
