@@ -46,7 +46,7 @@ def test_demo_model_has_qwens_format(demo: Any) -> None:
 def test_tools_of_a_model_with_several_templates_have_the_format_of_theirs(
     tmp_path: Path, of_tools: str
 ) -> None:
-    """mlx-lm finds the format of calls by a single template only."""
+    """Read what mlx-lm does not: it finds the format of calls by a single template only."""
     folder = tmp_path / "model"
     shutil.copytree(find_model("demo").folder.path, folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
