@@ -251,7 +251,7 @@ def _groups(**weights: Any) -> dict[str, Any]:
         ("qwen3", {"quant_method": "gptq", "bits": 4}, "gptq"),
         ("qwen3", {"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
         ("qwen3", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
-        ("qwen3", {"bits": 4, "group_size": 64}, "unknown, without a quant_method"),
+        ("qwen3", {"bits": 4, "group_size": 64}, "unknown without a quant_method, which"),
     ],
 )
 def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
@@ -301,7 +301,10 @@ def test_plain_weights_are_accepted_although_the_configuration_says_that_they_ar
 @pytest.mark.parametrize(
     ("stated", "name"),
     [
-        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "modelopt FP8, without"),
+        (
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "modelopt FP8 without a quant_method, which",
+        ),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
     ],
 )

@@ -221,9 +221,7 @@ def _without_method(given: Mapping[str, Any]) -> str:
     algorithm = (
         cast("Mapping[str, object]", settings).get("quant_algo") if isinstance(settings, Mapping) else None
     )
-    return (
-        f"modelopt {algorithm}, without a quant_method," if algorithm else "unknown, without a quant_method,"
-    )
+    return f"modelopt {algorithm} without a quant_method" if algorithm else "unknown without a quant_method"
 
 
 def _kind_of_fp8(given: Mapping[str, Any]) -> QuantizationKind:
