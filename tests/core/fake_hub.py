@@ -26,6 +26,8 @@ class FakeHub(BaseHTTPRequestHandler):
     """First bytes of the requests for parts of files, of all hubs."""
     commit = COMMIT
     """Newest commit."""
+    dtypes: ClassVar[dict[str, int]] = {}
+    """Numbers of weights by their types, where the hub knows them."""
 
     def __init__(self, files: dict[str, bytes], requested: list[str], *arguments: object) -> None:
         self.files, self.requested = files, requested
@@ -48,7 +50,14 @@ class FakeHub(BaseHTTPRequestHandler):
             ]
             asked = path.rpartition("/revision/")[2]
             commit = asked if len(asked) == len(COMMIT) else self.commit
-            info = {"id": "someone/tiny", "sha": commit, "siblings": siblings, "private": False}
+            info: dict[str, object] = {
+                "id": "someone/tiny",
+                "sha": commit,
+                "siblings": siblings,
+                "private": False,
+            }
+            if self.dtypes:
+                info["safetensors"] = {"parameters": self.dtypes, "total": sum(self.dtypes.values())}
             self.send(200, json.dumps(tree if "/tree/" in path else info).encode(), with_body=with_body)
         elif path.startswith("/someone/tiny/resolve/") and (name := path.rsplit("/", 1)[1]) in self.files:
             self.send(200, self.files[name], with_body=with_body)

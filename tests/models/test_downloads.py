@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Event
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -408,17 +409,48 @@ def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_config
     assert (kept.returncode, kept.stderr) == (0, "")
 
 
-def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(tiny_model: Path, home: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "said", "kind"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+    ],
+)
+def test_a_model_whose_weights_cannot_be_loaded_is_not_downloaded(
+    tiny_model: Path, home: Path, file: str, said: dict[str, object], kind: str
+) -> None:
     model = home / "model"
     shutil.copytree(tiny_model, model)
-    config = json.loads((model / "config.json").read_text())
-    given = {"quant_method": "gptq", "bits": 4}
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    before = (model / file).read_text() if (model / file).exists() else "{}"
+    (model / file).write_text(json.dumps({**json.loads(before), **said}))
     with running_hub(model) as (endpoint, requested):
         pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
         assert not any(path.endswith("safetensors") for path in requested)
-    assert "someone/tiny has weights of the kind gptq" in pulled.stderr
+    assert f"someone/tiny has weights of the kind {kind}" in pulled.stderr
     assert pulled.returncode == 2
+
+
+class HubWithTypes(FakeHub):
+    """Hub that knows the types of the weights."""
+
+    dtypes: ClassVar[dict[str, int]] = {"BF16": 1000, "U8": 1000}
+
+
+def test_a_model_that_is_still_called_quantized_is_downloaded_unless_the_hub_knows_that_it_is(
+    tiny_model: Path, home: Path
+) -> None:
+    model = home / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    given = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": given}))
+    with running_hub(model, HubWithTypes) as (endpoint, _):
+        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert "someone/tiny has weights of the kind bitsandbytes" in refused.stderr
+    with running_hub(model) as (endpoint, _):
+        plan = ("plan", "someone/tiny", "--machine", "m4-mac-mini-16")
+        assert mlx_ring(*plan, endpoint=endpoint, home=home).returncode == 0
+        assert mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).returncode == 0
 
 
 def test_a_model_of_ollama_that_cannot_be_served_is_refused_with_its_reason(

@@ -251,6 +251,7 @@ def _groups(**weights: Any) -> dict[str, Any]:
         ("qwen3", {"quant_method": "gptq", "bits": 4}, "gptq"),
         ("qwen3", {"quant_method": "awq", "bits": 8}, "AWQ of 8 bits"),
         ("qwen3", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt FP8"),
+        ("qwen3", {"bits": 4, "group_size": 64}, "unknown without a quant_method, which"),
     ],
 )
 def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
@@ -262,8 +263,11 @@ def test_kinds_of_weights_that_mlx_lm_does_not_load_are_refused_by_name(
     refused = f"of the kind .*{name}.*choose one in MLX"
     with pytest.raises(ModelUnsupported, match=refused):
         read_model_folder(folder)
-    with pytest.raises(ModelUnsupported, match=refused):
-        describe_model(str(folder / "config.json"))
+    kind = quantization_kind(given)
+    assert kind is not None
+    if not kind.may_be_plain:
+        with pytest.raises(ModelUnsupported, match=refused):
+            describe_model(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -290,6 +294,29 @@ def test_plain_weights_are_accepted_although_the_configuration_says_that_they_ar
 ) -> None:
     change(folder / "config.json", quantization_config=given)
     assert read_model_folder(folder).quantization == given
+    assert describe_model(str(folder)).folder.quantization == given
+    assert describe_model(str(folder / "config.json")).folder.quantization == given
+
+
+@pytest.mark.parametrize(
+    ("stated", "name"),
+    [
+        (
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "modelopt FP8 without a quant_method, which",
+        ),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+    ],
+)
+def test_a_kind_that_modelopts_own_file_states_is_refused(
+    folder: Path, stated: dict[str, Any], name: str
+) -> None:
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    for path in (folder, folder / "config.json"):
+        with pytest.raises(ModelUnsupported, match=f"of the kind {name}.*choose one in MLX"):
+            describe_model(str(path))
+    change(folder / "config.json", quantization={"bits": 4, "group_size": 64})
+    assert read_model_folder(folder).quantization == {"bits": 4, "group_size": 64}
 
 
 def test_weights_that_were_converted_to_mlx_are_accepted_whatever_they_were_before(folder: Path) -> None:

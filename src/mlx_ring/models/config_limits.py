@@ -6,7 +6,8 @@ mlx-ring reads itself are checked; mlx-lm checks the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,6 +16,8 @@ from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, PlanError
 from mlx_ring.host.process import usable_memory
 from mlx_ring.models.architectures import language_module, module_of
 
+_LARGEST_JSON = 1 << 28
+"""Most bytes of a JSON file. The largest are indexes and vocabularies, of some tens of megabytes."""
 LAYER_NAMES = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers")
 HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "dim", "model_dim")
 HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads")
@@ -119,8 +122,45 @@ def _check_layer_types(file: Path, sizes: Mapping[str, object]) -> None:
         )
 
 
+# ---- files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file with a JSON object.
+
+    Raises:
+        ModelCorrupt: it is another file.
+    """
+    try:
+        if (size := path.stat().st_size) > _LARGEST_JSON:
+            raise ModelCorrupt(f"{path} has {size} bytes, too many for a JSON file: fetch it again.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelCorrupt(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelCorrupt(f"{path} holds a {type(value).__name__}, not an object.")
+    return cast("dict[str, Any]", value)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read and check a configuration, and what ModelOpt states beside it.
+
+    Raises:
+        ModelCorrupt: it is no model's configuration.
+    """
+    config = read_json(file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelCorrupt(f"{file} names no model_type.")
+    stated = file.with_name(QUANTIZATION_FILE)
+    config = _with_stated_quantization(config, read_json(stated) if stated.is_file() else {})
+    check_config(file, config)
+    return config
+
+
 # ---- kinds of quantized weights
 
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""File of NVIDIA's ModelOpt beside config.json, which mlx-lm reads too."""
 _STATED = ("quantization", "quantization_config")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -154,9 +194,9 @@ _NONE = frozenset[str]()
 
 
 def quantization_kind(given: Mapping[str, Any]) -> QuantizationKind | None:
-    """Return the kind that a `quantization_config` states; None if it is MLX's own, or names no method."""
+    """Return the kind that a `quantization_config` states; None if mlx-lm loads it for all families as it is stored."""
     method = str(given.get("quant_method") or "")
-    if method in ("", "bitnet", "mxfp4", "mxfp8"):
+    if method in ("bitnet", "mxfp4", "mxfp8"):
         return None
     if method == "fp8":
         return _kind_of_fp8(given)
@@ -172,7 +212,16 @@ def quantization_kind(given: Mapping[str, Any]) -> QuantizationKind | None:
         fits = bits == _AWQ_BITS and version == "gemm"
         return QuantizationKind(f"AWQ of {bits} bits ({version})", None if fits else _NONE, "AWQ")
     # GPTQ has another layout than AWQ, for which mlx-lm takes it.
-    return QuantizationKind(method, _NONE, may_be_plain=method != "gptq")
+    return QuantizationKind(method or _without_method(given), _NONE, may_be_plain=method not in ("", "gptq"))
+
+
+def _without_method(given: Mapping[str, Any]) -> str:
+    """Return the name of a kind that states no method, as in ModelOpt's own file."""
+    settings = cast("object", given.get("quantization"))
+    algorithm = (
+        cast("Mapping[str, object]", settings).get("quant_algo") if isinstance(settings, Mapping) else None
+    )
+    return f"modelopt {algorithm} without a quant_method" if algorithm else "unknown without a quant_method"
 
 
 def _kind_of_fp8(given: Mapping[str, Any]) -> QuantizationKind:
@@ -207,6 +256,15 @@ def _kind_of_compressed(given: Mapping[str, Any]) -> QuantizationKind:
     return QuantizationKind(name, _PACKED_INTEGERS, "with biases")
 
 
+def _with_stated_quantization(config: dict[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with what ModelOpt's own file states, if it says nothing itself, as mlx-lm does."""
+    text = cast("object", config.get("text_config"))
+    parts = (config, cast("Mapping[str, object]", text if isinstance(text, Mapping) else {}))
+    if not stated or any("quantization_config" in part for part in parts):
+        return config
+    return {**config, "quantization_config": dict(stated)}
+
+
 def _stated_kind(config: Mapping[str, Any]) -> QuantizationKind | None:
     """Return the kind of a model's weights, where mlx-lm looks for it."""
     if config.get("quantization"):
@@ -219,13 +277,13 @@ def _stated_kind(config: Mapping[str, Any]) -> QuantizationKind | None:
     return None
 
 
-def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str, str] | None = None) -> None:
+def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Iterable[str] | None = None) -> None:
     """Refuse weights that are quantized in a way that mlx-lm does not load for the model's family.
 
     Args:
         path: the model's folder or file, for the message.
         config: its configuration.
-        dtypes: types of its tensors by name; None if they are not known.
+        dtypes: types of its tensors; None if they are not known. Then a kind that may be plain is accepted.
 
     Raises:
         ModelUnsupported: the error names the kind, and what to choose instead.
@@ -236,7 +294,7 @@ def require_loadable(path: Path, config: Mapping[str, Any], dtypes: Mapping[str,
     classes = cast("object", config.get("architectures"))
     listed = tuple(map(str, cast("list[object]", classes))) if isinstance(classes, list) else ()
     own = {module_of(str(config.get("model_type")), listed), language_module(config)}
-    is_plain = dtypes is not None and all(dtype in _FLOATS for dtype in dtypes.values())
+    is_plain = dtypes is None or all(dtype in _FLOATS for dtype in dtypes)
     if own.isdisjoint(kind.modules) and not (kind.may_be_plain and is_plain):
         raise ModelUnsupported(
             f"{path} has weights of the kind {kind.name}, which mlx-lm does not load for {config.get('model_type')!r} "

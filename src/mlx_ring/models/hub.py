@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import (
     HfApi,
+    ModelInfo,
     constants,
     get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare dict
@@ -50,7 +51,7 @@ from huggingface_hub.utils import (
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
-from mlx_ring.models.config_limits import check_memory, require_loadable
+from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
 from mlx_ring.models.hub_cache import PART, check_disk, check_shared_memory, repository_folder
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
@@ -61,7 +62,7 @@ from mlx_ring.models.model_folder import (
     read_model_config,
     read_model_folder,
 )
-from mlx_ring.models.short_names import short_names_of
+from mlx_ring.models.short_names import not_on_hub
 
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
@@ -117,13 +118,20 @@ def _config_file(name: str) -> Path:
     The client alone would try several times to reach the hub, and print each failure.
     """
     try:
-        HfApi().model_info(name, timeout=_ANSWER_WAIT_S)
+        info = HfApi().model_info(name, timeout=_ANSWER_WAIT_S)
     except Exception:
         kept = try_to_load_from_cache(name, "config.json")
         if isinstance(kept, str):
             return Path(kept)
         raise
-    return Path(hf_hub_download(name, "config.json"))
+    return _fetch_config(info)
+
+
+def _fetch_config(info: ModelInfo) -> Path:
+    """Fetch a configuration, with the file beside it that says how weights are quantized, if there is one."""
+    if any(file.rfilename == QUANTIZATION_FILE for file in info.siblings or ()):
+        hf_hub_download(info.id, QUANTIZATION_FILE)
+    return Path(hf_hub_download(info.id, "config.json"))
 
 
 def fetch(
@@ -150,7 +158,8 @@ def fetch(
     """
     disable_progress_bars()
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
-    files = _in_time(name, lambda: _wanted_files(name))
+    info = _in_time(name, lambda: _repository(name))
+    files = _wanted_files(info)
     weights = [file for file in files if file.name.endswith(".safetensors")]
     weight_bytes = sum(file.size for file in weights)
     if not weight_bytes:
@@ -159,8 +168,10 @@ def fetch(
             "files, if it has any, and serve that file."
         )
     if any(file.name == "config.json" for file in files):
-        config = Path(_in_time(name, lambda: hf_hub_download(name, "config.json")))
-        require_loadable(Path(name), read_model_config(config).config)
+        config = _in_time(name, lambda: _fetch_config(info))
+        require_loadable(
+            Path(name), read_model_config(config).config, info.safetensors and info.safetensors.parameters
+        )
     if must_fit:
         check_memory(name, weight_bytes)
     if memory_bytes is not None:
@@ -327,7 +338,7 @@ def verify(name: str, report: Report = lambda _: None) -> str:
     """
     folder = _snapshot(name, offline=True)
     try:
-        files = _in_time(name, lambda: _wanted_files(name, folder.name), is_here=True)
+        files = _in_time(name, lambda: _wanted_files(_repository(name, folder.name)), is_here=True)
     except ModelNotFound as error:
         return f"Its files were not compared: {error}"
     present = [file for file in files if (folder / file.name).is_file()]
@@ -364,9 +375,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _wanted_files(name: str, revision: str | None = None) -> list[_HubFile]:
-    """Return the files of a hub repository that serving needs, of its newest revision by default."""
-    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_ANSWER_WAIT_S)
+def _repository(name: str, revision: str | None = None) -> ModelInfo:
+    """Return the description of a hub repository, of its newest revision by default."""
+    return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_ANSWER_WAIT_S)
+
+
+def _wanted_files(info: ModelInfo) -> list[_HubFile]:
+    """Return the files of a hub repository that serving needs."""
     siblings = info.siblings or []
     wanted = set(
         filter_repo_objects(
@@ -410,7 +425,7 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
             f"start the server again with HF_TOKEN, a token from {constants.ENDPOINT}/settings/tokens."
         )
     if isinstance(error, RepositoryNotFoundError):
-        return ModelNotFound(_not_on_hub(name))
+        return ModelNotFound(not_on_hub(name))
     if isinstance(error, HfHubHTTPError):
         return ModelNotFound(
             f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
@@ -427,16 +442,4 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
     return ModelNotFound(
         f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
         "that holds the model; `mlx-ring models list` names the models on this machine."
-    )
-
-
-def _not_on_hub(name: str) -> str:
-    if short := short_names_of(name):
-        return (
-            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
-            "give the id of another conversion."
-        )
-    return (
-        f"The hub has no model {name}, or it is private: check the spelling. For a private one, run `hf auth login` on "
-        "this machine, or start the server again with HF_TOKEN, your token."
     )

@@ -30,6 +30,8 @@ from mlx_ring.models.config_limits import (
     VOCABULARY_NAMES,
     check_config,
     loading_of,
+    read_config,
+    read_json,
     require_loadable,
 )
 from mlx_ring.models.gguf import QUANTIZED, SUFFIX, GgufFile, read_gguf
@@ -39,8 +41,6 @@ from mlx_ring.models.gguf.tensors import ROUNDED, named_tensors
 _HEADER_LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 << 20
 """Most bytes of a header, as in the safetensors library."""
-_LARGEST_JSON = 1 << 28
-"""Most bytes of a JSON file. The largest are indexes and vocabularies, of some tens of megabytes."""
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -243,17 +243,14 @@ def read_model_folder(path: Path) -> ModelFolder:
         file = min(path.glob(f"*{SUFFIX}"), default=None)
         hint = "" if file is None else f" To serve a GGUF file, name it: {file}."
         raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.{hint}")
-    config = _read_json(path / "config.json")
     _refuse_code(path)
-    if not isinstance(config.get("model_type"), str):
-        raise ModelCorrupt(f"{path / 'config.json'} names no model_type.")
-    check_config(path / "config.json", config)
+    config = read_config(path / "config.json")
     generation = path / "generation_config.json"
-    generation_config = _read_json(generation) if generation.is_file() else {}
+    generation_config = read_json(generation) if generation.is_file() else {}
     read = list(_read_headers(path, config["model_type"]))
     stored = [entry for _, entries in read for entry in entries]
     dtypes = {entry.name: entry.dtype for entry in stored}
-    require_loadable(path, config, dtypes)
+    require_loadable(path, config, dtypes.values())
     loading = loading_of(config, dtypes)
     tensors = (
         replace(entry, loaded_dtype=loading[entry.name][0], loaded_factor=loading[entry.name][1])
@@ -288,11 +285,7 @@ def read_model_config(file: Path) -> ModelFolder:
     _require_access(file.parent)
     if not file.is_file():
         raise ModelNotFound(f"There is no file {file}.")
-    config = _read_json(file)
-    if not isinstance(config.get("model_type"), str):
-        raise ModelCorrupt(f"{file} names no model_type.")
-    check_config(file, config)
-    return ModelFolder(file.parent, config, {}, ())
+    return ModelFolder(file.parent, read_config(file), {}, ())
 
 
 def has_tokenizer(folder: ModelFolder) -> bool:
@@ -329,23 +322,11 @@ def _refuse_special_files(path: Path) -> None:
                 )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if (size := path.stat().st_size) > _LARGEST_JSON:
-            raise ModelCorrupt(f"{path} has {size} bytes, too many for a JSON file: fetch it again.")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelCorrupt(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelCorrupt(f"{path} holds a {type(value).__name__}, not an object.")
-    return cast("dict[str, Any]", value)
-
-
 def _refuse_code(path: Path) -> None:
     for name in _CONFIGS_WITH_CODE:
         if not (path / name).is_file():
             continue
-        config = _read_json(path / name)
+        config = read_json(path / name)
         for key in ("model_file", "auto_map"):
             if config.get(key):
                 raise ModelUnsafe(
@@ -385,7 +366,7 @@ def _check_index(path: Path, present: set[str]) -> None:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelCorrupt(f"{index} has no weight_map.")
     missing = sorted(set(map(str, cast("dict[str, str]", weight_map).values())) - present)

@@ -241,7 +241,9 @@ def describe_model(name: str) -> LocalModel:
         ModelUnsupported: it cannot be served.
     """
     described = _describe(name)
-    require_loadable(Path(name), described.folder.config)
+    # A folder with weights was checked by their types when it was read.
+    if not described.folder.tensors:
+        require_loadable(Path(name), described.folder.config)
     return described
 
 

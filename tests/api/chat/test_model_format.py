@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from tests.engine.small_tokenizers import TOOL, byte_fallback, byte_level
 from mlx_ring.api.chat.model_format import ChatFormat, ChatFormats, Marks, prompts_end, read_format
 from mlx_ring.core.lean_imports import import_bare
 from mlx_ring.engine.streams import Detokenizer, Vocabulary
+from mlx_ring.head.served_model import prepare_model
 from mlx_ring.models.model_source import find_model
+from mlx_ring.settings.settings_sources import load_settings
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,33 @@ def test_demo_model_has_qwens_format(demo: Any) -> None:
     assert format_.knows("tools")
     assert format_.knows("enable_thinking")
     assert not format_.knows("reasoning_effort")
+
+
+@pytest.mark.parametrize("of_tools", ["default", "tool_use"])
+def test_tools_of_a_model_with_several_templates_have_the_format_of_theirs(
+    tmp_path: Path, of_tools: str
+) -> None:
+    """Read what mlx-lm does not: it finds the format of calls by a single template only."""
+    folder = tmp_path / "model"
+    shutil.copytree(find_model("demo").folder.path, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = {"default": "{{ messages[0].content }}", "rag": "[TOOL_CALLS]{{ documents }}"}
+    templates[of_tools] = _tools_template()
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**own, "chat_template": named}))
+    tokenizer = prepare_model(load_settings({"model": str(folder)})).tokenizer
+    format_ = read_format(tokenizer)
+    assert format_.calls is not None
+    assert (format_.calls.start, format_.calls.parser) == ("<tool_call>", "json_tools")
+    assert format_.knows("tools")
+    assert format_.special
+
+
+def _tools_template() -> str:
+    """Return the demo model's template, which has tools."""
+    tokenizer: Any = prepare_model(load_settings({"model": "demo"})).tokenizer
+    return tokenizer._tokenizer.chat_template
 
 
 def test_call_tokens_are_shown_only_where_calls_are_allowed(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models.rope_utils import YarnRoPE
 from tests.models.gguf.writing import (
     F32,
     Q4_1,
@@ -195,6 +196,27 @@ def test_scaled_rotations(
     assert config(tmp_path, metadata=metadata).get("rope_scaling") == expected
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.8782488562869419, 1.25, 0.5])
+def test_the_magnitude_of_yarns_rotations_is_that_of_the_file(tmp_path: Path, ratio: float) -> None:
+    yarn: dict[str, Value] = {"own.rope.scaling.type": "yarn", "own.rope.scaling.factor": 4.0}
+    metadata: dict[str, Value] = {**yarn, "own.rope.scaling.attn_factor": ratio}
+    scaling = config(tmp_path, {"model_type": "qwen3", "head_dim": 16}, metadata=metadata)["rope_scaling"]
+    usual = 1 + 0.1 * math.log(4)
+    assert (scaling.pop("type"), scaling.pop("factor")) == ("yarn", 4.0)
+    rope: Any = YarnRoPE(16, scaling_factor=4.0, **scaling)
+    assert rope.mscale == pytest.approx(ratio * usual, rel=1e-6)
+
+
+def test_a_cap_of_logits_is_ignored_in_gemma_3_1b_alone(tmp_path: Path) -> None:
+    """Follow ollama, whose own file of this model has a cap that the model does not have."""
+    gemma = {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 16}
+    cap: dict[str, Value] = {"own.final_logit_softcapping": 30.0}
+    smallest = {**gemma, "num_hidden_layers": 26}
+    assert config(tmp_path, smallest, metadata=cap) == config(tmp_path, smallest)
+    with pytest.raises(ModelUnsupported, match="final_logit_softcapping 30"):
+        config(tmp_path, {**gemma, "num_hidden_layers": 32}, metadata=cap)
+
+
 @pytest.mark.parametrize(
     ("metadata", "error", "message"),
     [
@@ -229,7 +251,15 @@ def test_scaled_rotations(
         ({"llama.attention.max_alibi_bias": 8.0}, ModelUnsupported, r"max_alibi_bias 8"),
         ({"llama.attention.output_scale": 2.0}, ModelUnsupported, r"output_scale 2"),
         ({"llama.attention.temperature_scale": 0.1}, ModelUnsupported, r"temperature_scale 0\.1"),
-        ({"llama.use_parallel_residual": True}, ModelUnsupported, r"use_parallel_residual True"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 1.0,
+                "llama.rope.scaling.attn_factor": 2.0,
+            },
+            ModelUnsupported,
+            "attn_factor 2",
+        ),
         ({"llama.expert_weights_norm": False}, ModelUnsupported, r"expert_weights_norm False"),
         ({"llama.expert_weights_scale": 2.5}, ModelUnsupported, r"expert_weights_scale 2\.5"),
         ({"llama.expert_gating_func": 2}, ModelUnsupported, r"expert_gating_func 2"),
@@ -268,6 +298,7 @@ def test_what_cannot_be_served_is_refused(
         ({}, {"own.tensor_data_layout": "Meta AI original pth", "own.expert_count": 0, "split.count": 1}),
         ({}, {"own.expert_used_count": 0, "own.nextn_predict_layers": 0, "own.pooling_type": 0}),
         ({}, {"own.vision.block_count": 27, "quantize.imatrix.file": "a", "general.tags": ["a"]}),
+        ({"model_type": "qwen2"}, {"own.use_parallel_residual": True}),
         ({"model_type": "phi3", "partial_rotary_factor": 1.0}, {"own.attention.sliding_window": 2047}),
         (
             {"model_type": "gemma3_text", "sliding_window": 512, "head_dim": 16, "query_pre_attn_scalar": 16},

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -223,12 +224,34 @@ def _read_thinking(tokenizer: Tokenizer) -> Marks | None:
 
 def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
     """Return the marks and the parser of calls. Each of mlx-lm's parsers is a module with the name of its format."""
-    start, parse = tokenizer.tool_call_start, tokenizer.tool_parser
+    start, end, parse = tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser
+    if (not start or parse is None) and (template := _template_for_tools(tokenizer)):
+        start, end, parse = _inferred_calls(tokenizer, template)
     if not start or parse is None:
         return None
     parser = parse.__module__.rpartition(".")[2]
     inner = _INNER_MARKS.get(parser, ())
-    return CallMarks(start, tokenizer.tool_call_end or "", parser, parser_of(parser, parse), inner)
+    return CallMarks(start, end or "", parser, parser_of(parser, parse), inner)
+
+
+def _template_for_tools(tokenizer: Tokenizer) -> str:
+    """Return the template that transformers chooses for tools, of several; empty if there is one, which mlx-lm reads."""
+    templates: object = getattr(_beneath(tokenizer), "chat_template", None)
+    if not isinstance(templates, dict):
+        return ""
+    named = cast("dict[str, str]", templates)
+    return named.get("tool_use") or named.get("default") or ""
+
+
+def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, str | None, ParseCalls | None]:
+    """Return the marks and the parser of calls that mlx-lm finds for a template."""
+    wrapped: Any = importlib.import_module("mlx_lm.tokenizer_utils")
+    single = SimpleNamespace(chat_template=template, get_vocab=_beneath(tokenizer).get_vocab)
+    name: str | None = wrapped._infer_tool_parser(single)  # noqa: SLF001 - there is no public one
+    if name is None:
+        return None, None, None
+    module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    return module.tool_call_start, module.tool_call_end, module.parse_tool_call
 
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
@@ -252,15 +275,19 @@ def _read_turns(
 
 def _template_text(tokenizer: Tokenizer) -> str:
     """Return the text of the template or templates, or the source of a renderer in Python."""
-    beneath: Any = getattr(tokenizer, "_tokenizer", tokenizer)
     renderer: object = getattr(tokenizer, "_chat_template", None)
-    template: object = getattr(beneath, "chat_template", None)
+    template: object = getattr(_beneath(tokenizer), "chat_template", None)
     if renderer is not None:
         module = inspect.getmodule(renderer)
         return "" if module is None else inspect.getsource(module)
     if isinstance(template, dict):
         return "\n".join(str(text) for text in cast("dict[str, object]", template).values())
     return template if isinstance(template, str) else ""
+
+
+def _beneath(tokenizer: Tokenizer) -> Any:
+    """Return the tokenizer in mlx-lm's wrapper."""
+    return getattr(tokenizer, "_tokenizer", tokenizer)
 
 
 def _with_special(plain: ChatFormat, tokenizer: Tokenizer) -> ChatFormat:

@@ -18,6 +18,8 @@ from mlx_ring.models.pooling import pooling_files
 
 _LAYERS_OF_GEMMA_27B = 62
 """Number of layers of the Gemma 3 model whose attention is scaled by another width than the head's."""
+_LAYERS_OF_GEMMA_1B = 26
+"""Number of layers of the Gemma 3 model of which ollama's files cap logits, although the model does not. Ollama ignores it."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Numbers of all published Llama 3 models. GGUF has only the factors that follow from them."""
 _NEUTRAL = {
@@ -31,9 +33,10 @@ _NEUTRAL = {
 """Values that change nothing, by name, without `rope.scaling.`; of all other unknown numbers 0."""
 _HARMLESS = frozenset(
     {
-        # not read by models of these architectures
+        # not read by llama.cpp for models of these architectures
         *("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "decoder_start_token_id"),
         *("rope.dimension_sections", "rope.scaling.finetuned", "attention.temperature_length"),
+        "use_parallel_residual",
         # of use with others that are checked
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scale_linear"),
         *("expert_used_count", "expert_feed_forward_length"),
@@ -227,6 +230,8 @@ class _Metadata:
         if self._prefix != "gemma3":
             return {}
         is_largest = config["num_hidden_layers"] == _LAYERS_OF_GEMMA_27B
+        if config["num_hidden_layers"] == _LAYERS_OF_GEMMA_1B:
+            self._used.add("final_logit_softcapping")
         return {
             "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
             if is_largest
@@ -281,12 +286,24 @@ class _Metadata:
                 "original_max_position_embeddings": original or config["max_position_embeddings"],
                 "beta_fast": self._float("rope.scaling.yarn_beta_fast"),
                 "beta_slow": self._float("rope.scaling.yarn_beta_slow"),
+                **self._yarn_magnitude(factor),
             }
             return {
                 "rope_scaling": scaling
                 | {name: value for name, value in numbers.items() if value is not None}
             }
         raise self._unsupported(f"a scaling of rotations of type {shown(kind)} with factor {factor}")
+
+    def _yarn_magnitude(self, factor: float) -> dict[str, float]:
+        """Return mlx-lm's numbers for another magnitude of rotations than YaRN's own, of which a file has the ratio."""
+        if factor <= 1 or self._prefix == "gemma3":
+            # mlx-lm scales no rotations, or those of some layers only: another ratio is refused.
+            return {}
+        ratio = self._float("rope.scaling.attn_factor") or 1.0
+        if ratio == 1:
+            return {}
+        usual = 1 + 0.1 * math.log(factor)
+        return {"mscale": (ratio * usual - 1) / (usual - 1), "mscale_all_dim": 0}
 
     def _check_magnitude(self, factor: float, original: int) -> None:
         """Refuse another factor of long rotations' magnitude than mlx-lm's."""
