@@ -83,7 +83,7 @@ export class ModelJobs {
 
   /**
    * Load a model that is on the disk, and serve it from now on. Only two loads are sent at once, because each holds a
-   * connection: a browser opens six to a server, of which answers take three and the live figures one.
+   * connection. A browser opens six to a server: three for answers, and one for the live figures.
    * @param {string} model
    */
   load(model) {
