@@ -60,7 +60,10 @@ export class ModelJobs {
   #left = new Set();
   /** Models whose loads the server has. @type {Set<string>} */
   #loading = new Set();
-  /** Loads that wait for those, the oldest first. @type {Map<string, { begin: () => void, refuse: (why: Error) => void }>} */
+  /**
+   * Loads that wait for those, the oldest first.
+   * @type {Map<string, { begin: () => void, refuse: (why: Error) => void }>}
+   */
   #waiting = new Map();
 
   /**

@@ -36,7 +36,10 @@ export function isChats(name) {
 
 /** The stored list, and what a tab last read or wrote of it. */
 export class StoredChats {
-  /** Conversations as last read or written, with their stored text. @type {Map<string, { chat: Conversation, text: string }>} */
+  /**
+   * Conversations as last read or written, with their stored text.
+   * @type {Map<string, { chat: Conversation, text: string }>}
+   */
   #known = new Map();
   /** Deletions for which there was no room yet, with their times. @type {Map<string, number>} */
   #deleted = new Map();
