@@ -129,6 +129,30 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         )
 
 
+def test_load_that_waits_for_two_others_can_be_cancelled_and_holds_the_page_open(browser: Browser) -> None:
+    catalog = TwinCatalog(TwinService())
+    with (
+        serving(catalog.models[0], catalog=catalog) as url,
+        open_page(browser, url, view="models") as (page, _),
+    ):
+        page.route("**/models/load", lambda _: None)
+        add = page.get_by_role("region", name="Add a model")
+        for name in ("org/a", "org/b", "org/c"):
+            add.get_by_label("Name").fill(name)
+            page.keyboard.press("Enter")
+            expect(add.get_by_role("status").filter(has_text=name).first).to_contain_text(
+                re.compile("Loading|waits for")
+            )
+        expect(add).to_contain_text("org/c waits for the load of org/a or org/b")
+        with page.expect_event("dialog") as asked:
+            page.close(run_before_unload=True)
+        assert asked.value.type == "beforeunload"
+        asked.value.dismiss()
+        add.get_by_role("button", name="Cancel the load of org/c").click()
+        expect(add.get_by_role("status").filter(has_text="org/c")).to_have_count(0)
+        expect(add.get_by_role("status").filter(has_text="Loading org/")).to_have_count(2)
+
+
 def test_download_that_is_refused_because_of_the_memory_can_be_forced(browser: Browser) -> None:
     catalog = TwinCatalog(TwinService())
     with (

@@ -405,33 +405,84 @@ test("models that run well come first, the largest first, and those that do not 
   );
 });
 
-test("loads are sent one after the other, and say for which they wait, because each holds a connection", async () => {
+/** Jobs whose loads the test answers. @param {string[]} models */
+async function loadAll(models) {
   /** @type {Record<string, (response: Response) => void>} */
   const answer = {};
-  const fetched = mock.method(globalThis, "fetch", (/** @type {URL} */ _, /** @type {any} */ { body }) => {
+  const asked = /** @type {string[]} */ ([]);
+  mock.method(globalThis, "fetch", (/** @type {URL} */ _, /** @type {any} */ { body }) => {
     const { model } = JSON.parse(body);
+    asked.push(model);
     return new Promise((done) => {
       answer[model] = done;
     });
   });
   const jobs = new ModelJobs();
-  const ended = ["a", "b", "c"].map((model) => jobs.load(model));
+  const ended = models.map((model) => jobs.load(model));
   await settle();
   const waits = () => Object.values(jobs.now).map(({ waitsFor, isRunning }) => isRunning && waitsFor);
-  assert.deepEqual([waits(), fetched.mock.callCount()], [["", "a", "b"], 1]);
-  assert.equal(describeRunning("b", /** @type {any} */ (jobs.now.b)), "b waits for the load of a");
-  answer.a?.(Response.json({ error: { message: "It does not fit." } }, { status: 503 }));
+  const end = async (/** @type {string} */ model) => {
+    answer[model]?.(Response.json({ id: model }));
+    await settle();
+  };
+  return { jobs, answer, asked, ended, waits, end };
+}
+
+/** Return true if the browser would ask before it closes the page. */
+function asksBeforeLeave() {
+  return !window.dispatchEvent(new Event("beforeunload", { cancelable: true }));
+}
+
+test("two loads are sent at once, and others say for which they wait, because each holds a connection", async () => {
+  const { jobs, answer, asked, ended, waits, end } = await loadAll(["a", "b", "c", "d"]);
+  assert.deepEqual(
+    [waits(), asked],
+    [
+      ["", "", "a or b", "c"],
+      ["a", "b"],
+    ],
+  );
+  assert.equal(describeRunning("c", /** @type {any} */ (jobs.now.c)), "c waits for the load of a or b");
+  answer.b?.(Response.json({ error: { message: "It does not fit." } }, { status: 503 }));
   await settle();
-  assert.deepEqual([waits(), fetched.mock.callCount()], [[false, "", "b"], 2]);
-  answer.b?.(Response.json({ id: "b" }));
-  await settle();
-  answer.c?.(Response.json({ id: "c" }));
-  assert.deepEqual(await Promise.all(ended), [false, true, true]);
+  assert.deepEqual(
+    [waits(), asked],
+    [
+      ["", false, "", "a or c"],
+      ["a", "b", "c"],
+    ],
+  );
+  await end("a");
+  assert.deepEqual([waits(), asked.length], [[false, false, "", ""], 4]);
+  await end("c");
+  await end("d");
+  assert.deepEqual(await Promise.all(ended), [true, false, true, true]);
   const last = jobs.load("a");
   await settle();
   assert.equal(jobs.now.a?.waitsFor, "");
-  answer.a?.(Response.json({ id: "a" }));
+  await end("a");
   assert.equal(await last, true);
+});
+
+test("a load that waits can be cancelled, and the browser asks before it closes the page meanwhile", async () => {
+  const { jobs, asked, ended, waits, end } = await loadAll(["a", "b", "c", "d"]);
+  assert.equal(asksBeforeLeave(), true);
+  jobs.cancelLoad("c");
+  jobs.cancelLoad("a");
+  assert.equal(await ended[2], false);
+  assert.deepEqual(
+    [Object.keys(jobs.now), waits()],
+    [
+      ["a", "b", "d"],
+      ["", "", "a or b"],
+    ],
+  );
+  assert.equal(asksBeforeLeave(), true);
+  await end("b");
+  assert.deepEqual([asked, asksBeforeLeave()], [["a", "b", "d"], false]);
+  await end("a");
+  await end("d");
+  assert.deepEqual(await Promise.all(ended), [true, true, false, true]);
 });
 
 test("a download that was refused because of the memory can be forced", async () => {

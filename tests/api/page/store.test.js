@@ -8,9 +8,11 @@ import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
 
 const NAME = "mlx-ring.chats";
+const DELETED = "mlx-ring.deleted";
 const { navigator } = globalThis;
 
 afterEach(() => {
+  mock.timers.reset();
   window.dispatchEvent(new Event("pagehide"));
   Object.defineProperty(globalThis, "navigator", { value: navigator, configurable: true });
 });
@@ -31,8 +33,9 @@ function openStore(chats) {
       write(name, value);
     };
   };
-  /** What another tab stores. @param {any[]} value */
-  const storeElsewhere = (value) => {
+  /** What another tab stores. @param {any[]} value @param {string[]} [deleted] ids that it deleted */
+  const storeElsewhere = (value, deleted = []) => {
+    if (deleted.length) write(DELETED, JSON.stringify(deleted.map((id) => [id, Date.now()])));
     write(NAME, JSON.stringify(value));
     window.dispatchEvent(Object.assign(new Event("storage"), { key: NAME }));
   };
@@ -69,13 +72,13 @@ test("a chat for which there was no room stays, and open, when another tab store
   store.rename("a much longer name");
   assert.deepEqual([ids(store), store.now.unstored], [["c3", "c2", "c1"], 1]);
   store.open("c1");
-  storeElsewhere([chat(4), chat(3)]);
+  storeElsewhere([chat(4), chat(3)], ["c2"]);
   assert.deepEqual([ids(store), store.now.open.id, store.now.unstored], [["c4", "c3", "c1"], "c1", 1]);
 });
 
 test("a chat that another tab could not store stays here, one that it deleted does not", () => {
   const { store, storeElsewhere } = openStore([chat(3), chat(2), chat(1)]);
-  storeElsewhere([chat(4), chat(2), { unstored: ["c1"] }]);
+  storeElsewhere([chat(4), chat(2), { unstored: ["c1"] }], ["c3"]);
   assert.deepEqual([ids(store), store.now.unstored], [["c4", "c2", "c1"], 1]);
   storeElsewhere([chat(4), chat(2), chat(1)]);
   assert.deepEqual([ids(store), store.now.unstored], [["c4", "c2", "c1"], 0]);
@@ -116,7 +119,7 @@ for (const [how, left] of /** @type {[string, any[]][]} */ ([
 ])) {
   test(`a chat that another tab deletes ${how} stays deleted when its answer ends or the page is closed`, async () => {
     const { store, storeElsewhere, stream } = await openStreaming();
-    storeElsewhere(left);
+    storeElsewhere(left, ["c1"]);
     assert.deepEqual([ids(store), store.now.running.size], [left.map(({ id }) => id), 0]);
     await settle();
     window.dispatchEvent(new Event("pagehide"));
@@ -134,6 +137,136 @@ test("a chat that another tab renames, and stores as it was before the answer, k
   await stream.write(DONE);
   await settle();
   assert.deepEqual([stored()[0].title, contents()], ["Again", ["?", "More?", "HiHi"]]);
+});
+
+/**
+ * Open the page in another tab, with a store of its own. `report` tells a tab that the list has changed.
+ * @param {ChatStore} store
+ */
+function openOther(store) {
+  const own = window;
+  const elsewhere = new EventTarget();
+  Object.assign(globalThis, { window: elsewhere });
+  const other = new ChatStore(() => {});
+  Object.assign(globalThis, { window: own });
+  /** @param {ChatStore} to @param {string | null} [key] */
+  const report = (to, key = NAME) =>
+    void (to === store ? own : elsewhere).dispatchEvent(Object.assign(new Event("storage"), { key }));
+  return { other, report };
+}
+
+const storedIds = () => stored().map(({ id }) => id);
+
+test("a new chat and its answer stay when another tab stores its list before it knows of them", async () => {
+  const { store, storeElsewhere } = openStore([chat(1)]);
+  const { other, report } = openOther(store);
+  const fetched = mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  store.startNew();
+  store.ask("New?", options);
+  await settle();
+  const { id } = store.now.open;
+  other.rename("Renamed");
+  assert.deepEqual(storedIds(), [id, "c1"]);
+  assert.deepEqual([ids(other), other.now.open.title], [[id, "c1"], "Renamed"]);
+  report(store);
+  // A list that lacks the chat is no deletion, and is completed.
+  storeElsewhere([{ ...chat(1), title: "Again" }]);
+  const { signal } = /** @type {any} */ (fetched.mock.calls[0]).arguments[1];
+  assert.deepEqual([store.now.running.size, signal.aborted, store.now.open.id], [1, false, id]);
+  assert.deepEqual([storedIds(), stored()[1].title], [[id, "c1"], "Again"]);
+});
+
+test("two tabs that change a chat before they know of each other keep both changes", () => {
+  const { store } = openStore([chat(1)]);
+  const { other, report } = openOther(store);
+  mock.method(globalThis, "fetch", () => new Promise(() => {}));
+  store.ask("More?", options);
+  other.rename("Renamed");
+  assert.deepEqual([stored()[0].title, stored()[0].messages.length], ["Renamed", 3]);
+  report(store);
+  assert.deepEqual([store.now.open.title, store.now.open.messages.length], ["Renamed", 3]);
+  store.rename("Named here");
+  const later = { ...stored()[0], title: "Named there", at: Date.now() + 1 };
+  localStorage.setItem(NAME, JSON.stringify([later]));
+  report(store);
+  assert.equal(store.now.open.title, "Named there");
+});
+
+test("a chat that one tab deletes stays deleted in the list of another, until the deletion is undone", () => {
+  const { store } = openStore([chat(2), chat(1)]);
+  const { other, report } = openOther(store);
+  store.delete("c1");
+  other.rename("Renamed");
+  assert.deepEqual([storedIds(), ids(other)], [["c2"], ["c2"]]);
+  store.restore();
+  report(other);
+  assert.deepEqual(
+    [ids(store), ids(other)],
+    [
+      ["c2", "c1"],
+      ["c2", "c1"],
+    ],
+  );
+  assert.equal(localStorage.getItem(DELETED), null);
+  store.deleteAll();
+  other.rename("Again");
+  assert.deepEqual([ids(other), localStorage.getItem(NAME)], [[], null]);
+});
+
+test("deletions are forgotten by number and age, and are stored once there is room", () => {
+  const { store, limit } = openStore([chat(1)]);
+  const now = Date.now();
+  const old = Array.from({ length: 600 }, (_, place) => [`d${place}`, place < 300 ? now - 40 * 24 * 3600e3 : now]);
+  localStorage.setItem(DELETED, JSON.stringify([...old, ...old.slice(300).map(([id]) => [`${id}x`, now]), "other"]));
+  store.delete("c1");
+  const deleted = JSON.parse(localStorage.getItem(DELETED) ?? "[]");
+  assert.deepEqual([deleted.length, deleted[499][0], deleted[0][0]], [500, "c1", "d401"]);
+  const full = openStore([chat(2), chat(1)]);
+  full.limit(0);
+  full.store.delete("c1");
+  assert.deepEqual([ids(full.store), localStorage.getItem(DELETED)], [["c2"], null]);
+  full.limit(1e6);
+  full.store.rename("Renamed");
+  assert.equal(JSON.parse(localStorage.getItem(DELETED) ?? "[]")[0][0], "c1");
+  limit(1e6);
+});
+
+test("chats go from all tabs when a person clears the browser's storage", async () => {
+  const { store } = await openStreaming();
+  localStorage.removeItem(NAME);
+  window.dispatchEvent(Object.assign(new Event("storage"), { key: null }));
+  await settle();
+  assert.deepEqual([ids(store), store.now.open.messages, store.now.running.size], [[], [], 0]);
+  assert.equal(localStorage.getItem(NAME), null);
+});
+
+test("a page that the browser shows again takes what other tabs changed, and looks for marks again", async () => {
+  const { store, mark } = openStore([chat(1)]);
+  mock.timers.enable({ apis: ["setTimeout", "setInterval"] });
+  mark("c1", { tab: "other", at: Date.now() });
+  window.dispatchEvent(new Event("pagehide"));
+  localStorage.setItem(NAME, JSON.stringify([chat(2), chat(1)]));
+  localStorage.setItem("mlx-ring.chat-c2", JSON.stringify({ tab: "other", at: Date.now() }));
+  localStorage.removeItem("mlx-ring.chat-c1");
+  window.dispatchEvent(new Event("pageshow"));
+  assert.deepEqual(ids(store), ["c1"]);
+  window.dispatchEvent(Object.assign(new Event("pageshow"), { persisted: true }));
+  assert.deepEqual([ids(store), [...store.now.elsewhere]], [["c2", "c1"], ["c2"]]);
+  localStorage.removeItem("mlx-ring.chat-c2");
+  mock.timers.tick(5000);
+  mock.timers.reset();
+  await settle();
+  assert.equal(store.now.elsewhere.size, 0);
+});
+
+test("an answer that leaving the page cut off is shown as such when the browser shows the page again", async () => {
+  const { store, contents } = await openStreaming();
+  window.dispatchEvent(new Event("pagehide"));
+  window.dispatchEvent(Object.assign(new Event("pageshow"), { persisted: true }));
+  await settle();
+  const answer = /** @type {any} */ (store.now.open.messages[2]);
+  assert.deepEqual([answer.content, answer.end, store.now.running.size], ["Hi", "unknown", 0]);
+  assert.deepEqual(contents(), ["?", "More?", "Hi"]);
 });
 
 test("an answer goes to its message, though another tab has removed one before it", async () => {

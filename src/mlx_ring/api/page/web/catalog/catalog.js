@@ -11,7 +11,7 @@ import { onSingleClick, onValue } from "../components.js";
 import { bytes, percent } from "../format.js";
 import { readDisk } from "../models.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
-import { describeRunning, JobEnd, JobProblem, ModelCard } from "./model-card.js";
+import { JobEnd, JobProblem, ModelCard, RunningJob } from "./model-card.js";
 import { Prediction, Recommendations } from "./prediction.js";
 
 /** Time between two looks at the disk, for downloads that other programs began. */
@@ -156,7 +156,7 @@ function OnDisk({ models, interrupted, running, jobs }) {
           </span>
           ${
             running[name]?.kind === "load" && running[name]?.isRunning
-              ? html`<span class="muted" role="status">${describeRunning(name, running[name])}</span>`
+              ? html`<${RunningJob} name=${name} job=${running[name]} jobs=${jobs} />`
               : html`<button
                   type="button"
                   aria-label=${`Load ${name}`}
@@ -197,7 +197,7 @@ function AddedJob({ name, job, jobs, cluster, chat }) {
   if (job.kind !== "download" && !job.isRunning) {
     return html`<${JobEnd} name=${name} job=${job} cluster=${cluster} jobs=${jobs} chat=${chat} />`;
   }
-  if (job.kind !== "download") return html`<p role="status">${describeRunning(name, job)}</p>`;
+  if (job.kind !== "download") return html`<p class="row"><${RunningJob} name=${name} job=${job} jobs=${jobs} /></p>`;
   if (!job.isRunning) {
     return html`<p class="row" role="status">
       ${name} is downloaded.

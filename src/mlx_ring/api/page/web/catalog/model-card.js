@@ -84,7 +84,7 @@ export function ModelCard({ served, model, cluster, bytesOnDisk, job, jobs, chat
  */
 function Actions({ served: { model, state }, job, jobs, chat, unload }) {
   if (job?.isRunning) {
-    return html`<span class="muted push" role="status">${describeRunning(model, job)}</span>`;
+    return html`<span class="row push"><${RunningJob} name=${model} job=${job} jobs=${jobs} /></span>`;
   }
   if (state === "loading") return null;
   const isLoaded = state !== "unloaded";
@@ -115,6 +115,20 @@ function Actions({ served: { model, state }, job, jobs, chat, unload }) {
  */
 export function describeRunning(name, { kind, waitsFor }) {
   return waitsFor ? `${name} waits for the load of ${waitsFor}` : `${VERBS[kind]} ${name}`;
+}
+
+/**
+ * Render what a job of a model does now, with the way to cancel a load that waits.
+ * @param {{ name: string, job: Job, jobs: ModelJobs }} props
+ */
+export function RunningJob({ name, job, jobs }) {
+  const cancel = html`<button
+    type="button"
+    class="quiet"
+    aria-label=${`Cancel the load of ${name}`}
+    onClick=${onSingleClick(() => jobs.cancelLoad(name))}
+  >Cancel</button>`;
+  return html`<span class="muted" role="status">${describeRunning(name, job)}</span> ${job.waitsFor && cancel}`;
 }
 
 /**

@@ -14,7 +14,7 @@ import { readDisk } from "../models.js";
  * @property {string} problem a sentence, or empty
  * @property {boolean} isConflict whether the server refused because the model is in use
  * @property {boolean} isTooLarge whether the server refused a download because no machines here could load the model
- * @property {string} waitsFor model whose load must end first, or empty
+ * @property {string} waitsFor models of which the load of one must end first, or empty
  * @property {PullStatus | null} progress of a download
  * @property {boolean} loadsNext whether the model is loaded after its download
  * @property {string} served the server's name of the model once the job has ended well, else empty
@@ -27,6 +27,8 @@ import { readDisk } from "../models.js";
 const CONFLICT = 409;
 const TOO_LARGE = "exceeds_memory";
 const STOPPED = "The download stopped before it was complete. Start it again.";
+/** Largest number of loads that are sent at once. */
+const MAX_LOADS = 2;
 /** Time between two looks at downloads that others began. */
 const FOLLOW_MS = 2000;
 /** @type {Omit<Job, "kind">} */
@@ -56,8 +58,13 @@ export class ModelJobs {
   #isWatching = false;
   /** Names and bytes of downloads that this page does not follow by itself. @type {Set<string | number>} */
   #left = new Set();
-  /** The last load that was asked for, until it ends. @type {{ model: string, ended: Promise<void> } | null} */
-  #lastLoad = null;
+  /** Models whose loads the server has. @type {Set<string>} */
+  #loading = new Set();
+  /**
+   * Loads that wait for those, the oldest first.
+   * @type {Map<string, { begin: () => void, refuse: (why: Error) => void }>}
+   */
+  #waiting = new Map();
 
   /**
    * Call a listener after every change. Return a function that unsubscribes it.
@@ -78,8 +85,8 @@ export class ModelJobs {
   }
 
   /**
-   * Load a model that is on the disk, and serve it from now on. It waits for the loads before it, because each holds a
-   * connection, and a browser opens only six to a server.
+   * Load a model that is on the disk, and serve it from now on. Only two loads are sent at once, because each holds a
+   * connection. A browser opens six to a server: three for answers, and one for the live figures.
    * @param {string} model
    */
   load(model) {
@@ -89,31 +96,60 @@ export class ModelJobs {
   }
 
   /**
-   * Wait for the load that was asked for before, then load.
+   * Wait until fewer loads are under way, then load.
    * @param {string} model
    * @param {() => Promise<string>} load
    */
   async #inTurn(model, load) {
-    const before = this.#lastLoad;
-    const loaded = (async () => {
-      if (before) {
-        this.#set(model, { waitsFor: before.model });
-        await before.ended;
-        this.#set(model, { waitsFor: "", startedAt: performance.now() });
-      }
-      return await load();
-    })();
-    const ended = loaded.then(
-      () => {},
-      () => {},
-    );
-    const own = { model, ended };
-    this.#lastLoad = own;
-    try {
-      return await loaded;
-    } finally {
-      if (this.#lastLoad === own) this.#lastLoad = null;
+    if (this.#loading.size < MAX_LOADS) this.#loading.add(model);
+    else {
+      await new Promise((begin, refuse) => {
+        this.#waiting.set(model, { begin: () => begin(undefined), refuse });
+        this.#showWaiting();
+      });
+      this.#set(model, { startedAt: performance.now() });
     }
+    try {
+      return await load();
+    } finally {
+      this.#loading.delete(model);
+      this.#beginNext();
+    }
+  }
+
+  /** Begin the load that has waited longest, if any does. */
+  #beginNext() {
+    const [next] = this.#waiting;
+    if (next) {
+      const [model, { begin }] = next;
+      this.#waiting.delete(model);
+      this.#loading.add(model);
+      this.#set(model, { waitsFor: "" });
+      begin();
+    }
+    this.#showWaiting();
+  }
+
+  /** Show for which others each load waits. While any does, let the browser ask before it closes the page. */
+  #showWaiting() {
+    let before = [...this.#loading].join(" or ");
+    for (const model of this.#waiting.keys()) {
+      this.#set(model, { waitsFor: before });
+      before = model;
+    }
+    if (this.#waiting.size) window.addEventListener("beforeunload", askBeforeLeave);
+    else window.removeEventListener("beforeunload", askBeforeLeave);
+  }
+
+  /**
+   * Cancel a load that waits for others. The server does not know of it yet.
+   * @param {string} model
+   */
+  cancelLoad(model) {
+    const waits = this.#waiting.get(model);
+    this.#waiting.delete(model);
+    waits?.refuse(new DOMException("The load was cancelled.", "AbortError"));
+    this.#showWaiting();
   }
 
   /**
@@ -346,6 +382,13 @@ async function nameOf(answered) {
   /** @type {Pick<Model, "id">} */
   const { id } = await (await answered).json();
   return id;
+}
+
+/** @param {BeforeUnloadEvent} event */
+function askBeforeLeave(event) {
+  event.preventDefault();
+  // Older browsers ask only for this value.
+  event.returnValue = true;
 }
 
 /** @param {Job} job */

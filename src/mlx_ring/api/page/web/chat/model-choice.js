@@ -100,6 +100,12 @@ export function ModelNotice({ models, wanted, job, jobs, setModel }) {
     return html`<${Notice} action=${dismiss}>${wanted} is loaded, after ${duration(job.seconds)}.</${Notice}>`;
   }
   if (!wanted || !models.length || (model && model.state !== "unloaded")) return null;
+  if (job?.waitsFor) {
+    const cancel = html`<button type="button" class="quiet" onClick=${onSingleClick(() => jobs.cancelLoad(wanted))}>
+      Cancel
+    </button>`;
+    return html`<${Notice} tone="busy" action=${cancel}>${wanted} waits for the load of ${job.waitsFor}.</${Notice}>`;
+  }
   if (job?.isRunning) {
     return html`<${Notice} tone="busy">${job.kind === "unload" ? "Unloading" : "Loading"} ${wanted}.</${Notice}>`;
   }

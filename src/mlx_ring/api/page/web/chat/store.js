@@ -6,7 +6,6 @@
 /** @import { Parameters } from "./parameters.js" */
 
 import { ApiError } from "../api.js";
-import { writeStored } from "../storage.js";
 import { AnswerMarks, isMark } from "./answer-marks.js";
 import { takeSlot } from "./answer-slots.js";
 import { streamCompletion } from "./completion.js";
@@ -24,16 +23,14 @@ import {
   withAnswersStopped,
   withEdit,
   withMessage,
-  withStreaming,
   withTitle,
 } from "./conversation.js";
 import { chosenFields, requestFields } from "./parameters.js";
-import { readConversations, readUnstored, STORED_CHATS } from "./stored-chats.js";
+import { endAnswers, isChats, StoredChats, sortNewestFirst } from "./stored-chats.js";
+import { throttle } from "./throttle.js";
 
 /** Largest number of stored conversations. */
 export const MAX_CONVERSATIONS = 100;
-/** Longest time between two renders in a hidden tab, which gets no animation frames. */
-const RENDER_MS = 250;
 /** Time between two looks for tabs that have crashed while they received an answer. */
 const SWEEP_MS = 5000;
 
@@ -74,6 +71,7 @@ export class ChatStore {
   #running = new Map();
   /** Ids of conversations that this tab or another one could not store. @type {Set<string>} */
   #unstored = new Set();
+  #stored = new StoredChats();
   #marks = new AnswerMarks(randomId());
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   #sweeper;
@@ -82,21 +80,20 @@ export class ChatStore {
   /** @param {(problem: string) => void} onKeyRequired called if the server refuses the API key */
   constructor(onKeyRequired) {
     this.#onKeyRequired = onKeyRequired;
-    const conversations = readConversations();
+    const { conversations } = this.#stored.join([], () => false);
     const open = conversations[0] ?? newConversation();
     const [running, elsewhere] = [new Set(), new Set()];
     this.now = { conversations, open, running, elsewhere, deleted: null, isStored: true, unstored: 0 };
     this.#readMarks();
-    // Closing the page cuts answers off: store what arrived. Nobody is there to read about the lost connection.
-    window.addEventListener("pagehide", () => {
-      if (this.#running.size) this.#store();
-      this.#running.clear();
-      this.#marks.endAll();
-      clearTimeout(this.#sweeper);
+    window.addEventListener("pagehide", () => this.#leave());
+    // A page in the browser's cache gets no events about changes.
+    window.addEventListener("pageshow", ({ persisted }) => {
+      if (persisted) this.#onChangeInOtherTab();
     });
     window.addEventListener("storage", ({ key }) => {
-      if (key === STORED_CHATS || key === null) this.#onChangeInOtherTab();
-      if (key === null || isMark(key)) this.#readMarks();
+      if (key === null) this.#forgetStored();
+      if (isChats(key)) this.#onChangeInOtherTab();
+      else if (isMark(key)) this.#readMarks();
     });
   }
 
@@ -133,6 +130,7 @@ export class ChatStore {
     const conversations = this.now.conversations.filter((conversation) => conversation.id !== id);
     const open = this.now.open.id === id ? (conversations[0] ?? newConversation()) : this.now.open;
     this.#update({ conversations, open, deleted: found ? withAnswersStopped(found) : null });
+    this.#stored.delete([id]);
     this.#store();
   }
 
@@ -140,6 +138,7 @@ export class ChatStore {
   restore() {
     const { deleted, conversations } = this.now;
     if (!deleted) return;
+    this.#stored.restore(deleted.id);
     this.#update({ conversations: sortNewestFirst([deleted, ...conversations]), open: deleted, deleted: null });
     this.#store();
   }
@@ -157,7 +156,9 @@ export class ChatStore {
 
   /** Delete all conversations. */
   deleteAll() {
+    this.#takeOthers();
     for (const id of this.#running.keys()) this.stop(id);
+    this.#stored.delete(this.now.conversations.map(({ id }) => id));
     this.#update({ conversations: [], open: newConversation(), deleted: null });
     this.#store();
   }
@@ -292,6 +293,7 @@ export class ChatStore {
       release();
     }
     render.cancel();
+    this.#takeOthers();
     if (this.#running.get(id) === abort) {
       this.#running.delete(id);
       this.#putAnswer(id, shown());
@@ -341,25 +343,47 @@ export class ChatStore {
     if (conversation) this.#put(withAnswer(conversation, answer));
   }
 
-  /** Take what another tab stored. Answers that stream in this tab continue, and what was not stored stays. */
+  /** Take what another tab changed, and store again what it did not know of. */
   #onChangeInOtherTab() {
-    const stored = readConversations();
-    const storedIds = new Set(stored.map(({ id }) => id));
-    const unstored = new Set([...this.#unstored, ...readUnstored()].filter((id) => !storedIds.has(id)));
-    const before = new Map(this.now.conversations.map((each) => [each.id, each]));
-    for (const id of [...this.#running.keys()]) if (!storedIds.has(id) && !unstored.has(id)) this.#drop(id);
-    const own = this.now.conversations.filter(({ id }) => unstored.has(id));
-    const others = stored.map((each) => {
-      const mine = this.#running.has(each.id) ? before.get(each.id) : undefined;
-      return mine ? withStreaming(each, mine) : each;
-    });
-    const conversations = sortNewestFirst([...own, ...others]);
-    this.#unstored = new Set(own.map(({ id }) => id));
-    const { open } = this.now;
+    const isComplete = this.#takeOthers();
+    if (!isComplete) this.#store();
+    this.#readMarks();
+  }
+
+  /**
+   * Take what other tabs stored and deleted. Answers that stream in this tab continue, and what was not stored stays.
+   * Return false if the stored list lacks conversations for which it has room.
+   */
+  #takeOthers() {
+    const { conversations: own, open } = this.now;
+    const { conversations, missing, unstored, deleted } = this.#stored.join(own, (id) => this.#running.has(id));
+    for (const id of [...this.#running.keys()]) if (deleted.has(id)) this.#drop(id);
+    this.#unstored = new Set(missing.filter((id) => this.#unstored.has(id) || unstored.has(id)));
     const found = conversations.find(({ id }) => id === open.id);
     const shown = found ?? (open.messages.length ? newConversation() : open);
     this.#update({ conversations, open: shown, unstored: this.#unstored.size });
-    this.#readMarks();
+    return missing.length === this.#unstored.size;
+  }
+
+  /** Forget what was stored, because a person has cleared the browser's storage. */
+  #forgetStored() {
+    const conversations = this.now.conversations.filter(({ id }) => this.#unstored.has(id));
+    for (const id of [...this.#running.keys()]) if (!this.#unstored.has(id)) this.#drop(id);
+    const isKept = conversations.some(({ id }) => id === this.now.open.id);
+    this.#update({ conversations, open: isKept ? this.now.open : newConversation() });
+  }
+
+  /** End the answers of a page that is closed or left, and store what arrived. The browser may show it again. */
+  #leave() {
+    if (this.#running.size) this.#store();
+    const left = [...this.#running];
+    const end = (/** @type {Conversation} */ each) => (this.#running.has(each.id) ? endAnswers(each) : each);
+    const [conversations, open] = [this.now.conversations.map(end), end(this.now.open)];
+    this.#running.clear();
+    for (const [, abort] of left) abort.abort();
+    this.#marks.endAll();
+    clearTimeout(this.#sweeper);
+    this.#update({ conversations, open });
   }
 
   /**
@@ -393,18 +417,19 @@ export class ChatStore {
     }, SWEEP_MS);
   }
 
+  /** Store the conversations, joined with what other tabs stored before their changes were handled here. */
   #store() {
+    this.#takeOthers();
     const { conversations } = this.now;
     // Without room for all, the oldest are left out, one after the other. Other tabs that have them keep them.
     for (let count = Math.min(conversations.length, MAX_CONVERSATIONS); count > 0; count -= 1) {
       const unstored = conversations.slice(count).map(({ id }) => id);
-      const value = [...conversations.slice(0, count), ...(unstored.length ? [{ unstored }] : [])];
-      if (!writeStored(STORED_CHATS, value)) continue;
+      if (!this.#stored.write(conversations.slice(0, count), unstored)) continue;
       this.#unstored = new Set(unstored);
       return this.#update({ isStored: true, unstored: unstored.length });
     }
     this.#unstored = new Set(conversations.map(({ id }) => id));
-    return this.#update({ isStored: !conversations.length && writeStored(STORED_CHATS, null), unstored: 0 });
+    return this.#update({ isStored: !conversations.length && this.#stored.write([], []), unstored: 0 });
   }
 
   /** @param {Partial<ChatState>} change */
@@ -412,34 +437,4 @@ export class ChatStore {
     this.now = { ...this.now, ...change, running: new Set(this.#running.keys()) };
     for (const listener of this.#listeners) listener(this.now);
   }
-}
-
-/** @param {Conversation[]} conversations */
-function sortNewestFirst(conversations) {
-  return conversations.sort((one, two) => two.at - one.at);
-}
-
-/**
- * Limit renders to one for each animation frame.
- * @param {() => void} render
- */
-function throttle(render) {
-  let frame = 0;
-  /** @type {ReturnType<typeof setTimeout> | undefined} */
-  let timer;
-  const cancel = () => {
-    cancelAnimationFrame(frame);
-    clearTimeout(timer);
-    frame = 0;
-  };
-  const run = () => {
-    cancel();
-    render();
-  };
-  const soon = () => {
-    if (frame) return;
-    frame = requestAnimationFrame(run);
-    timer = setTimeout(run, RENDER_MS);
-  };
-  return { soon, cancel };
 }
