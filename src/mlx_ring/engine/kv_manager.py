@@ -131,7 +131,7 @@ class KvManager:
             return False
         del self._kept[sequence]
         self._taken[sequence] = kept
-        self.budget.drop(kept.id)
+        self.budget.hand_over(kept.id)
         self.budget.charge(sequence, tokens)
         return True
 
@@ -245,7 +245,7 @@ class KvManager:
         if take:
             sequence.taken = match.length
             self._forget(match.source)
-            self.budget.drop(match.source)
+            self.budget.hand_over(match.source)
             self.held.discard(match.source)
         else:
             self._cache.touch(match.source)
@@ -365,7 +365,8 @@ class KvManager:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
         is_new = bool(tokens) and not self._cache.covers(tokens)
-        if not (is_new and self._make_room(length, entry, spare=spare)):
+        promised = self.budget.awaited_blocks
+        if not (is_new and self._make_room(length, entry, spare=spare, spare_blocks=promised)):
             return None
         # The ranks free before they fill it, because that is in earlier operations.
         self.budget.charge_freed(entry, length)
