@@ -221,7 +221,7 @@ class KvBudget:
             self._freeing.append(_Freeing(step, blocks))
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence that never had its memory. What it took from pending frees, they free for all again."""
+        """Forget a sequence that never had its memory, and give back what it took from pending frees."""
         self.hand_over(sequence)
         for freeing in self._freeing:
             blocks, sequences = freeing.taken.pop(sequence, (0, 0))
