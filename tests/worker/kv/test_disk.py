@@ -653,9 +653,13 @@ def test_count_of_blocks_that_is_given_up_finds_nothing_and_bars_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = HangingDisk(tmp_path, monkeypatch)
-    jobs: list[tuple[float, Callable[[], None], Callable[[], None], Callable[[], None]]] = []
+    jobs: list[tuple[Any, ...]] = []
+
+    def put(*job: Any) -> None:
+        jobs.append(job)
+
     with monkeypatch.context() as patch:
-        patch.setattr(hanging.disk._counter, "put", lambda *job: jobs.append(job))
+        patch.setattr(hanging.disk._counter, "put", put)
         hanging.fetch(1, only_looks=True)
     ((_, run, _, give_up),) = jobs
     give_up()
