@@ -13,6 +13,7 @@ from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import Allowance, KvBudget, NodeRank, RankKv, fitting_context, share_out
 from mlx_ring.engine.kv_budget import rank_limits as shared_limits
+from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.rpc.protos import worker_pb2
 
 GIB = 1 << 30
@@ -228,3 +229,45 @@ def test_memory_that_one_sequence_takes_from_pending_frees_is_free_for_no_other(
     assert taken.being_freed == 0
     assert taken.fits(2 * BLOCK, 4)
     assert not taken.fits(3 * BLOCK, 4)
+
+
+def test_memory_of_an_entry_that_is_dropped_unopened_is_free_only_when_its_step_is_answered() -> None:
+    kv = budget(10)
+    kv.charge(1, 6 * BLOCK)
+    kv.charge(2, 4 * BLOCK)
+    kv.release(1, 5)
+    kv.release(2, 6)
+    kv.charge_freed(3, 8 * BLOCK)
+    kv.drop(3)
+    assert not kv.fits(1, 4)
+    assert kv.fits(10 * BLOCK, 4, freed=True)
+    kv.settle(5)
+    assert kv.fits(6 * BLOCK, 4)
+    assert not kv.fits(7 * BLOCK, 4)
+    kv.settle(6)
+    assert kv.fits(10 * BLOCK, 4)
+
+
+def test_an_entry_whose_memory_another_sequence_took_over_frees_nothing() -> None:
+    kv = budget(10)
+    kv.charge(1, 10 * BLOCK)
+    kv.release(1, 5)
+    kv.charge_freed(2, 4 * BLOCK)
+    kv.charge_freed(3, 4 * BLOCK)
+    kv.hand_over(2)
+    kv.settle(5)
+    assert kv.fits(6 * BLOCK, 4)
+    assert not kv.fits(7 * BLOCK, 4)
+
+
+def test_an_entry_leaves_the_memory_that_a_running_sequence_awaits() -> None:
+    manager = KvManager({FIRST: RankKv(10 * BLOCK, 1)}, prefix_cache=True)
+    kv = manager.budget
+    kv.charge(1, 4 * BLOCK)
+    kv.charge(2, 6 * BLOCK)
+    kv.release(1, 5)
+    assert kv.awaits(7 * BLOCK, 2)
+    assert manager.begin_entry(tuple(range(4 * BLOCK))) is None
+    assert manager.begin_entry(tuple(range(3 * BLOCK))) is not None
+    kv.settle(5)
+    assert kv.fits(7 * BLOCK, 2)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import pytest
 from tests.engine.pipeline import PLAIN, Pipeline, budget, is_prefill
-from tests.engine.test_scheduler import REACHES, TRAITS
+from tests.engine.test_scheduler import REACHES, SHARED, TRAITS
 
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.sequence import Sequence as Running
 
 CHUNK_2 = replace(PLAIN, prefill_chunk=2)
-
-
-SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
 
 
 def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
@@ -128,6 +124,58 @@ def test_what_prompts_that_came_together_share_is_computed_once(
     for sequence in pipeline.sequences.values():
         assert sequence.output == pipeline.alone(sequence)
     pipeline.check_nothing_is_left()
+
+
+LONG = tuple(number * 7 % 50 for number in range(1000))
+
+
+def beside_decode() -> Pipeline:
+    """Return one stage with a prefix cache that decodes an answer."""
+    policy = replace(PLAIN, prefill_chunk=64, prefix_cache=True, max_num_seqs=50)
+    pipeline = Pipeline((1,), policy, context=2000)
+    pipeline.add(1, SamplingParams(ignore_eos=True))
+    pipeline.run(0)
+    pipeline.run(0)
+    return pipeline
+
+
+@pytest.mark.parametrize("start", [0, 100], ids=["shared", "not shared"])
+def test_a_short_prompt_waits_for_no_long_one_that_has_no_turn(start: int) -> None:
+    pipeline = beside_decode()
+    first = pipeline.add(LONG)
+    waiting = pipeline.add((*SHARED[:40], *LONG))
+    short = pipeline.add((*SHARED[start : start + 40], 3, 4, 5))
+    turns = read_beside_decode(pipeline, 8)
+    assert turns[0] == short.id
+    assert set(turns) == {first.id, short.id}
+    pipeline.run_out()
+    for sequence in pipeline.sequences.values():
+        assert sequence.output == pipeline.alone(sequence)
+    assert waiting.cached_tokens == (0 if start else 40), "the short one has computed it"
+
+
+def test_what_a_long_prompt_shares_is_there_for_others_once_it_is_computed() -> None:
+    pipeline = beside_decode()
+    first = pipeline.add((*SHARED[:40], *LONG))
+    short = pipeline.add((*SHARED[:40], 3, 4, 5))
+    while not short.scheduled:
+        pipeline.run(0)
+    assert short.cached_tokens == 40 <= first.scheduled <= 80
+    pipeline.run_out()
+    assert short.output == pipeline.alone(short)
+
+
+def test_prompts_that_wait_keep_no_others_from_going_ahead() -> None:
+    pipeline = beside_decode()
+    first = pipeline.add((*SHARED[:60], *LONG))
+    waiting = [pipeline.add((*SHARED[:60], number)) for number in range(40)]
+    other = pipeline.add((*SHARED[100:140], 3, 4, 5))
+    assert first.scheduled < 60
+    assert read_beside_decode(pipeline, 4)[0] == other.id
+    pipeline.run_out()
+    assert {sequence.cached_tokens for sequence in waiting} == {60}
+    for sequence in (first, *waiting, other):
+        assert sequence.output == pipeline.alone(sequence)
 
 
 @pytest.mark.parametrize("tp_sizes", [(1,), (1, 1)])

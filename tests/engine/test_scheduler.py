@@ -246,7 +246,11 @@ def test_cancelling_a_waiting_sequence_sends_no_step() -> None:
 ALL_ON = make_policy(prefill_chunk=5, num_speculative_tokens=4, step_deadline_s=5.0)
 
 
-SHARED = tuple(Random(0).randrange(1, 50) for _ in range(300))
+def random_tokens(count: int, random: Random) -> tuple[int, ...]:
+    return tuple(random.randrange(1, 50) for _ in range(count))
+
+
+SHARED = random_tokens(300, Random(0))
 
 
 REACHES: dict[str, Reach] = {

@@ -7,11 +7,21 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from tests.eventually import eventually
 
 from mlx_ring.core.errors import LinkLost
-from mlx_ring.worker.compute_thread import JobQueue, group_failure, prefer_latency, prefer_throughput
+from mlx_ring.worker import compute_thread
+from mlx_ring.worker.compute_thread import (
+    JobQueue,
+    TimedThreads,
+    group_failure,
+    prefer_latency,
+    prefer_throughput,
+)
 
 
 def test_jobs_are_taken_in_order_of_arrival() -> None:
@@ -76,3 +86,42 @@ def test_only_a_connection_that_broke_in_the_ring_counts_as_a_lost_link() -> Non
     assert reset.ends == ()
     other = ValueError("[reshape] Cannot reshape array of size 3 into shape (2,).")
     assert group_failure(other) is other
+
+
+def test_slow_jobs_do_not_add_up_beyond_the_age_at_which_they_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, timers = [0.0], list[threading.Timer]()
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.setattr(compute_thread, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    began, expired, given_up, ends = list[int](), list[int](), list[int](), threading.Semaphore(0)
+
+    def run(number: int) -> None:
+        began.append(number)
+        assert ends.acquire(timeout=60)
+
+    threads = TimedThreads("slow", 1, at_once=1)
+    for number in range(4):
+        clock[0] = float(number)
+        threads.put(
+            10, partial(run, number), partial(expired.append, number), partial(given_up.append, number)
+        )
+    assert [timer.interval for timer in timers] == [10], "that of the first one's turn"
+    clock[0] = 9.0
+    ends.release()
+    # The second one's turn begins, and it is two seconds from being too old.
+    assert [timer.interval for timer in eventually(lambda: timers[1:], lambda more: len(more) == 2)] == [
+        10,
+        2,
+    ]
+    for clock[0] in (11.0, 12.0, 13.0):
+        timers[-1].function()
+    assert given_up == [1, 2, 3]
+    ends.release()
+    eventually(lambda: threads.is_idle, bool)
+    assert (began, expired, len(timers)) == ([0, 1], [], 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -38,13 +38,15 @@ class RankKv:
     """Length of sliding layers up to which a sequence can be cut and forked anywhere."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Freeing:
     """A pending free: memory that other sequences cannot have before all ranks have answered its step."""
 
     step: int
     blocks: int
     sequences: int = 1
+    taken: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """Blocks and sequences of it that others took, by their id."""
 
 
 class KvBudget:
@@ -111,11 +113,16 @@ class KvBudget:
 
     def awaits(self, tokens: int, sequence: int) -> bool:
         """Return True if pending frees will make room for a sequence's `tokens`, beside others that wait for theirs."""
-        others = sum(blocks for other, blocks in self._awaited.items() if other != sequence)
+        others = self.awaited_blocks - self._awaited.get(sequence, 0)
         if not self._freeing or not self.fits(tokens, sequence, spare_blocks=others, freed=True):
             return False
         self._awaited[sequence] = kv_blocks(tokens) - self._blocks.get(sequence, 0)
         return True
+
+    @property
+    def awaited_blocks(self) -> int:
+        """Number of blocks of pending frees that are promised to sequences."""
+        return sum(self._awaited.values())
 
     def holds(self, tokens: int, sequence: int) -> bool:
         """Return True if a sequence has the memory of `tokens` already, and no rank's account is over its limit."""
@@ -187,8 +194,10 @@ class KvBudget:
         """
         self.charge(sequence, tokens)
         for freeing in self._freeing:
+            before = freeing.blocks, freeing.sequences
             while self._is_full and (freeing.blocks or freeing.sequences):
                 self._take(freeing, min(1, freeing.blocks), freeing.sequences if freeing.blocks <= 1 else 0)
+            freeing.taken[sequence] = before[0] - freeing.blocks, before[1] - freeing.sequences
 
     @property
     def _is_full(self) -> bool:
@@ -212,7 +221,14 @@ class KvBudget:
             self._freeing.append(_Freeing(step, blocks))
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence that never had its memory, or whose memory another one took over."""
+        """Forget a sequence that never had its memory, and give back what it took from pending frees."""
+        self.hand_over(sequence)
+        for freeing in self._freeing:
+            blocks, sequences = freeing.taken.pop(sequence, (0, 0))
+            self._take(freeing, -blocks, -sequences)
+
+    def hand_over(self, sequence: int) -> None:
+        """Forget a sequence whose memory another one took over."""
         self._awaited.pop(sequence, None)
         self._total_blocks -= self._blocks.pop(sequence, 0)
 

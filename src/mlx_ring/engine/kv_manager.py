@@ -14,7 +14,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine import rows as messages
 from mlx_ring.engine.disk_kv import DiskKv, disk_counts
 from mlx_ring.engine.kv_budget import KvBudget, RankKv
-from mlx_ring.engine.prefix_cache import Extent, Found, Match, PrefixCache, Tokens
+from mlx_ring.engine.prefix_cache import OFFERED_TOKENS, Extent, Found, Match, PrefixCache, Tokens
 from mlx_ring.engine.resumption import KeptKv, LeftKv, find_left
 from mlx_ring.engine.sequence import Extents, Sequence
 from mlx_ring.rpc.protos import step_pb2
@@ -23,8 +23,6 @@ Operations = list[step_pb2.CacheOperation]
 _FIRST_SNAPSHOT = 1 << 48
 """First id of snapshots, far from those of requests."""
 _LEAST_SNAPSHOT = 64
-_OFFERED_TOKENS = 256
-"""Tokens by which a prompt in prefill is offered to others, because each offer costs its whole length."""
 _NOTHING = Found(None, 0)
 
 
@@ -133,7 +131,7 @@ class KvManager:
             return False
         del self._kept[sequence]
         self._taken[sequence] = kept
-        self.budget.drop(kept.id)
+        self.budget.hand_over(kept.id)
         self.budget.charge(sequence, tokens)
         return True
 
@@ -202,12 +200,14 @@ class KvManager:
         on_all_stages = 0 if kept is None or kept.first_stage else kept.length
         return max(on_all_stages, 0 if match is None else match.length)
 
-    def will_supply(self, other: Sequence, sequence: Sequence) -> int:
-        """Return the number of a prompt's tokens that another one supplies once it has computed them."""
+    def will_supply(self, other: Sequence, sequence: Sequence, least: int) -> bool:
+        """Return True if another prompt will have at least so many of a prompt's tokens; it then offers them at once."""
         shared = other.shared_by_one_of((sequence,)) if self._enabled else 0
-        if self._cache.is_exact(shared, length=other.max_length, reached=other.max_length):
-            return shared
-        return max((cut for cut in other.snapshot_lengths if other.scheduled <= cut <= shared), default=0)
+        if not self._cache.is_exact(shared, length=other.max_length, reached=other.max_length):
+            return any(max(least, other.scheduled) <= cut <= shared for cut in other.snapshot_lengths)
+        if shared >= least:
+            other.offer_at = min(other.offer_at, shared)
+        return shared >= least
 
     def shared(self, tokens: Tokens, running: Mapping[int, Sequence]) -> int:
         """Return the number of a prompt's tokens that the cache could supply now."""
@@ -245,7 +245,7 @@ class KvManager:
         if take:
             sequence.taken = match.length
             self._forget(match.source)
-            self.budget.drop(match.source)
+            self.budget.hand_over(match.source)
             self.held.discard(match.source)
         else:
             self._cache.touch(match.source)
@@ -273,8 +273,7 @@ class KvManager:
 
     def drop_kept(self, sequence: int) -> None:
         """Free the KV that was kept for a sequence and that it has not taken."""
-        kept = self._kept.pop(sequence, None)
-        if kept is not None:
+        if (kept := self._kept.pop(sequence, None)) is not None:
             self.free_kept([kept])
 
     def free_kept(self, kept: Iterable[KeptKv]) -> None:
@@ -338,12 +337,12 @@ class KvManager:
     def note_filled(self, sequence: Sequence) -> None:
         """Offer a sequence's prefilled tokens to others."""
         if self._enabled and not sequence.request.computes_all:
-            sequence.offered = sequence.scheduled
+            sequence.offer_at = sequence.scheduled + OFFERED_TOKENS
             self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
 
     def after_chunk(self, sequence: Sequence) -> None:
         """Offer a sent chunk to others, and keep a snapshot at lengths that cannot be restored later."""
-        if sequence.is_prefilled or sequence.scheduled - sequence.offered >= _OFFERED_TOKENS:
+        if sequence.is_prefilled or sequence.scheduled >= sequence.offer_at:
             self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
         at_end = sequence.is_prefilled and not sequence.generation and sequence.request.pooling is None
@@ -366,7 +365,8 @@ class KvManager:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
         is_new = bool(tokens) and not self._cache.covers(tokens)
-        if not (is_new and self._make_room(length, entry, spare=spare)):
+        promised = self.budget.awaited_blocks
+        if not (is_new and self._make_room(length, entry, spare=spare, spare_blocks=promised)):
             return None
         # The ranks free before they fill it, because that is in earlier operations.
         self.budget.charge_freed(entry, length)
@@ -418,8 +418,7 @@ class KvManager:
 
     def _evict(self, spare: int | None) -> bool:
         """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""
-        oldest = self._cache.evict(spare)
-        if oldest is not None:
+        if (oldest := self._cache.evict(spare)) is not None:
             self.free(oldest)
             return True
         newest = next((waiting for waiting, kept in reversed(self._kept.items()) if kept.id != spare), None)

@@ -16,7 +16,7 @@ from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
 
 _AHEAD = 32
-"""Number of prompts that a step looks at in vain, so that its cost does not grow with the queue."""
+"""Number of long prompts that a step looks at in vain, so that its cost does not grow with the queue."""
 
 
 class Prompt(Protocol):
@@ -92,8 +92,8 @@ class PromptKv(Protocol[P_contra]):
         """Return the number of tokens that need no prefill if the sequence begins now."""
         ...
 
-    def will_supply(self, other: P_contra, sequence: P_contra, /) -> int:
-        """Return the number of a prompt's tokens that another one supplies once it has computed them."""
+    def will_supply(self, other: P_contra, sequence: P_contra, least: int, /) -> bool:
+        """Return True if another prompt will have at least so many of a prompt's tokens; it then offers them at once."""
         ...
 
     def begin(self, sequence: P_contra, running: Mapping[int, P_contra], /) -> None:
@@ -118,7 +118,7 @@ class SentSteps(Protocol):
 class PrefillQueue(Generic[P]):
     """Prompts in order of arrival, except that every second chunk beside a long first prompt is for short ones.
 
-    A prompt waits while one before it is about to compute what both begin with. A prompt whose step failed is retried
+    A short prompt waits while one that goes before it is about to compute what both begin with. A prompt whose step failed is retried
     alone, so that it cannot make others fail.
     """
 
@@ -167,13 +167,16 @@ class PrefillQueue(Generic[P]):
         return (first,)
 
     def _passing(self, is_short: Callable[[P], bool], waits: Callable[[P, Iterable[P]], bool]) -> Iterator[P]:
-        """Yield the short prompts in order, until too many others lie between them."""
+        """Yield the short prompts that do not wait, in order, until too many long ones lie between them."""
         passed, before = 0, list[P]()
         for sequence in self._line.values():
-            may_go = is_short(sequence) and not waits(sequence, before)
-            if len(before) < _AHEAD:
+            goes_ahead = is_short(sequence)
+            if goes_ahead and waits(sequence, before):
+                continue
+            # The first one is about to compute its part, and so are those that go ahead of it. Other long ones may wait long.
+            if len(before) < _AHEAD and (goes_ahead or not (before or passed)):
                 before.append(sequence)
-            if may_go:
+            if goes_ahead:
                 yield sequence
             elif (passed := passed + 1) == _AHEAD:
                 return
@@ -299,7 +302,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if sequence.scheduled:
             return False
         enough = self._kv.reuse(sequence, self._running) + LEAST_TOKENS
-        return any(self._kv.will_supply(other, sequence) >= enough for other in before if not other.replays)
+        return any(self._kv.will_supply(other, sequence, enough) for other in before if not other.replays)
 
     def _left_within(self, most: int) -> bool:
         """Return True if all prompts together have at most so many tokens left; no more of them are looked up than needed."""

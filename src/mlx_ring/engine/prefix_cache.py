@@ -122,6 +122,8 @@ def shared_length(edge: _Run, tokens: _Run, place: int = 0) -> int:
 
 LEAST_TOKENS = 16
 """Shortest prefix that is reused; a shorter one is computed again."""
+OFFERED_TOKENS = 256
+"""Tokens by which a prompt in prefill is offered to others, because each offer costs its whole length."""
 _TAIL_TO_SPARE = 64
 """Most tokens of an ended sequence that may be lost by taking its KV over instead of copying it."""
 

@@ -13,6 +13,7 @@ from mlx_ring.core.generation import GenerateRequest, WayBack, context_exceeded
 from mlx_ring.core.types import FinishReason, TokenLogprob
 from mlx_ring.engine.prefix_cache import (
     LEAST_TOKENS,
+    OFFERED_TOKENS,
     TOKEN_BYTES,
     Extent,
     Found,
@@ -96,8 +97,8 @@ class Sequence:
     """Lengths at which a chunk must end, so that KV of layers that forget can be saved on disks."""
     saved_to: int = 0
     """Last end of a block at which such KV was saved while the answer grows."""
-    offered: int = 0
-    """Tokens that other sequences may reuse while it runs."""
+    offer_at: int = OFFERED_TOKENS
+    """Length at which its tokens are offered next, which other sequences may reuse while it runs."""
     fill_bytes: bytes = b""
     """Last result of `text`."""
     generation: int = 0
@@ -288,7 +289,8 @@ class Sequence:
         """Discard what was computed: all known tokens are prefilled again, and the answer then continues."""
         self.generation += 1
         self.scheduled = self.reached = self.reused = self.taken = self.kept = 0
-        self.unanswered = self.cut_at = self.offered = self.saved_to = 0
+        self.unanswered = self.cut_at = self.saved_to = 0
+        self.offer_at = OFFERED_TOKENS
         self.save_at = ()
         self.verifying = self.redraws = False
         self.fill_to = self.length

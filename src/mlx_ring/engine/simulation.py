@@ -434,9 +434,9 @@ class _Instance:
             return stream.scheduled
         return stream.request.cached_tokens
 
-    def will_supply(self, _other: Stream, _stream: Stream) -> int:
-        """Return 0: what is cached of each prompt is given."""
-        return 0
+    def will_supply(self, _other: Stream, _stream: Stream, _least: int) -> bool:
+        """Return False: what is cached of each prompt is given."""
+        return False
 
     def begin(self, stream: Stream, _running: Mapping[int, Stream]) -> None:
         """Open an admitted stream, with what the prefix cache has of its prompt."""

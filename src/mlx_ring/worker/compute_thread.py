@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Literal, NoReturn, TypeVar
 
 from mlx_ring.core.errors import LinkLost, RingError, ServingError
@@ -35,17 +37,22 @@ from mlx_ring.rpc.protos import worker_pb2
 Job = TypeVar("Job")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _TimedJob:
     limit_s: float
     run: Callable[[], object]
     expire: Callable[[], object]
+    give_up: Callable[[], object] | None
+    """Function to call once it is too old; None if it may have any age."""
+    old_at: float
+    """Time from which it is too old; infinite if it may have any age, or was given up."""
 
 
 class TimedThreads:
     """Threads for jobs that may hang. Jobs have turns in order, and a limit of time from their turn on.
 
     The turn of a job ends with it, or with its time. So one that hangs keeps a thread, but not the turns of others.
+    Jobs may have the same limit of age, so that many slow ones do not add up.
     """
 
     def __init__(self, name: str, threads: int, *, at_once: int) -> None:
@@ -53,6 +60,8 @@ class TimedThreads:
         self._threads, self._at_once = ThreadPoolExecutor(threads, name), at_once
         self._lock = threading.Lock()
         self._waiting, self._running = deque[_TimedJob](), set[_TimedJob]()
+        self._is_watching = False
+        """True while a timer runs until the next job is too old."""
 
     @property
     def is_idle(self) -> bool:
@@ -60,10 +69,20 @@ class TimedThreads:
         with self._lock:
             return not (self._waiting or self._running)
 
-    def put(self, limit_s: float, run: Callable[[], object], expire: Callable[[], object]) -> None:
-        """Run a job in its turn; call `expire` if it has not ended after so many seconds."""
+    def put(
+        self,
+        limit_s: float,
+        run: Callable[[], object],
+        expire: Callable[[], object],
+        give_up: Callable[[], object] | None = None,
+    ) -> None:
+        """Run a job in its turn; call `expire` if it has not ended after so many seconds.
+
+        Call `give_up` if it has not ended so many seconds after this call; then it gets no turn any more.
+        """
+        old_at = math.inf if give_up is None else time.monotonic() + limit_s
         with self._lock:
-            self._waiting.append(_TimedJob(limit_s, run, expire))
+            self._waiting.append(_TimedJob(limit_s, run, expire, give_up, old_at))
         self._begin()
 
     def expire_waiting(self) -> None:
@@ -80,9 +99,7 @@ class TimedThreads:
                 return
             job = self._waiting.popleft()
             self._running.add(job)
-        timer = threading.Timer(job.limit_s, self._end, (job, job.expire))
-        timer.daemon = True
-        timer.start()
+        timer = _start_timer(job.limit_s, partial(self._end, job, job.expire))
         self._threads.submit(self._run, job, timer)
 
     def _run(self, job: _TimedJob, timer: threading.Timer) -> None:
@@ -98,6 +115,38 @@ class TimedThreads:
         with self._lock:
             self._running.discard(job)
         self._begin()
+        # A job that never waited ends with its turn before it is too old, and others get their turns by then.
+        self._give_up_old(watches=False)
+
+    def _give_up_old(self, *, watches: bool) -> None:
+        """Give up jobs that are too old, and do so again when the next one is.
+
+        Args:
+            watches: True for the timer that does this; no other one begins beside it.
+        """
+        with self._lock:
+            if self._is_watching and not watches:
+                return
+            now = time.monotonic()
+            jobs = (*self._running, *self._waiting)
+            old = [job for job in jobs if job.old_at <= now]
+            self._waiting = deque(job for job in self._waiting if job.old_at > now)
+            for job in old:
+                job.old_at = math.inf
+            next_at = min((job.old_at for job in jobs), default=math.inf)
+            self._is_watching = next_at < math.inf
+        for job in old:
+            if job.give_up is not None:
+                job.give_up()
+        if next_at < math.inf:
+            _start_timer(next_at - now, partial(self._give_up_old, watches=True))
+
+
+def _start_timer(seconds: float, act: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class JobQueue(Generic[Job]):

@@ -649,6 +649,26 @@ def test_a_disk_that_does_not_answer_is_not_asked_for_some_time(
     assert eventually(lambda: hanging.answers[5:]) == [(6, len(DIGESTS))]
 
 
+def test_count_of_blocks_that_is_given_up_finds_nothing_and_bars_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = HangingDisk(tmp_path, monkeypatch)
+    jobs: list[tuple[Any, ...]] = []
+
+    def put(*job: Any) -> None:
+        jobs.append(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hanging.disk._counter, "put", put)
+        hanging.fetch(1, only_looks=True)
+    ((_, run, _, give_up),) = jobs
+    give_up()
+    assert hanging.answers == [(1, 0)]
+    run()
+    hanging.fetch(2, only_looks=True)
+    assert eventually(lambda: hanging.answers[1:]) == [(2, len(DIGESTS))]
+
+
 def test_blocks_that_were_read_before_a_disk_hangs_count(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -44,7 +44,8 @@ from mlx_ring.worker.kv.kv_store import KVStore
 log = logging.getLogger(__name__)
 
 _FETCH_LIMIT_S = 10.0
-"""Time from its turn on after which a fetch is answered with what was read, because a disk may hang."""
+"""Time from its turn on after which a fetch is answered with what was read, because a disk may hang. A count of blocks is
+answered so long after its request at the latest."""
 _BARRED_S = 60.0
 """Time for which a disk is not asked that did not answer; it lasts until that answer comes."""
 _MOST_FETCHES = 4
@@ -54,7 +55,6 @@ _CHECK_BYTES, _SPARE_BYTES = 1 << 26, 1 << 28
 """Bytes after whose reading the machine's memory is looked at, and those that are left to others."""
 _WITH_PEERS = _MOST_FETCHES + 2
 """Threads that read blocks from other machines, or look for them there."""
-
 
 Answer = Callable[[worker_pb2.KvFetched], object]
 """Receiver of the result of a fetch."""
@@ -157,8 +157,7 @@ class KvDisk:
             self._fetches[wanted.id] = fetch
         if wanted.for_save:
             # A disk that hangs saves nothing meanwhile.
-            digests = list(wanted.blocks.digests)
-            self._writer.after_writes(partial(self._count_saved, wanted.id, fetch, digests))
+            self._writer.after_writes(partial(self._count_saved, wanted.id, fetch, [*wanted.blocks.digests]))
         elif self._is_barred or (reads >= _MOST_FETCHES and not wanted.only_looks):
             self._answer(wanted.id, fetch)
         else:
@@ -168,7 +167,8 @@ class KvDisk:
             problem = f"Reading KV from {where} takes longer than {limit_s:g} s"
             threads = self._peer_reader if asks else self._counter if only_looks else self._reader
             expire = partial(self._expire, wanted.id, fetch, problem)
-            threads.put(limit_s, partial(self._read, wanted, fetch), expire)
+            give_up = partial(self._answer, wanted.id, fetch, problem) if only_looks else None
+            threads.put(limit_s, partial(self._read, wanted, fetch), expire, give_up)
 
     @property
     def _is_barred(self) -> bool:
