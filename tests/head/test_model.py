@@ -21,9 +21,10 @@ from mlx_ring.core.engine_stats import EngineLoad
 from mlx_ring.core.errors import NotReady, Overloaded
 from mlx_ring.core.generation import GenerateRequest, RequestStream, WaysBack
 from mlx_ring.core.types import SamplingParams
+from mlx_ring.engine.prefill import SEQUENCE_TOKENS
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.move_order import unload_for
-from mlx_ring.head.router import SEQUENCE_TOKENS, Lease, Routed, Router, give_back
+from mlx_ring.head.router import Lease, Routed, Router, give_back
 from mlx_ring.head.served_model import prepare_model, start_name
 from mlx_ring.models.model_source import find_model
 from mlx_ring.settings.settings_sources import load_settings
