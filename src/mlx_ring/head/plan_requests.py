@@ -47,8 +47,8 @@ _PROMISED_TOKENS_EACH = 2048
 def plan_request(settings: Settings, served: ServedModel, nodes: Iterable[NodeProfile]) -> PlanRequest:
     """Return the request for a plan for these machines.
 
-    It promises a long context to one stream, or a shorter one to all sequences for throughput; of that, as much as
-    a worker's `--kv-cache-memory` holds, on whichever of the machines it is, if the sizes of layers are known.
+    It promises a long context to one stream, or a shorter one to all sequences for throughput. If the sizes of layers
+    are known, it is no more than a worker's `--kv-cache-memory` holds on any of the machines.
     """
     sequences = users = settings.expected_users
     promised = max(_PROMISED_TOKENS_EACH, KEPT_TOKENS // users)
