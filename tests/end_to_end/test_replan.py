@@ -36,14 +36,31 @@ pytestmark = pytest.mark.machines
 AUTO = ("--strategy", "auto", *FLAGS[2:], "--learn-speeds", "off")
 
 
-def join_faster(stack: ExitStack, port: int, token: str, folder: Path, factor: float, *flags: str) -> None:
+SLOW_PROMPT_FLOPS = 1e8
+"""Speed of products at which prompts take most of a request's time on every machine, so that each further stage pays."""
+
+
+def join_faster(
+    stack: ExitStack,
+    port: int,
+    token: str,
+    folder: Path,
+    factor: float,
+    *flags: str,
+    flops: float | None = None,
+) -> None:
     """Let a machine join whose profile says that it is faster than this one by a factor."""
-    give_faster_profile(folder / "state", factor)
+    give_faster_profile(folder / "state", factor, flops=flops)
     stack.enter_context(joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder))
 
 
-def give_faster_profile(state: Path, factor: float, cores: int | None = None) -> None:
-    """Write a profile which says that the machine of a state folder is faster by a factor, and has so many cores."""
+def give_faster_profile(
+    state: Path, factor: float, *, cores: int | None = None, flops: float | None = None
+) -> None:
+    """Write a profile which says that the machine of a state folder is faster by a factor.
+
+    It also says how many cores the machine has, and its speed of products. Where these are None, they are this machine's.
+    """
     give_profile(state)
     kept = json.loads((state / PROFILE_FILE).read_text())
     profile = kept["profile"]
@@ -51,6 +68,7 @@ def give_faster_profile(state: Path, factor: float, cores: int | None = None) ->
         for name in ("bandwidth", "flops"):
             rate[name] *= factor
         rate["row_s"] /= factor
+        rate["flops"] = flops or rate["flops"]
     costs = {name: value for name, value in profile["costs"].items() if isinstance(value, float)}
     profile["costs"] |= {name: seconds / factor for name, seconds in costs.items()}
     profile["cores"] = cores or profile["cores"]
@@ -202,13 +220,15 @@ def growing_cluster(folder: Path) -> Generator[tuple[Server, Callable[[], None]]
             _, found, token = line.partition("--token ")
             if found and not tokens:
                 tokens.append(token.split()[0])
-                join_faster(stack, port, tokens[0], folder / "node-1", 1.0)
+                join_faster(stack, port, tokens[0], folder / "node-1", 1.0, flops=SLOW_PROMPT_FLOPS)
 
         stack.callback(end_head_members, folder)
-        server = stack.enter_context(running_head("demo", 2, folder, port, *NO_SECOND, on_line=read))
+        head = running_head("demo", 2, folder, port, *NO_SECOND, on_line=read)
+        give_faster_profile(folder / "state", 1.0, flops=SLOW_PROMPT_FLOPS)
+        server = stack.enter_context(head)
 
         def join() -> None:
-            join_faster(stack, port, tokens[0], folder / "node-2", 20.0)
+            join_faster(stack, port, tokens[0], folder / "node-2", 20.0, flops=20 * SLOW_PROMPT_FLOPS)
             eventually(lambda: len(nodes(server)), lambda count: count == 3)
 
         yield server, join
