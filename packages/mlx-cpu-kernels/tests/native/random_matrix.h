@@ -78,7 +78,8 @@ struct RandomMatrix {
 };
 
 constexpr Type kTypes[] = {Type::float32, Type::float16, Type::bfloat16};
-constexpr InstructionSet kVectorSets[] = {InstructionSet::avx2, InstructionSet::avx512, InstructionSet::neon};
+constexpr InstructionSet kVectorSets[] = {InstructionSet::avx2, InstructionSet::avx512, InstructionSet::amx,
+                                          InstructionSet::neon};
 
 inline double unit_in_last_place(Type type, double value) {
   int exponent;

@@ -1,9 +1,8 @@
 // Products of very few rows, by bytes: x becomes integers once, and the weights are never converted at all.
 //
-// Within a group, x is an integer of 24 bits times a scale: as fine as float32 is for the group's largest value. Such
-// an integer is three signed digits of a byte, x = (high * 256 + middle) * 256 + low. Each digit is multiplied by the
-// weights as they are packed, 64 products of bytes an instruction on AVX-512. The sums of digits are shifted together
-// as integers, without an error. One conversion and one multiplication by both scales serve the products of a lane.
+// x becomes signed digits (byte_digits.h), which are multiplied by the weights as they are packed, 64 products of bytes
+// an instruction on AVX-512. The sums of digits are shifted together as integers, without an error. One conversion and
+// one multiplication by both scales serve the products of a lane.
 //
 //   y[n] = sum over groups g of scale[n, g] * xscale[g] * (sum of q * x) + bias[n, g] * (sum of x)
 //
@@ -14,9 +13,6 @@
 // which so has the columns i, i + values, i + 2 * values ... x is put into the same order. With 3, 5 and 6 bits a
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
 //
-// A value that is far smaller than its group's largest one loses digits. That matters where the few large values meet weights
-// of zero, and so leave no trace in float32. Rows with outliers are therefore not multiplied here: see find_outliers.
-//
 // Some instruction sets multiply bytes in pairs only, into 16 bits, or have no fast way from 3, 5 and 6 bits to bytes.
 // They take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits. Each half of a lane of 32 bits fetches
 // the bytes that hold two neighbours (four of 3 bits). Value i of every half becomes vector i.
@@ -24,8 +20,7 @@
 
 #include <type_traits>
 
-#include "kernels.h"
-#include "panels.h"
+#include "byte_digits.h"
 
 namespace mlx_cpu_kernels {
 namespace {
@@ -40,18 +35,6 @@ constexpr int64_t kMostByteRows = 24;
 constexpr int64_t kPrefetchBytes = 32768;
 // Products of a value and a weight that are worth another thread: some microseconds.
 constexpr int64_t kProductsAThread = 100'000;
-// The largest integer whose digits fit: 127 * 65536 + 127 * 256 + 127, less what rounding may add. As two digits it is
-// 2040 * 4096, so that four products with 6 bits are less than 2^31.
-constexpr float kLargest = 8355000.f;
-// Sizes of a row's largest number between which the digits' scales, their sums and inverses stay within float32.
-constexpr float kTiny = 0x1p-60f, kHuge = 0x1p90f;
-// A group without a larger number is zero: its inverse would not be finite, and the row has far larger numbers.
-constexpr float kLeast = 0x1p-100f;
-// Values below a 256th of the largest one are small. An error of 2^-24 of the largest is 2^-16 of such a value at
-// least, and may exceed 1e-5 of a result.
-constexpr float kSmall = 1 / 256.f;
-// Values that are not small are outliers, where they are an eighth of all at most.
-constexpr int64_t kOutlierShare = 8;
 
 template <class V, int bits>
 struct Block {
@@ -129,21 +112,6 @@ inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKe
 template <class V, Format format>
 constexpr int kOffset = format.is_e2m1() ? V::kE2m1Offset : 0;
 
-// Whether `count` magnitudes, the largest of which is `largest`, are small ones beside outliers. load(i) gives a
-// vector of them.
-template <class V, class F>
-inline bool find_outliers(int64_t count, float largest, F&& load) {
-  const auto one = V::broadcast(1), limit = V::broadcast(largest * kSmall), least = V::broadcast(0x1p-126f);
-  auto others = V::zero(), numbers = V::zero();  // numbers of values that are not small, and that are not zero
-  for (int64_t i = 0; i < count; i += V::kLanes) {
-    auto magnitude = load(i);
-    others = V::add(others, V::zero_where_below(one, magnitude, limit));
-    numbers = V::add(numbers, V::zero_where_below(one, magnitude, least));
-  }
-  const float outliers = V::sum(others);
-  return outliers <= float(larger(count / kOutlierShare, 1)) && V::sum(numbers) > outliers;
-}
-
 // x as digits, in the order of the packed weights: [row][block][vector][plane][digit], with a scale and a sum a group.
 template <class V, Format format>
 class ByteRows {
@@ -181,7 +149,6 @@ class ByteRows {
 
   // Returns false where the row does not fit.
   [[gnu::flatten]] bool convert(const void* x, Type type, int64_t columns, int group_size, int64_t row) {
-    float largest = 0;
     float* magnitudes = scratch<float>(Slot::values, groups_);  // the largest ones of the groups
     Digit* digits[B::kPlanes];  // in the columns' order
     int64_t padded = blocks_ * B::kColumns;
@@ -189,22 +156,18 @@ class ByteRows {
     for (int p = 1; p < B::kPlanes; p++) digits[p] = digits[p - 1] + padded;
     for (int64_t g = 0; g < groups_; g++) {
       bool inside = g * group_size < columns;
-      magnitudes[g] = inside ? convert_group(x, type, g * group_size, group_size, digits) : 0;
+      magnitudes[g] = inside ? largest_of_group<V>(x, type, g * group_size, group_size) : 0;
       if (magnitudes[g] < 0) return false;
-      largest = magnitudes[g] > largest ? magnitudes[g] : largest;
-      float scale = (magnitudes[g] < kLeast ? 0 : magnitudes[g]) / (format.is_e2m1() ? 2 * kLargest : kLargest);
-      float sum = inside ? sum_group(x, type, g * group_size, group_size) : 0;
+      if (inside) store_group(x, type, g * group_size, group_size, magnitudes[g], digits);
+      float scale = scale_of_group(magnitudes[g]) / (format.is_e2m1() ? 2 : 1);
+      float sum = inside ? sum_of_group<V>(x, type, g * group_size, group_size) : 0;
       if constexpr (format.is_affine())
         sums_[row * groups_ + g] = sum;
       else
         scale += 0 * sum;  // the digits of what is not finite are, and there is no bias that meets the sum
       scales_[row * groups_ + g] = scale;
     }
-    if ((largest > 0 && largest < kTiny) || largest > kHuge) return false;
-    if constexpr (format.is_affine()) {  // a weight of zero is the sum of two numbers, and so are the sums of groups
-      auto load = [&](int64_t g) { return V::load(magnitudes + g); };
-      if (find_outliers<V>(columns / group_size, largest, load)) return false;
-    }
+    if (!row_fits<V>(magnitudes, columns / group_size, format.is_affine())) return false;
     for (int64_t c = columns; c < padded; c++)
       for (int p = 0; p < B::kPlanes; p++) digits[p][c] = 0;
     for (int64_t b = 0; b < blocks_; b++)
@@ -221,40 +184,22 @@ class ByteRows {
     return true;
   }
 
-  static float sum_group(const void* x, Type type, int64_t first, int64_t count) {
-    auto sum = V::zero();
-    for (int64_t i = 0; i < count; i += V::kLanes) sum = V::add(sum, V::load_values(x, type, first + i));
-    return V::sum(sum);
-  }
-
-  // Writes the digits of a group, and returns its largest magnitude. Where it has outliers, returns a negative number.
-  static float convert_group(const void* x, Type type, int64_t first, int64_t count, Digit* const* digits) {
-    auto magnitude = [&](int64_t i) { return V::absolute(V::load_values(x, type, first + i)); };
-    auto most = V::zero(), magnitudes = V::zero();
-    for (int64_t i = 0; i < count; i += V::kLanes) {
-      most = V::maximum(most, magnitude(i));
-      magnitudes = V::add(magnitudes, magnitude(i));
-    }
-    const float largest = V::largest(most);
-    // Outliers and small values have a mean below a seventh of the largest one, which few groups have.
-    if (V::sum(magnitudes) * 7 < largest * float(count) && find_outliers<V>(count, largest, magnitude)) return -1;
-    auto inverse = V::broadcast(largest >= kLeast ? kLargest / largest : 0);
-    const auto half = V::broadcast_word(B::kIsWide ? 2048 : 128);
-    for (int64_t i = 0; i < count; i += V::kLanes) {
-      auto low = V::round_to_words(V::multiply(V::load_values(x, type, first + i), inverse));
-      if constexpr (B::kIsWide) {
+  // Writes the digits of a group.
+  static void store_group(const void* x, Type type, int64_t first, int64_t count, float largest, Digit* const* digits) {
+    const float integers = integers_of_group(largest);
+    if constexpr (B::kIsWide) {
+      const auto factor = V::broadcast(integers);
+      const auto half = V::broadcast_word(2048);
+      for (int64_t i = 0; i < count; i += V::kLanes) {
+        auto low = V::round_to_words(V::multiply(V::load_values(x, type, first + i), factor));
         auto high = V::template shift_right_signed<12>(V::add_words(low, half));
         V::store_low_halves(digits[0] + first + i, high);
         V::store_low_halves(digits[1] + first + i, V::template shift_right_signed<20>(V::template shift_left<20>(low)));
-      } else {
-        auto middle = V::template shift_right_signed<8>(V::add_words(low, half));
-        auto high = V::template shift_right_signed<8>(V::add_words(middle, half));
-        V::store_low_bytes(digits[0] + first + i, high);
-        V::store_low_bytes(digits[1] + first + i, middle);
-        V::store_low_bytes(digits[2] + first + i, low);
       }
+    } else {
+      int8_t* const to[] = {digits[0] + first, digits[1] + first, digits[2] + first};
+      store_digits<V>(x, type, first, count, integers, to);
     }
-    return largest;
   }
 
   static void arrange(const Digit* in_order, Digit* block) {

@@ -5,8 +5,39 @@
 
 #include "kernels.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace mlx_cpu_kernels {
 namespace {
+
+#if defined(__x86_64__)
+// Whether the processor has AMX for bytes, and the system allows it to this process: its registers take 8 kB of every
+// thread that uses them, so Linux is asked first (Documentation/arch/x86/xstate.rst).
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTileAndInt8 = 3u << 24;  // CPUID leaf 7, EDX
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTileAndInt8) == kTileAndInt8 &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+const Kernels* amx_kernels() {
+  static const Kernels kernels = [] {
+    Kernels value = avx512_kernels;
+    value.multiply_transposed = multiply_transposed_by_amx;
+    return value;
+  }();
+  return &kernels;
+}
+#endif
 
 const Kernels* find_kernels(InstructionSet set) {
   switch (set) {
@@ -23,6 +54,10 @@ const Kernels* find_kernels(InstructionSet set) {
                  __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
       return has ? &avx512_kernels : nullptr;
     }
+    case InstructionSet::amx: {
+      static const bool has = find_kernels(InstructionSet::avx512) && has_amx();
+      return has ? amx_kernels() : nullptr;
+    }
 #elif defined(__aarch64__)
     case InstructionSet::neon:
       return &neon_kernels;
@@ -33,7 +68,8 @@ const Kernels* find_kernels(InstructionSet set) {
 }
 
 InstructionSet best_instruction_set() {
-  for (InstructionSet set : {InstructionSet::avx512, InstructionSet::avx2, InstructionSet::neon})
+  using enum InstructionSet;
+  for (InstructionSet set : {amx, avx512, avx2, neon})
     if (find_kernels(set)) return set;
   return InstructionSet::scalar;
 }
@@ -86,6 +122,8 @@ const char* name(InstructionSet set) {
       return "AVX2";
     case InstructionSet::avx512:
       return "AVX-512";
+    case InstructionSet::amx:
+      return "AMX";
     case InstructionSet::neon:
       return "NEON";
     default:

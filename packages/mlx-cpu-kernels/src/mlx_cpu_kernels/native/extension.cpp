@@ -182,5 +182,5 @@ NB_MODULE(_kernels, module) {
     return threads().count();
   }, "count"_a, "Compute each operation on `count` threads. Return how many it will be.");
   module.def("instruction_set", [] { return name(instruction_set()); },
-             "Name of the instruction set in use: AVX-512, AVX2, NEON or scalar.");
+             "Name of the instruction set in use: AMX, AVX-512, AVX2, NEON or scalar.");
 }

@@ -27,6 +27,10 @@ struct RowsProduct {
   MutableRows y;
 };
 
+static inline bool same_format(const Quantized& a, const Quantized& b) {
+  return a.mode == b.mode && a.bits == b.bits && a.group_size == b.group_size && a.columns == b.columns;
+}
+
 struct Kernels {
   void (*multiply_transposed)(const Rows& x, const RowsProduct* products, int count, Threads& threads);
   void (*multiply)(const Rows& x, const Quantized& w, const MutableRows& y, Threads& threads);
@@ -65,6 +69,8 @@ extern const Kernels scalar_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+// Kernels::multiply_transposed by AMX, and by AVX-512 where that is faster.
+void multiply_transposed_by_amx(const Rows& x, const RowsProduct* products, int count, Threads& threads);
 #elif defined(__aarch64__)
 extern const Kernels neon_kernels;
 #endif

@@ -10,10 +10,6 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-inline bool same_format(const Quantized& a, const Quantized& b) {
-  return a.mode == b.mode && a.bits == b.bits && a.group_size == b.group_size && a.columns == b.columns;
-}
-
 template <class V>
 void multiply_transposed_rows(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
   for (int begin = 0, end; begin < count; begin = end) {

@@ -84,7 +84,7 @@ void gather_multiply(const void* x, Type type, int64_t x_stride, const GatherPai
 void dequantize(const Quantized& w, int64_t row_begin, int64_t row_end, void* out, Type type, Threads& threads);
 
 // The instruction set that the kernels use: the best that this processor has, unless another is set.
-enum class InstructionSet { scalar, avx2, avx512, neon };
+enum class InstructionSet { scalar, avx2, avx512, amx, neon };
 
 InstructionSet instruction_set();
 const char* name(InstructionSet set);
