@@ -47,6 +47,7 @@ for name in sys.argv[1:]:
         ("mlx_ring.agent.member", ("numpy", "mlx")),
         ("mlx_ring.worker.__main__", ("numpy", "cryptography", "pydantic")),
         ("mlx_ring.worker.profile.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
+        ("mlx_ring.cli.app, mlx_ring.cli.processes", ("numpy", "rich", "yaml")),
         ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
         ("mlx_ring.cli.cluster, mlx_ring.cluster.lifecycle.verbs", ("numpy", "mlx_ring.planner", "zeroconf")),
         ("mlx_ring.cli.on_host, mlx_ring.cluster.lifecycle.host_side", ("numpy", "mlx_ring.planner")),
