@@ -15,7 +15,7 @@ from tests.other_python import other_python
 from tests.own_home import remove_own_home, use_own_home
 
 from mlx_cpu_kernels.blas import install_fast_blas
-from mlx_ring.core.environment import quieten_grpc, quieten_transformers
+from mlx_ring.core.environment import leave_out_pydantic_plugins, quieten_grpc, quieten_transformers
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 
 collect_ignore = [] if other_python() else ["end_to_end/test_cluster_other_python.py"]
@@ -27,6 +27,7 @@ quieten_grpc()
 install_fast_blas()
 """Matrix products of the tests and of mlx-lm need not wait for the reference BLAS."""
 register_profiles()
+leave_out_pydantic_plugins()
 quieten_transformers()
 import_bare("mlx_lm")
 import_tokenizers()

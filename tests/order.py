@@ -117,17 +117,18 @@ def _guess_s(item: pytest.Item) -> float:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the files; in its file a test that runs alone comes last."""
     guessed, alone = defaultdict[str, float](float), defaultdict[str, bool](lambda: True)
-    for item in items:
-        file = file_of(item.nodeid)
+    # Reads each item's marks and name once: this runs in each process of a run.
+    placed = [(file_of(item.nodeid), is_alone(item), item) for item in items]
+    for file, item_alone, item in placed:
         if file not in guessed and item.path.is_relative_to(_END_TO_END):
             guessed[file] = _GUESSED_SETUP_S
         guessed[file] += _guess_s(item)
-        alone[file] &= is_alone(item)
+        alone[file] &= item_alone
     known = {f"tests/{file}": seconds for file, seconds in _ON_TWO_CORES_S.items()}
     seconds = guessed | known | _cached(config)
 
-    def place(item: pytest.Item) -> tuple[bool, float, str, bool]:
-        file = file_of(item.nodeid)
-        return alone[file], -seconds[file], file, is_alone(item)
+    def place(each: tuple[str, bool, pytest.Item]) -> tuple[bool, float, str, bool]:
+        file, item_alone, _ = each
+        return alone[file], -seconds[file], file, item_alone
 
-    items.sort(key=place)
+    items[:] = [item for *_, item in sorted(placed, key=place)]

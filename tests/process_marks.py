@@ -98,12 +98,8 @@ def _names_starter(named: FunctionType | type, module: str | None) -> bool:
     return any(_starts(each, inside) for each in _named(value))
 
 
-def _starts_processes(item: pytest.Item) -> bool:
-    """Return true if a test or one of its fixtures starts a process."""
-    if not isinstance(item, pytest.Function):
-        return False
-    function = cast("Any", item).function
-    fixtures: Mapping[str, Sequence[pytest.FixtureDef[Any]]] = cast("Any", item)._fixtureinfo.name2fixturedefs
+def _starts_processes(function: object, fixtures: Mapping[str, Sequence[pytest.FixtureDef[Any]]]) -> bool:
+    """Return true if a test's function or one of its fixtures starts a process."""
     functions = [fixture.func for fixtures_of_name in fixtures.values() for fixture in fixtures_of_name]
     inner = getattr(getattr(function, "hypothesis", None), "inner_test", None)
     return any(map(_starts, [function, inner, *functions]))
@@ -112,8 +108,17 @@ def _starts_processes(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, before `-m` chooses among them."""
+    marked: dict[tuple[object, int], bool] = {}
+    """All cases of a test have the same function and fixtures."""
     for item in items:
-        if _starts_processes(item):
+        if not isinstance(item, pytest.Function):
+            continue
+        function: object = cast("Any", item).function
+        fixtures = cast("Any", item)._fixtureinfo.name2fixturedefs
+        case = function, id(fixtures)
+        if case not in marked:
+            marked[case] = _starts_processes(function, fixtures)
+        if marked[case]:
             item.add_marker("processes")
 
 

@@ -42,14 +42,21 @@ for name in sys.argv[1:]:
     ("module", "slow"),
     [
         ("mlx_ring.head.head", ("huggingface_hub", "transformers", "mlx", "cryptography", "zeroconf")),
-        ("mlx_ring.agent.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
-        ("mlx_ring.agent.head_member", ("numpy", "cryptography", "pydantic", "mlx")),
+        (
+            "mlx_ring.agent.__main__, mlx_ring.agent.head_member, mlx_ring.worker.profile.__main__",
+            ("numpy", "cryptography", "pydantic", "mlx"),
+        ),
         ("mlx_ring.agent.member", ("numpy", "mlx")),
         ("mlx_ring.worker.__main__", ("numpy", "cryptography", "pydantic")),
-        ("mlx_ring.worker.profile.__main__", ("numpy", "cryptography", "pydantic", "mlx")),
+        ("mlx_ring.cli.app, mlx_ring.cli.processes", ("numpy", "rich", "yaml")),
         ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
-        ("mlx_ring.cli.cluster, mlx_ring.cluster.lifecycle.verbs", ("numpy", "mlx_ring.planner", "zeroconf")),
-        ("mlx_ring.cli.on_host, mlx_ring.cluster.lifecycle.host_side", ("numpy", "mlx_ring.planner")),
+        (
+            (
+                "mlx_ring.cli.cluster, mlx_ring.cluster.lifecycle.verbs, "
+                "mlx_ring.cli.on_host, mlx_ring.cluster.lifecycle.host_side"
+            ),
+            ("numpy", "mlx_ring.planner", "zeroconf"),
+        ),
     ],
 )
 def test_processes_start_without_libraries_that_they_may_never_need(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -51,11 +52,19 @@ class Family:
         return model.eval()
 
     def _build(self) -> nn.Module:
-        classes = cast("tuple[Any, Any]", cast("object", _get_classes(self.config)))
-        model_class, arguments_class = classes
+        model_class, _ = self._classes
         # Some vectors are initialized at random; all copies must be equal.
         mx.random.seed(0)
-        return cast("nn.Module", model_class(arguments_class.from_dict(self.config)))
+        return cast("nn.Module", model_class(deepcopy(self._arguments)))
+
+    @cached_property
+    def _classes(self) -> tuple[Any, Any]:
+        return cast("tuple[Any, Any]", cast("object", _get_classes(self.config)))
+
+    @cached_property
+    def _arguments(self) -> Any:
+        """The configuration as mlx-lm reads it, which takes as long as a run of a small model."""
+        return self._classes[1].from_dict(self.config)
 
     @cached_property
     def _weights(self) -> dict[str, mx.array]:

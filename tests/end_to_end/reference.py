@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.end_to_end.equality import TIE
@@ -26,6 +25,9 @@ class WholeModel:
 
         With `kv_bits`, keys and values are quantized from the first token on.
         """
+        # Imports all of transformers, and most processes of a run have no such test.
+        from mlx_lm.generate import generate_step
+
         cache = self._cache(kv_bits)
         steps = generate_step(mx.array(list(prompt)), self._model, max_tokens=count, prompt_cache=cache)
         return [int(token) for token, _ in steps]

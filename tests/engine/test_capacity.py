@@ -296,11 +296,11 @@ def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_
 @pytest.mark.slow
 def test_unlike_replicas_serve_what_the_router_gives_them() -> None:
     """Take a machine that is much slower. The router counts tokens, not seconds, so it gives that one too many."""
-    level = ServiceLevel(0.6, 0.2)
+    load, level = Load(Lengths(200, 200), Lengths(30, 30)), ServiceLevel(0.6, 0.2)
     slow, fast = (
-        measured(cluster_of(node), load=LONGER, level=level, most_running=64) for node in UNLIKE.nodes
+        measured(cluster_of(node), load=load, level=level, most_running=32) for node in UNLIKE.nodes
     )
-    both = measured(UNLIKE, load=LONGER, level=level, most_running=64, loaded=BOTH)
+    both = measured(UNLIKE, load=load, level=level, most_running=32, loaded=BOTH)
     assert both.replicas == 2
     assert 0 < both.requests_per_s < 0.9 * (slow.requests_per_s + fast.requests_per_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -288,6 +289,11 @@ def test_each_recent_move_needs_four_times_the_patience() -> None:
     assert looks_until_due(patience, clock, 1.0, 1.0) == 60.0
 
 
+@cache
+def _compared_at(loaded: LoadedStages, ratios: tuple[float, ...]) -> Comparison | None:
+    return compared(loaded, machines(*ratios))
+
+
 class Cluster:
     """Three machines in a simulation, whose model moves as soon as that pays."""
 
@@ -296,13 +302,9 @@ class Cluster:
         self.patience = Patience(self.clock)
         self.loaded = loaded_on(machines(1, 1, 1))
         self.moves: list[float] = []
-        self._found: dict[tuple[object, ...], Comparison | None] = {}
 
     def found(self, ratios: tuple[float, ...]) -> Comparison | None:
-        key = self.loaded, ratios
-        if key not in self._found:
-            self._found[key] = compared(self.loaded, machines(*ratios))
-        return self._found[key]
+        return _compared_at(self.loaded, ratios)
 
     def run(self, ratios: tuple[float, ...], seconds: float) -> None:
         """Let time pass, while the machines' steps take these multiples of the predicted time."""

@@ -10,8 +10,10 @@ from mlx_ring.cli import INTERRUPTED
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
+        from mlx_ring.core.environment import leave_out_pydantic_plugins
         from mlx_ring.core.lean_imports import importing
 
+        leave_out_pydantic_plugins()
         with importing():
             from mlx_ring.cli.app import run  # its imports are slow
 

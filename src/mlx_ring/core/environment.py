@@ -43,6 +43,14 @@ def quieten_transformers() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
+def leave_out_pydantic_plugins() -> None:
+    """Keep pydantic from looking for plugins, for which it reads the metadata of all installed packages.
+
+    Call it before the first model is made.
+    """
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+
 def library_variable(name: str) -> str:
     """Return a variable for a library of this process; empty if it is not set."""
     return os.environ.get(name, "")

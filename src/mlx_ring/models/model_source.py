@@ -92,9 +92,11 @@ def list_local_models() -> Iterator[LocalModel]:
     """
     for name in builtin_names():
         yield LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    from mlx_ring.models import hub, hub_cache  # importing their client takes a while
+    from mlx_ring.models import hub_cache  # importing its client takes a while
 
     for name in hub_cache.cached_ids():
+        from mlx_ring.models import hub  # importing all of the client takes twice as long
+
         with contextlib.suppress(ModelError):
             if (folder := hub.complete_in_cache(name)) is not None:
                 yield LocalModel(name, "hub", _with_sizes(folder))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypedDict
@@ -22,11 +22,12 @@ from mlx_ring.models.tensor_shares import TensorSizes, read_tensor_sizes
 from mlx_ring.planner.layer_parts import (
     ACTIVE_COUNTS,
     EXPERT_COUNTS,
+    LookBack,
     experts_of,
     layer_matrices,
     look_back,
 )
-from mlx_ring.planner.mixers import Role, mixer_of_layer
+from mlx_ring.planner.mixers import Matrix, Role, mixer_of_layer
 from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile
 from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 
@@ -63,6 +64,7 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
     """
     formats = read_formats(folder) if weights is None else WeightFormats(weights)
     has_files = bool(folder.tensors) and weights is None
+    parts = _read_parts(folder, name)
     forms = [(formats, _AS_STORED), (formats.widened(), _WIDENED)]
     if formats.usual.is_quantized:
         forms += [
@@ -70,9 +72,9 @@ def profile_folder(folder: ModelFolder, name: str, weights: WeightFormat | None 
             (WeightFormats(WeightFormat(_FLOAT, plain="float32")), _DEQUANTIZED),
         ]
     stored, wide, *others = (
-        _with_headers(profile_config(folder, name, one), folder, loading)
+        _with_headers(_profile(folder, name, one, parts), folder, loading)
         if has_files
-        else profile_config(folder, name, one)
+        else _profile(folder, name, one, parts)
         for one, loading in forms
     )
     stored = replace(stored, widened=None if wide == stored else wide)
@@ -127,16 +129,48 @@ def _with_headers(by_config: ModelProfile, folder: ModelFolder, loading: _Loadin
 
 def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> ModelProfile:
     """Return the profile from a configuration alone."""
-    hidden, vocabulary, count = folder.hidden_size, folder.vocab_size, folder.num_layers
+    return _profile(folder, name, formats, _read_parts(folder, name))
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerParts:
+    """Parts of one layer, whatever the format of the weights."""
+
+    matrices: Sequence[Matrix]
+    experts: tuple[int, int] | None
+    """Number of experts, and of those that one token uses."""
+    small_numbers: int
+    """Number of weights outside matrices."""
+    back: LookBack
+
+
+def _read_parts(folder: ModelFolder, name: str) -> Sequence[_LayerParts]:
+    """Return the parts of each layer, which takes most of the time of a profile.
+
+    Raises:
+        ModelUnsupported: the configuration does not give them.
+    """
     heads = number(folder, *HEAD_NAMES)
     if heads is None and language_module(folder.config) not in WITHOUT_KV:
         raise ModelUnsupported(
             f"{name} does not give its number of attention heads (num_attention_heads), so its sizes are unknown."
         )
+    return [_parts_of(folder, index) for index in range(folder.num_layers)]
+
+
+def _parts_of(folder: ModelFolder, index: int) -> _LayerParts:
+    matrices = layer_matrices(folder, index)
+    small = _small_numbers(folder, index, matrices)
+    return _LayerParts(matrices, experts_of(folder, index), small, look_back(folder, index))
+
+
+def _profile(
+    folder: ModelFolder, name: str, formats: WeightFormats, parts: Sequence[_LayerParts]
+) -> ModelProfile:
+    hidden, vocabulary = folder.hidden_size, folder.vocab_size
     weights = formats.usual
     alike: dict[LayerProfile, LayerProfile] = {}
-    each = (_layer(folder, index, formats) for index in range(count))
-    layers = tuple(alike.setdefault(layer, layer) for layer in each)
+    layers = tuple(alike.setdefault(layer, layer) for layer in (_layer(each, formats) for each in parts))
     embedding, head = (
         int(vocabulary * hidden * formats.of(table, hidden).nbytes)
         for table in ("model.embed_tokens", "lm_head")
@@ -155,7 +189,7 @@ def profile_config(folder: ModelFolder, name: str, formats: WeightFormats) -> Mo
         weights=weights.name,
         has_byte_scales=weights.has_byte_scales,
         number_bytes=weights.plain_bits // 8,
-        widest=max(matrix.inputs for index in (0, count - 1) for matrix in layer_matrices(folder, index)),
+        widest=max(matrix.inputs for each in (parts[0], parts[-1]) for matrix in each.matrices),
         shared=_shared(folder, weights),
     )
 
@@ -184,17 +218,16 @@ def _shared(folder: ModelFolder, weights: WeightFormat) -> TensorSizes | None:
     )
 
 
-def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProfile:
+def _layer(parts: _LayerParts, formats: WeightFormats) -> LayerProfile:
     weights = formats.usual
-    sizes = _layer_nbytes(folder, index, formats)
+    sizes = _layer_nbytes(parts.matrices, formats)
     counts: Counter[Role] = Counter()
-    for matrix in layer_matrices(folder, index):
+    for matrix in parts.matrices:
         counts[matrix.role] += matrix.weights
-    experts = experts_of(folder, index)
+    experts, back = parts.experts, parts.back
     share = experts[1] / experts[0] if experts else 0.0
     plain_bytes = weights.plain_bits // 8
-    small = _small_numbers(folder, index) * plain_bytes
-    back = look_back(folder, index)
+    small = parts.small_numbers * plain_bytes
     kv = back.kept_per_token * plain_bytes
     state_bytes = back.state * plain_bytes + back.state_floats * _FLOAT // 8
     held = sum(sizes.values()) + small
@@ -215,11 +248,11 @@ def _layer(folder: ModelFolder, index: int, formats: WeightFormats) -> LayerProf
     )
 
 
-def _small_numbers(folder: ModelFolder, index: int) -> int:
+def _small_numbers(folder: ModelFolder, index: int, matrices: Iterable[Matrix]) -> int:
     """Return the number of weights outside matrices: norms, biases and convolutions, approximately."""
     biases = sum(
         matrix.count * matrix.outputs
-        for matrix in layer_matrices(folder, index)
+        for matrix in matrices
         if folder.model_type == "gpt_oss"
         or (folder.model_type.startswith("qwen2") and matrix.name.endswith(("q_proj", "k_proj", "v_proj")))
     )
@@ -227,10 +260,10 @@ def _small_numbers(folder: ModelFolder, index: int) -> int:
     return 2 * folder.hidden_size + biases + (0 if mixer is None else mixer.numbers)
 
 
-def _layer_nbytes(folder: ModelFolder, index: int, formats: WeightFormats) -> dict[Role, float]:
+def _layer_nbytes(matrices: Iterable[Matrix], formats: WeightFormats) -> dict[Role, float]:
     """Return the bytes of a layer's matrices by role, in their formats."""
     found: dict[Role, float] = {"attention": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0}
-    for matrix in layer_matrices(folder, index):
+    for matrix in matrices:
         found[matrix.role] += matrix.weights * formats.of(matrix.name, matrix.inputs).nbytes
     return found
 

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
-import yaml
 from typing_extensions import override
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import CLUSTER_PORT
 from mlx_ring.settings.hostfile import Hostfile, is_hostfile, read_hostfile
 from mlx_ring.settings.strategies import STRATEGIES, current_strategy
+
+if TYPE_CHECKING:
+    import yaml
 
 SHARE_FIELDS = frozenset({"gpu_memory_utilization", "memory_utilization"})
 """Names of the setting, vLLM's and the own one."""
@@ -87,19 +90,26 @@ class DevicesFile:
         return next(device for device in self.devices if device.is_coordinator)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Loader that refuses a key that stands twice in one mapping; YAML's own takes the last one."""
+@cache
+def _unique_keys() -> type[yaml.SafeLoader]:
+    """Return a loader that refuses a key that stands twice in one mapping; YAML's own takes the last one."""
+    from yaml import SafeLoader, ScalarNode  # takes a while, and most commands read no file
 
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    raise ConfigError(f"gives {key.value!r} twice, in lines {lines[key.value]} and {line}.")
-                lines[key.value] = line
-        return super().construct_mapping(node, deep=deep)
+    class UniqueKeys(SafeLoader):
+        @override
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if isinstance(key, ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        raise ConfigError(
+                            f"gives {key.value!r} twice, in lines {lines[key.value]} and {line}."
+                        )
+                    lines[key.value] = line
+            return super().construct_mapping(node, deep=deep)
+
+    return UniqueKeys
 
 
 def load_content(text: str, where: str) -> object:
@@ -108,8 +118,10 @@ def load_content(text: str, where: str) -> object:
     Raises:
         ConfigError: it is neither, or a key stands twice in it.
     """
+    import yaml  # as above
+
     try:
-        return yaml.load(text, _UniqueKeys)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, _unique_keys())  # noqa: S506 - a SafeLoader
     except ConfigError as error:
         raise ConfigError(f"{where} {error}") from None
     except yaml.YAMLError as error:
