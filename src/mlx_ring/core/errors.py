@@ -134,6 +134,10 @@ class PeerRefused(TrustError):
     """A peer is not the expected one, or may not make this call."""
 
 
+class HandshakeFailed(PeerRefused):
+    """A connection is not trusted. Anyone at the peer's address can cause this, so it says nothing about the peer."""
+
+
 class RequestError(RingError):
     """A client's request is wrong. `param` is the path of the wrong field, if there is one."""
 
