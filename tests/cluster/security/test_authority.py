@@ -180,3 +180,13 @@ def test_a_certificate_without_an_authority_is_not_a_head_s(authority: Authority
     for leaf in (node.public_bytes(Encoding.DER), b"", b"rubbish"):
         with pytest.raises(PeerRefused, match="no mlx-ring head"):
             carried_authority(leaf)
+
+
+def test_a_head_whose_clock_was_ahead_gets_a_certificate_that_is_valid_now(authority: Authority) -> None:
+    authority.head_credentials(NOW + timedelta(days=30))
+    shown = x509.load_pem_x509_certificate(authority.head_credentials(NOW).certificate)
+    assert shown.not_valid_before_utc <= NOW
+
+
+def test_an_authority_is_valid_although_the_clock_was_ahead_when_it_was_made(authority: Authority) -> None:
+    assert authority.certificate.not_valid_before_utc < NOW - timedelta(days=9 * 365)

@@ -31,6 +31,8 @@ CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)
 _CLOCK_SLACK = timedelta(hours=1)
 """Lag of a machine's clock at which a new certificate is still valid there."""
+_AUTHORITY_SLACK = timedelta(days=10 * 365)
+"""The same for the CA's, which is never made again: the clock at the first start may be ahead by years."""
 _CERTIFICATE_FILE, _KEY_FILE, _HEAD_FOLDER = "ca.pem", "ca.key", "head"
 
 
@@ -114,7 +116,8 @@ class Authority:
 def _make(folder: Path) -> Authority:
     key = make_key()
     name = common_name("mlx-ring cluster")
-    builder = _begin("mlx-ring cluster", name, key.public_key(), datetime.now(UTC), _AUTHORITY_LIFE)
+    now = datetime.now(UTC)
+    builder = _begin("mlx-ring cluster", name, key.public_key(), now, _AUTHORITY_LIFE, _AUTHORITY_SLACK)
     certificate = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
@@ -139,7 +142,12 @@ def _load(folder: Path, certificate_pem: bytes, key_pem: bytes) -> Authority:
 
 
 def _begin(
-    name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta
+    name: str,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    now: datetime,
+    life: timedelta,
+    slack: timedelta = _CLOCK_SLACK,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -147,7 +155,7 @@ def _begin(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SLACK)
+        .not_valid_before(now - slack)
         .not_valid_after(now + life)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
