@@ -190,6 +190,11 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
     return Identity(node, key)
 
 
+def kept_id(folder: Path) -> str:
+    """Return the id of the identity in this folder; empty without one."""
+    return (read_private(folder / _ID_FILE) or b"").decode(errors="replace").strip()
+
+
 def _new_id(machine: str) -> str:
     """Make an id from the machine's name and six digits, because machines may have the same name."""
     readable = re.sub(r"[^a-z0-9]+", "-", machine.split(".", 1)[0].lower())[:_LONGEST_NAME].strip("-")
