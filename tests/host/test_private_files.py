@@ -121,7 +121,9 @@ def test_a_file_that_cannot_be_written_is_named_with_the_reason(
         raise OSError(fault, os.strerror(fault))
 
     monkeypatch.setattr(tempfile, "mkstemp", fail)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/file cannot be written .{os.strerror(fault)}.: free space"):
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}/file cannot be written .{os.strerror(fault)}.: free space"
+    ):
         write_private(tmp_path / "file", b"new")
 
 
