@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import AUTHORITY_FILE
 from mlx_ring.host.private_files import locked, read_private, write_private
 from mlx_ring.rpc.tls.certificates import (
     CARRIED_AUTHORITY,
@@ -26,6 +28,8 @@ from mlx_ring.rpc.tls.certificates import (
 )
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
+
+log = logging.getLogger(__name__)
 
 CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)
@@ -57,6 +61,11 @@ class Authority:
             certificate, key = read_private(folder / _CERTIFICATE_FILE), read_private(folder / _KEY_FILE)
             if certificate is None:
                 # A key alone is left by an interrupted first start; it has signed nothing.
+                if (folder / _HEAD_FOLDER).exists() or any(folder.glob("*.json")):
+                    raise ConfigError(
+                        f"{folder / _CERTIFICATE_FILE} is missing: restore it from a backup, or copy `node/{AUTHORITY_FILE}` "
+                        f"of a member's state folder there; or remove {folder} and let every machine join again."
+                    )
                 return _make(folder)
         if key is None:
             raise ConfigError(
@@ -79,7 +88,11 @@ class Authority:
         """Return the head's own credentials, stored on disk and renewed shortly before they expire."""
         moment = now or datetime.now(UTC)
         folder = self._folder / _HEAD_FOLDER
-        kept = load_credentials(folder)
+        try:
+            kept = load_credentials(folder)
+        except ConfigError as error:
+            log.warning("The head gets another key and certificate: %s", str(error).partition(": remove ")[0])
+            kept = None
         if kept is not None and kept.authority == self.pem:
             certificate = x509.load_pem_x509_certificate(kept.certificate)
             if not needs_renewal(certificate, moment):

@@ -61,7 +61,9 @@ class TokenStore:
     """The tokens of a cluster, in its folder."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = StateFile(folder / _TOKENS_FILE, _TokensFile)
+        self._file = StateFile(
+            folder / _TOKENS_FILE, _TokensFile, "remove it, and create new tokens; members stay"
+        )
         self._clock = clock
 
     def create(

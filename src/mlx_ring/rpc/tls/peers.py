@@ -180,7 +180,11 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
             if kept is None
             else kept.decode(errors="replace").strip()
         )
-        check_node_id(node)
+        if not _NODE_ID.fullmatch(node):
+            raise ConfigError(
+                f"{folder / _ID_FILE} has {node[:80]!r}, which is no node id: restore the file from a backup, or remove {folder} "
+                "and join again with a token."
+            )
         pem = read_private(folder / KEY_FILE)
         key = make_key() if pem is None else key_from_pem(pem, folder / KEY_FILE)
         if pem is None:
