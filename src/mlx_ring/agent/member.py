@@ -30,7 +30,7 @@ from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, HandshakeFailed, PeerRefused, RingError, VersionMismatch
-from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
+from mlx_ring.core.folders import AGENT_LOCK, REVOKED_FILE, node_folder, weights_folder
 from mlx_ring.core.logs import FailureLog, configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
@@ -309,8 +309,9 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     credentials()
     profile = await _profile(options.state, settings)
-    ports, revoked = NodePorts(settings.node_ports), Revoked()
+    ports, revoked = NodePorts(settings.node_ports), Revoked(file=folder / REVOKED_FILE)
     supervisor = _supervisor(options, folder, trust, ports)
+    supervisor.revoke(revoked.serials)
     store = WeightStore(weights_folder(options.state), settings.weights_limit)
     fetched = FetchedModels(options.node, store, credentials)
     service = AgentService(
