@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
+from tests.eventually import eventually
 from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
+from tests.port_attacks import Address, call, without_certificate
+from tests.processes import joining
 
 from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
+from mlx_ring.cluster.security import enrolment as head_enrolment
 from mlx_ring.cluster.security.authority import CERTIFICATE_LIFE, Authority
 from mlx_ring.cluster.security.enrolment import MAX_MESSAGE_BYTES, TryLimit, admit_own_machine
 from mlx_ring.cluster.security.records import Members
@@ -33,13 +41,15 @@ from mlx_ring.core.errors import (
 )
 from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import JoinToken, parse_token
+from mlx_ring.host import private_files
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.host.private_files import try_lock
-from mlx_ring.rpc.channels import add_secure_port, make_server, open_aio_channel
+from mlx_ring.host.private_files import try_lock, write_private
+from mlx_ring.rpc.channels import FOR_STRANGERS, add_secure_port, make_server, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, STOP, service_handler
 from mlx_ring.rpc.protos import agent_pb2, enrol_pb2
+from mlx_ring.rpc.tls import credentials as tls_credentials
 from mlx_ring.rpc.tls.certificates import (
     CARRIED_AUTHORITY,
     common_name,
@@ -85,6 +95,26 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert all(line.startswith("Refused to enrol 127.0.0.1:") for line in lines)
     return lines
+
+
+def say_nothing(address: Address, context: ssl.SSLContext) -> bool:
+    """Begin HTTP/2 without a call; return True once the other side ends the connection."""
+    with (
+        socket.create_connection(address, 60) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        while connection.recv(4096):
+            pass
+    return True
+
+
+def joins(head: Head, folder: Path) -> bool:
+    try:
+        join(str(head.address), head.token(), folder)
+    except RingError:
+        return False
+    return True
 
 
 def with_head(folder: Path, act: Callable[[Head], Awaitable[None]], tries: TryLimit | None = None) -> None:
@@ -484,3 +514,125 @@ def test_a_server_that_is_no_head_is_refused_as_such(tmp_path: Path) -> None:
             join(f"127.0.0.1:{port - 1}", token, tmp_path)
     finally:
         server.stop(None)
+
+
+def fail_to_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process fail to write files of this name, as on a full disk."""
+
+    def write(path: Path, content: bytes) -> None:
+        if path.name == name:
+            raise ConfigError(f"{path} cannot be written (No space left on device).")
+        write_private(path, content)
+
+    monkeypatch.setattr(private_files, "write_private", write)
+    monkeypatch.setattr(tls_credentials, "write_private", write)
+
+
+@pytest.mark.parametrize("name", ["tokens.json", "members.json", "certificate.pem"])
+def test_a_full_disk_at_either_end_does_not_use_up_a_token(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(head: Head) -> None:
+        token = head.token(uses=1)
+        with monkeypatch.context() as full:
+            fail_to_write(name, full)
+            with pytest.raises(ConfigError, match=f"{name} cannot be written"):
+                await head.join(tmp_path / "node", token)
+        await head.join(tmp_path / "node", token)
+        with pytest.raises(TokenRefused, match="is used up"):
+            await head.join(tmp_path / "other", token)
+        assert list(head.members.list()) == [open_identity(tmp_path / "node").node]
+
+    with_head(tmp_path, act)
+
+
+def test_a_node_that_was_removed_needs_another_token(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token(uses=1)
+        await head.join(tmp_path / "node", token)
+        head.members.remove(open_identity(tmp_path / "node").node)
+        with pytest.raises(TokenRefused, match="is used up"):
+            await head.join(tmp_path / "node", token)
+
+    with_head(tmp_path, act)
+
+
+def test_a_stranger_who_connects_and_says_nothing_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = dict(FOR_STRANGERS) | {"grpc.max_connection_idle_ms": 1000}
+    monkeypatch.setattr(head_enrolment, "FOR_STRANGERS", tuple(limits.items()))
+
+    async def act(head: Head) -> None:
+        address = "127.0.0.1", head.address.enrolment_port
+        context = without_certificate(head.authority.pem)
+        assert await asyncio.to_thread(say_nothing, address, context)
+
+    with_head(tmp_path, act)
+
+
+def test_a_call_that_does_not_end_keeps_no_connection_of_a_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"grpc.max_connection_age_ms": 1000, "grpc.max_connection_age_grace_ms": 500}
+    monkeypatch.setattr(head_enrolment, "FOR_STRANGERS", tuple((dict(FOR_STRANGERS) | short).items()))
+
+    async def act(head: Head) -> None:
+        address = "127.0.0.1", head.address.enrolment_port
+        context = without_certificate(head.authority.pem)
+        unfinished = partial(call, address, context, "/mlx_ring.Enrolment/Enrol", b"", ends=False)
+        assert await asyncio.to_thread(unfinished)
+
+    with_head(tmp_path, act)
+
+
+def test_strangers_cannot_take_all_descriptors_of_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = dict(FOR_STRANGERS) | {"grpc.max_allowed_incoming_connections": 4}
+    monkeypatch.setattr(head_enrolment, "FOR_STRANGERS", tuple(limits.items()))
+
+    async def act(head: Head) -> None:
+        context = without_certificate(head.authority.pem)
+
+        def connect() -> ssl.SSLSocket:
+            plain = socket.create_connection(("127.0.0.1", head.address.enrolment_port), 60)
+            return context.wrap_socket(plain)
+
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(await asyncio.to_thread(connect))
+            with pytest.raises(OSError, match=r"EOF|reset"):
+                await asyncio.to_thread(connect)
+        # The head notices a moment later that they have left.
+        await asyncio.to_thread(eventually, partial(joins, head, tmp_path / "node"))
+
+    with_head(tmp_path, act)
+
+
+def test_a_stranger_s_versions_neither_fill_the_log_nor_control_a_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(head: Head) -> None:
+        request = request_for("mini-1", head.token())
+        request.hello.mlx = "\x1b[2J" + "\n" * 60_000
+        reply = await enrol(head, request)
+        assert reply.failure.kind == VersionMismatch.__name__
+        assert len(refusals(caplog)[0]) < 500
+        assert refusals(caplog)[0].isprintable()
+
+    with_head(tmp_path, act)
+
+
+def test_a_token_is_not_in_the_list_of_processes_while_its_machine_computes(tmp_path: Path) -> None:
+    async def act(head: Head) -> None:
+        token = head.token(uses=1)
+        with joining(str(head.address), "--token", token, folder=tmp_path / "node") as process:
+            joined = tmp_path / "node" / "state" / "node" / "certificate.pem"
+            await asyncio.to_thread(eventually, joined.exists)
+            itself = psutil.Process(process.pid)
+            assert itself.is_running()
+            assert "join" in itself.cmdline()
+            assert token not in " ".join(itself.cmdline())
+
+    with_head(tmp_path, act)

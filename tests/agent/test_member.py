@@ -16,18 +16,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
+from tests.eventually import eventually
 from tests.machines import free_pair_of_ports, node_credentials
+from tests.processes import give_profile, joining
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import enrolment, member
 from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.agent.supervisor import Worker
 from mlx_ring.agent.worker_processes import end_orphaned_workers
+from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.core.errors import PeerRefused
 from mlx_ring.core.logs import FailureLog
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.rpc.protos import worker_pb2
+from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.methods import HAVE
+from mlx_ring.rpc.protos import weights_pb2, worker_pb2
+from mlx_ring.rpc.tls.credentials import Credentials, require_credentials
+from mlx_ring.rpc.tls.peers import node_name, open_identity
 
 SPINS, SLEEPS = "while True: pass", "import time; time.sleep(600)"
 
@@ -160,3 +169,89 @@ def test_only_ranks_that_wait_for_others_are_ended_and_only_without_a_head(
             return supervisor.ended
 
         assert asyncio.run(run()) == expected
+
+
+async def answer_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer like a program that speaks no TLS."""
+    await reader.read(1)
+    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    writer.close()
+
+
+def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, state = HeadAddress("127.0.0.1", free_pair_of_ports()), tmp_path / "head"
+    caplog.set_level(logging.INFO)
+
+    async def attend(node: str) -> None:
+        def credentials() -> Credentials:
+            return require_credentials(tmp_path / "node")
+
+        who = Registration(node, 4000, made_up_profile(), 0.9)
+        attending = asyncio.create_task(stay_registered(address, credentials, who, lambda _: None))
+        try:
+            async with open_control(state, address) as control:
+                await control.wait_until_present(node)
+            async with await asyncio.start_server(answer_plainly, address.host, address.port):
+                while "did not speak TLS; asking again" not in caplog.text:
+                    await asyncio.wait((attending,), timeout=0.05)
+                    assert not attending.done(), attending.exception()
+            async with open_control(state, address) as control:
+                await control.wait_until_present(node)
+        finally:
+            attending.cancel()
+            await asyncio.gather(attending, return_exceptions=True)
+
+    async def run() -> None:
+        async with asyncio.timeout(100):
+            async with open_control(state, address) as control:
+                token = control.make_token(life_s=600)
+                await asyncio.to_thread(enrolment.join, str(address), token, tmp_path / "node")
+            await attend(open_identity(tmp_path / "node").node)
+
+    asyncio.run(run())
+
+
+def test_a_member_that_has_never_reached_its_head_ends_with_the_reason(tmp_path: Path) -> None:
+    async def run() -> None:
+        address = HeadAddress("127.0.0.1", free_pair_of_ports())
+        credentials = node_credentials(Authority.open(tmp_path), "mini-1")
+        who = Registration("mini-1", 4000, made_up_profile(), 0.9)
+        async with await asyncio.start_server(answer_plainly, address.host, address.port):
+            with pytest.raises(PeerRefused, match="did not speak TLS"):
+                await stay_registered(address, lambda: credentials, who, lambda _: None)
+
+    asyncio.run(run())
+
+
+async def refusal_by_agent(address: str, node: str, credentials: Credentials) -> str:
+    """Return why an agent refuses a call; empty if it is admitted."""
+    async with open_aio_channel(address, credentials, node_name(node)) as channel:
+        try:
+            await HAVE.aio_unary_unary(channel)(weights_pb2.HaveRequest(), timeout=60, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            return error.details() or ""
+    return ""
+
+
+def test_a_machine_that_restarts_without_its_head_refuses_a_removed_one(tmp_path: Path) -> None:
+    address, agent_port = HeadAddress("127.0.0.1", free_pair_of_ports()), free_pair_of_ports()
+    ports = ("--node-ports", f"{agent_port}-{agent_port + 3}", "--listen", "127.0.0.1")
+    state = tmp_path / "node" / "state"
+    give_profile(state)
+
+    async def run() -> None:
+        async with open_control(tmp_path / "head", address) as control:
+            token = control.make_token(life_s=600)
+            other = await asyncio.to_thread(enrolment.join, str(address), token, tmp_path / "other")
+            with joining(str(address), "--token", token, *ports, folder=tmp_path / "node"):
+                await control.wait_for(1)
+                (node,) = control.membership.members
+                control.members.remove(open_identity(tmp_path / "other").node)
+                await asyncio.to_thread(eventually, (state / "node" / "revoked").exists)
+        with joining(str(address), *ports, folder=tmp_path / "node"):
+            said = await refusal_by_agent(f"127.0.0.1:{agent_port}", node, other)
+            assert "it has been removed from the cluster" in said
+
+    asyncio.run(run())

@@ -12,7 +12,11 @@ from tests.api.ops.test_cluster import proposal
 from tests.api.twins import TwinCatalog, TwinService
 from tests.processes import run_in_process
 
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.cluster.security.enrolment import admit_own_machine
+from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.planner.replan import MoveWay
 
 
@@ -81,3 +85,27 @@ def test_replan_pauses_only_where_that_is_allowed(tmp_path: Path) -> None:
     assert "2 requests paused for 0.0 s, because" in replan(tmp_path, "after", "--pause").stdout
     both = replan(tmp_path, "after", "--pause", "--dry-run")
     assert "--dry-run and --pause are given; leave one of them out." in both.stderr
+
+
+def test_the_name_of_a_token_is_shown_as_it_is(tmp_path: Path) -> None:
+    state = "--state-dir", str(tmp_path / "state")
+    assert run_in_process("token", "create", "--name", "[/laptops]", *state, folder=tmp_path).returncode == 0
+    assert "[/laptops]" in run_in_process("token", "list", *state, folder=tmp_path).stdout
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 61])
+def test_a_name_of_a_token_that_a_table_cannot_show_is_refused(name: str, tmp_path: Path) -> None:
+    refused = run_in_process("token", "create", "--name", name, folder=tmp_path)
+    assert refused.returncode == 2
+    assert f"--name is {name!r}" in refused.stderr
+
+
+def test_the_head_s_own_machine_cannot_be_removed(tmp_path: Path) -> None:
+    folder = authority_folder(tmp_path)
+    authority, members = Authority.open(folder), Members(folder)
+    admit_own_machine(authority, members, node_folder(tmp_path))
+    (node,) = members.list()
+    refused = run_in_process("node", "remove", node, "--state-dir", str(tmp_path), folder=tmp_path)
+    assert refused.returncode == 2
+    assert f"{node} is this machine, which has the head" in refused.stderr
+    assert list(members.list()) == [node]

@@ -49,6 +49,15 @@ def test_install_writes_a_unit_once_and_replaces_a_changed_one(tmp_path: Path) -
     assert not (tmp_path / CALLS).exists()
 
 
+def test_a_head_that_runs_as_a_service_writes_no_token_to_the_journal(tmp_path: Path) -> None:
+    for flags in ((), ("--no-join-lines",)):
+        written = run("install", "--", "serve", "demo", *flags, "--nodes", "2", home=tmp_path)
+        assert "mlx-ring token create" in written.stdout
+        unit = tmp_path / ".config/systemd/user/mlx-ring-serve.service"
+        (start,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+        assert start.count("--no-join-lines") == 1
+
+
 def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_path: Path) -> None:
     assert run_with_calls("install", "--now", "--", "join", "mini", home=tmp_path).returncode == 0
     removed = run_with_calls("uninstall", "join", home=tmp_path)

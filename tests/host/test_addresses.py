@@ -41,7 +41,24 @@ def test_host_names_and_ipv4_and_ipv6_addresses_are_parsed(text: str, expected: 
     assert parse_head_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a b", "mini:", "mini:0", "mini:65535", "mini:http", "[::1", "a:b:c"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a b",
+        "mini:",
+        "mini:0",
+        "mini:65535",
+        "mini:http",
+        "[::1",
+        "a:b:c",
+        "a..b",
+        "x" * 64,
+        "me@mini",
+        "a/b",
+        "a\x1bb",
+    ],
+)
 def test_an_invalid_address_is_refused_with_its_value(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_head_address(text)

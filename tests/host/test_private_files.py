@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.host.private_files import locked, make_private_folder, read_private, write_private
+from mlx_ring.host.private_files import (
+    is_held,
+    locked,
+    make_private_folder,
+    read_private,
+    try_lock,
+    write_private,
+)
+
+LOOKS = """
+import sys
+from pathlib import Path
+from mlx_ring.host.private_files import is_held
+print("looks", flush=True)
+while True:
+    is_held(Path(sys.argv[1]))
+"""
 
 
 def test_private_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
@@ -63,3 +85,49 @@ def test_only_one_thread_is_inside_a_locked_folder(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert counter.read_text() == "80"
+
+
+def test_a_lock_is_not_refused_because_other_processes_look_at_it(tmp_path: Path) -> None:
+    file = tmp_path / "agent.lock"
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            looking = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", LOOKS, str(file)], stdout=subprocess.PIPE)
+            )
+            stack.callback(looking.kill)
+            assert looking.stdout is not None
+            assert looking.stdout.readline()
+        for _ in range(2000):
+            lock = try_lock(file)
+            assert lock is not None
+            os.close(lock)
+
+
+def test_a_held_lock_is_refused_and_seen_by_all_who_look(tmp_path: Path) -> None:
+    file = tmp_path / "agent.lock"
+    lock = try_lock(file, b"note")
+    assert lock is not None
+    assert try_lock(file) is None
+    assert is_held(file)
+    os.close(lock)
+    assert not is_held(file)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(
+    fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> tuple[int, str]:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(tempfile, "mkstemp", fail)
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}/file cannot be written .{os.strerror(fault)}.: free space"
+    ):
+        write_private(tmp_path / "file", b"new")
+
+
+def test_a_lock_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/.lock cannot be written"), locked(tmp_path):
+        raise AssertionError

@@ -29,8 +29,8 @@ from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.agent.worker_processes import end_orphaned_workers
-from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
-from mlx_ring.core.folders import AGENT_LOCK, node_folder, weights_folder
+from mlx_ring.core.errors import ConfigError, HandshakeFailed, PeerRefused, RingError, VersionMismatch
+from mlx_ring.core.folders import AGENT_LOCK, REVOKED_FILE, node_folder, weights_folder
 from mlx_ring.core.logs import FailureLog, configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
@@ -101,6 +101,8 @@ async def stay_registered(
 ) -> None:
     """Keep the node registered with its head, and register again whenever it is lost; workers stay loaded meanwhile.
 
+    After a first answer, another program at the head's address does not end this: the head may be back there later.
+
     Args:
         head: address of the head.
         credentials: returns this node's credentials before each call, because they may be renewed.
@@ -109,22 +111,25 @@ async def stay_registered(
         leave: request to leave, after which this returns; None: it never leaves.
 
     Raises:
-        PeerRefused: the head refuses this node.
+        PeerRefused: the head refuses this node, or was never trusted.
         VersionMismatch: the head has other versions.
     """
     pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog(log)
+    has_answered = False
     while True:
         try:
             async for reply in _session(head, credentials(), who, leave):
-                pause_s = _FIRST_PAUSE_S
+                pause_s, has_answered = _FIRST_PAUSE_S, True
                 failures.end()
                 leave.received(reply)
                 revoke(tuple(reply.revoked))
             if leave.left.is_set():
                 return
             failures.record(f"The head at {head} ended; asking again")
-        except (PeerRefused, VersionMismatch):
-            raise
+        except (PeerRefused, VersionMismatch) as error:
+            if not has_answered or not isinstance(error, HandshakeFailed):
+                raise
+            failures.record(f"{str(error).removesuffix('.')}; asking again")
         except (RingError, OSError) as error:
             failures.record(f"The head at {head} cannot be reached, asking again: {error}")
         finally:
@@ -304,8 +309,9 @@ async def serve_as_member(options: MemberOptions) -> None:
 
     credentials()
     profile = await _profile(options.state, settings)
-    ports, revoked = NodePorts(settings.node_ports), Revoked()
+    ports, revoked = NodePorts(settings.node_ports), Revoked(file=folder / REVOKED_FILE)
     supervisor = _supervisor(options, folder, trust, ports)
+    supervisor.revoke(revoked.serials)
     store = WeightStore(weights_folder(options.state), settings.weights_limit)
     fetched = FetchedModels(options.node, store, credentials)
     service = AgentService(

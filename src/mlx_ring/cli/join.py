@@ -12,7 +12,7 @@ import typer
 
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
-from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
+from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc, restart_without, take_variable
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
@@ -26,6 +26,8 @@ from mlx_ring.settings.settings_sources import load_settings
 log = logging.getLogger(__name__)
 
 _HEAD_FILE = "head"
+TOKEN_VARIABLE = "MLX_RING_JOIN_TOKEN"  # noqa: S105 - a name, not a secret
+"""Variable for a join token, which does not appear in a list of processes as a flag does."""
 _TRY_S = 2.0
 
 
@@ -42,7 +44,8 @@ def join(
     token: Annotated[
         str | None,
         typer.Option(
-            help="Join token that `mlx-ring serve --nodes N` or `token create` prints; needed once."
+            help="Join token that `mlx-ring serve --nodes N` or `token create` prints; needed once. "
+            f"{TOKEN_VARIABLE} by default."
         ),
     ] = None,
     listen: Annotated[
@@ -54,6 +57,10 @@ def join(
 
     The first time needs a token. Later this machine joins without one, and rejoins when the head restarts.
     """
+    if token is not None:
+        restart_without(token, "--token", TOKEN_VARIABLE)
+    by_variable = take_variable(TOKEN_VARIABLE) or None
+    token = by_variable if token is None else token
     settings = load_settings(flags)
     quieten_grpc()
     enable_grpc_logs()

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from mlx_ring.cli.flags import setting_option
 from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head
-from mlx_ring.core.errors import ConfigError
-from mlx_ring.core.folders import authority_folder, state_folder
+from mlx_ring.core.errors import ConfigError, shown_text
+from mlx_ring.core.folders import authority_folder, node_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 token_app = typer.Typer(
@@ -55,6 +55,8 @@ def create_token(
     It is shown only once, because the head keeps only a hash of its secret.
     """
     life_s, most = _duration_s(expires), _uses(uses)
+    if shown_text(name) != name:
+        raise ConfigError(f"--name is {name!r}; it must have up to 60 printable characters.")
     folder = cluster_folder(state_dir)
     from mlx_ring.cluster.security.authority import Authority  # imports gRPC, which is slow
     from mlx_ring.cluster.security.records import TokenStore
@@ -81,7 +83,7 @@ def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
         left = "any" if record.uses_left is None else str(record.uses_left)
         moment = local_time(record.expires_s)
         table.add_row(record.id, record.name, record.state(now_s), moment, str(record.uses), left)
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False).print(table)
 
 
 @token_app.command("revoke")
@@ -146,8 +148,16 @@ def remove_node(
 ) -> None:
     """Remove a node from the cluster. Its certificate is refused from now on."""
     from mlx_ring.cluster.security.records import Members  # slow to import
+    from mlx_ring.rpc.tls.peers import kept_id
 
-    Members(cluster_folder(state_dir)).remove(node)
+    folder = cluster_folder(state_dir)
+    members = Members(folder)
+    if node == kept_id(node_folder(folder.parent)) and node in members.list():
+        raise ConfigError(
+            f"{node} is this machine, which has the head and stays a member. To take its layers away, run "
+            f"`mlx-ring node drain {node}`."
+        )
+    members.remove(node)
     print(f"{node} is removed from this cluster. It needs a new token to join again.")
 
 

@@ -27,6 +27,7 @@ Scope = Literal["user", "system"]
 Keeper = Literal["systemd", "launchd"]
 """Service manager of the operating system."""
 VERBS = ("join", "serve")
+NO_JOIN_LINES = "--no-join-lines"
 _STOP_S = 90
 """Seconds to stop: a head finishes running requests first (`--shutdown-timeout-s`)."""
 _RESTART_S = 10
@@ -253,6 +254,8 @@ def install(
     print(f"{path} {_write(path, unit_text(keeper, service))}.")
     if keeper == "launchd" and not system:
         print(_NO_LAN)
+    if service.verb == "serve":
+        print("It prints no join token. To let a machine join, run here: mlx-ring token create")
     commands = start_commands(keeper, service.scope, service.verb, service.home)
     if now:
         _run(commands)
@@ -318,10 +321,18 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
             f"--run-as is {run_as}, which needs --system, because a user's own service runs as that user."
         )
     user = run_as or getpass.getuser()
-    service = Service(_program(), tuple(arguments or ()), Path.cwd(), _scope(system), user, _home_of(user))
+    words = _without_token(tuple(arguments or ()))
+    service = Service(_program(), words, Path.cwd(), _scope(system), user, _home_of(user))
     check_service(service)
     _check_start(service)
     return service
+
+
+def _without_token(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the arguments with which a head prints no join token: the journal would keep it, with one for each start."""
+    if arguments[:1] != ("serve",) or NO_JOIN_LINES in arguments:
+        return arguments
+    return (arguments[0], NO_JOIN_LINES, *arguments[1:])
 
 
 def _check_start(service: Service) -> None:

@@ -27,7 +27,7 @@ from mlx_ring.cluster.membership import (
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import EnrolmentService, admit_own_machine, start_enrolment_server
 from mlx_ring.cluster.security.records import Members, TokenStore
-from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError, without_number
+from mlx_ring.core.errors import PeerRefused, ProtocolError, RingError, shown_text, without_number
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.machine_profile import MachineProfile
@@ -359,7 +359,7 @@ class Control:
             )
         member = Member(
             node=peer.node,
-            machine=first.machine[:80],
+            machine=shown_text(first.machine),
             host=host,
             port=first.port,
             head_host=first.head_host,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from mlx_ring.core.folders import AGENT_LOCK, node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, bare_host, bracketed
 from mlx_ring.host.interfaces import TRUST_FLAG, Trust, TrustedInterface
 from mlx_ring.host.machine import share_cores
-from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.private_files import is_held
 from mlx_ring.host.running import end_stray_agent
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, as_arguments, select_settings
@@ -169,10 +168,8 @@ def ensure_head_member(
 
     It leads its own session and shares no open file with the head, so it survives the head's end.
     """
-    lock = try_lock(node_folder(state) / AGENT_LOCK)
-    if lock is None:
+    if is_held(node_folder(state) / AGENT_LOCK):
         return None
-    os.close(lock)
     passed_on = select_settings(
         MemberSettings,
         settings,

@@ -7,6 +7,7 @@ Processes that compute need variables that are read before any argument is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -54,6 +55,26 @@ def leave_out_pydantic_plugins() -> None:
 def library_variable(name: str) -> str:
     """Return a variable for a library of this process; empty if it is not set."""
     return os.environ.get(name, "")
+
+
+def take_variable(name: str) -> str:
+    """Remove a variable, so that no child inherits it, and return it; empty if it is not set."""
+    return os.environ.pop(name, "")
+
+
+def restart_without(secret: str, flag: str, variable: str) -> None:
+    """Start this process's program again with a variable instead of a secret flag, which every user can read otherwise.
+
+    Return if this process was not started with the flag, or cannot be started again.
+    """
+    words = sys.orig_argv[1:]
+    for given in ([flag, secret], [f"{flag}={secret}"]):
+        places = [place for place in range(len(words)) if words[place : place + len(given)] == given]
+        for place in reversed(places):
+            del words[place : place + len(given)]
+    if secret and len(words) < len(sys.orig_argv) - 1:
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, [sys.executable, *words], {**os.environ, variable: secret})  # noqa: S606 - no shell is wanted
 
 
 def set_for_libraries(variables: Mapping[str, str]) -> None:

@@ -134,6 +134,10 @@ class PeerRefused(TrustError):
     """A peer is not the expected one, or may not make this call."""
 
 
+class HandshakeFailed(PeerRefused):
+    """A connection is not trusted. Anyone at the peer's address can cause this, so it says nothing about the peer."""
+
+
 class RequestError(RingError):
     """A client's request is wrong. `param` is the path of the wrong field, if there is one."""
 
@@ -322,3 +326,11 @@ def reason_of(error: OSError | UnicodeError) -> str:
 def without_number(text: str) -> str:
     """Return an error's text without the numbers of the system's errors, such as [Errno 111]."""
     return re.sub(r"\[Errno -?\d+\] ", "", text)
+
+
+_LONGEST_SHOWN = 60
+
+
+def shown_text(text: str) -> str:
+    """Return a text of unknown origin for a message: short, in one line, and without control of a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:_LONGEST_SHOWN]).strip()

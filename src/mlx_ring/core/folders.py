@@ -46,6 +46,8 @@ AGENT_LOCK = "agent.lock"
 """Name of the lock in the node's folder that its agent holds while it runs."""
 AUTHORITY_FILE = "authority.pem"
 """CA's certificate, beside a node's own."""
+REVOKED_FILE = "revoked"
+"""Serials of revoked certificates that the node's agent refuses, one in a line."""
 
 
 def authority_folder(state: Path) -> Path:

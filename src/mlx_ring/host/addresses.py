@@ -20,7 +20,7 @@ _MACS_NO_ROUTE = 65
 EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
 _LAST_PORT = 65534
 """Largest port: the one after it must be a port too."""
-_HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s]+))(?::(?P<port>\d{1,5}))?")
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s/@?#\\]+))(?::(?P<port>\d{1,5}))?")
 
 _ENCODED_SCOPE = re.compile(r"(?<=[0-9a-f:])%25(?=[0-9]*[^0-9\]])", re.IGNORECASE)
 _URL_WITH_SCOPE = re.compile(r"^(\w+://(?:[^@/?#]*@)?\[[^\]%]*)%25(?=[^\]])")
@@ -91,12 +91,21 @@ def parse_head_address(text: str) -> HeadAddress:
         return HeadAddress(typed)
     found = _HOST_AND_PORT.fullmatch(typed)
     port = int(found["port"] or CLUSTER_PORT) if found else 0
-    if found is None or not 1 <= port <= _LAST_PORT:
+    if found is None or not 1 <= port <= _LAST_PORT or not _is_name(found["host"] or ""):
         raise ConfigError(
             f"{text!r} is no address of a head: give a name or an address, optionally with a port from 1 to {_LAST_PORT}, "
             f"such as mini.local or 192.168.1.7:{CLUSTER_PORT} or [fe80::1%en0]:{CLUSTER_PORT}."
         )
     return HeadAddress(found["six"] or found["host"], port)
+
+
+def _is_name(text: str) -> bool:
+    """Return False for a name that no system can look up, such as one with an empty or a long part."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return text.isprintable()
 
 
 def _is_bare_ipv6(text: str) -> bool:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_ring.core.errors import shown_text
 from mlx_ring.host.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.host.interfaces import LanAddress
 
@@ -21,7 +22,6 @@ LISTEN_S = 3.0
 """Time to listen: heads answer within a second; the rest is for a lost packet."""
 _LABEL_BYTES = 63
 """Most bytes in one part of a DNS name."""
-_LONGEST_SHOWN = 60
 _CLUSTER, _NODE, _VERSION, _AUTHORITY = "cluster", "node", "version", "ca"
 
 
@@ -45,7 +45,7 @@ class HeadAnnouncement:
         have the same name, because answers to one may reach the other's socket.
         """
         where = "" if port == CLUSTER_PORT else f" port {port}"
-        text = _shown(f"{self.cluster} on {self.node}").replace(".", "-")
+        text = shown_text(f"{self.cluster} on {self.node}").replace(".", "-")
         return text.encode()[: _LABEL_BYTES - len(where)].decode(errors="ignore").strip() + where
 
     @property
@@ -57,8 +57,8 @@ class HeadAnnouncement:
     def properties(self) -> dict[str, str]:
         """Return the fields of the TXT record."""
         return {
-            _CLUSTER: _shown(self.cluster),
-            _NODE: _shown(self.node),
+            _CLUSTER: shown_text(self.cluster),
+            _NODE: shown_text(self.node),
             _VERSION: self.version,
             _AUTHORITY: self.authority[:FINGERPRINT_DIGITS],
         }
@@ -92,7 +92,9 @@ class FoundHead:
 
 def read_properties(properties: Mapping[bytes, bytes | None]) -> HeadAnnouncement:
     """Read a TXT record of unknown origin. Missing fields are empty, and no field can control a terminal."""
-    texts = {name: _shown((properties.get(name.encode()) or b"").decode(errors="replace")) for name in _NAMES}
+    texts = {
+        name: shown_text((properties.get(name.encode()) or b"").decode(errors="replace")) for name in _NAMES
+    }
     authority = texts[_AUTHORITY].lower()
     known = re.fullmatch(r"[0-9a-f]{16}", authority) is not None
     return HeadAnnouncement(texts[_CLUSTER], texts[_NODE], texts[_VERSION], authority if known else "")
@@ -147,7 +149,3 @@ def multicast_interfaces(addresses: Sequence[LanAddress]) -> list[str | int]:
     spoken = [found for found in addresses if found.kind != "tunnel"]
     four = [found.address for found in spoken if not found.is_ipv6]
     return [*four, *sorted({found.index for found in spoken if found.is_ipv6})]
-
-
-def _shown(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)[:_LONGEST_SHOWN].strip()

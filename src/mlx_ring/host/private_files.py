@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -22,6 +23,8 @@ ContentT = TypeVar("ContentT", bound="BaseModel")
 
 _OWNER_ONLY = 0o600
 _OWNER_FOLDER = 0o700
+_LOOK_S, _LOOKS = 0.001, 1000
+"""Pause between attempts to lock a file at which others look, and their number."""
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
 
 
@@ -43,19 +46,40 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace the file atomically: readers see the old content or the new, also after a power cut."""
+    """Replace the file atomically: readers see the old content or the new, also after a power cut.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     make_private_folder(path.parent)
-    # mkstemp gives mode 0600 from the first moment on.
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with _writing(path):
+        # mkstemp gives mode 0600 from the first moment on.
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Raise errors of the operating system, such as a full disk, as `ConfigError`s that name the file."""
     try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): free space on its disk, or correct its permissions."
+        ) from error
+
+
+def _open_lock(file: Path) -> int:
+    with _writing(file):
+        return os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
 
 
 def read_private(path: Path) -> bytes | None:
@@ -76,7 +100,7 @@ def read_private(path: Path) -> bytes | None:
 def locked(folder: Path) -> Generator[None]:
     """Admit only one process, and one thread of it, for a folder. The lock ends with its holder."""
     make_private_folder(folder)
-    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
+    descriptor = _open_lock(folder / ".lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -90,10 +114,8 @@ def try_lock(file: Path, note: bytes = b"") -> int | None:
     Others can read the holder's note in the file.
     """
     make_private_folder(file.parent)
-    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    descriptor = _open_lock(file)
+    if not _takes(descriptor):
         os.close(descriptor)
         return None
     if note:
@@ -140,12 +162,31 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        # Shared locks hold a folder. A file's is not, so that processes which look at it do not see each other.
+        return not _locks(descriptor, fcntl.LOCK_EX if path.is_dir() else fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+def _takes(descriptor: int) -> bool:
+    """Lock a file; return False if a process holds it. One that only looks whether it is held does so for a moment."""
+    for _ in range(_LOOKS):
+        if _locks(descriptor, fcntl.LOCK_EX):
+            return True
+        if not _locks(descriptor, fcntl.LOCK_SH):
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(_LOOK_S)
     return False
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    """Lock it, unless that would have to wait; return True if it is locked."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class StateFile(Generic[ContentT]):

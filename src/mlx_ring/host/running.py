@@ -122,9 +122,7 @@ def _is_abandoned(folder: Path) -> bool:
     with contextlib.suppress(OSError, ConfigError):
         if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not mark.is_file():
             return False
-        lock = try_lock(mark)
-        if lock is not None:
-            os.close(lock)
+        if not is_held(mark):
             owner = _read(mark)
             return owner is not None and _process(owner) is None
     return False

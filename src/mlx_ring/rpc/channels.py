@@ -62,6 +62,15 @@ def _server_options(max_message_bytes: int) -> Options:
     return [*_options(max_message_bytes), *pings]
 
 
+FOR_STRANGERS: Sequence[tuple[str, Any]] = (
+    ("grpc.max_connection_idle_ms", 10_000),
+    ("grpc.max_connection_age_ms", 30_000),
+    ("grpc.max_connection_age_grace_ms", 15_000),
+    ("grpc.max_allowed_incoming_connections", 512),
+)
+"""Options of a server that asks for no certificate: otherwise anyone could take all descriptors of its process."""
+
+
 def keep_alive(bytes_per_s: float = 0.0) -> Options:
     """Return options by which a channel to another machine ends some seconds after packets no longer arrive.
 
@@ -163,10 +172,11 @@ def make_aio_server(
     *,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    more: Sequence[tuple[str, Any]] = (),
 ) -> grpc.aio.Server:
-    """Make a server inside the running event loop."""
+    """Make a server inside the running event loop, with more options such as `FOR_STRANGERS`."""
     _shorten_decode_errors()
-    return grpc.aio.server(interceptors=interceptors, options=_server_options(max_message_bytes))
+    return grpc.aio.server(interceptors=interceptors, options=[*_server_options(max_message_bytes), *more])
 
 
 def add_secure_port(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from mlx_ring.core.environment import package_version
-from mlx_ring.core.errors import StaleMessage, VersionMismatch
+from mlx_ring.core.errors import StaleMessage, VersionMismatch, shown_text
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error
 from mlx_ring.rpc.methods import GREET, GREETING_SERVICE, service_handler
@@ -74,7 +74,7 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
         if their_version != our_version:
             package = name.replace("_", "-")
             raise VersionMismatch(
-                f"{peer} has {package} {their_version}, this side {our_version}: "
+                f"{peer} has {package} {shown_text(their_version)}, this side {our_version}: "
                 f"install {package} {our_version} on both."
             )
     for name in ("model_digest", "plan_digest"):
@@ -82,11 +82,11 @@ def check_hello(theirs: hello_pb2.Hello, ours: hello_pb2.Hello, peer: str) -> No
         if their_digest and our_digest and their_digest != our_digest:
             what = name.replace("_", " ")
             raise VersionMismatch(
-                f"{peer} has {what} {their_digest}, this side {our_digest}: load the same model and plan on both."
+                f"{peer} has {what} {shown_text(their_digest)}, this side {our_digest}: load the same model and plan on both."
             )
     if theirs.instance and ours.instance and theirs.instance != ours.instance:
         raise StaleMessage(
-            f"{peer} greets for instance {theirs.instance}, but this side serves {ours.instance}."
+            f"{peer} greets for instance {shown_text(theirs.instance)}, but this side serves {ours.instance}."
         )
     if theirs.epoch and ours.epoch and theirs.epoch < ours.epoch:
         raise StaleMessage(f"{peer} greets for epoch {theirs.epoch}, but epoch {ours.epoch} is in force.")

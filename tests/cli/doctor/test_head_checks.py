@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from tests.machines import NOW, node_credentials, running_head
 
 from mlx_ring.cli.doctor import Finding
@@ -119,6 +120,7 @@ def test_a_machine_that_has_not_joined_has_no_certificate_to_check(tmp_path: Pat
 
 
 def test_a_head_whose_certificate_is_not_valid_yet_points_at_the_clock(tmp_path: Path) -> None:
-    certificate = Authority.open(tmp_path).certificate
+    shown = Authority.open(tmp_path).head_credentials().certificate
+    certificate = x509.load_pem_x509_certificate(shown)
     finding = check_dates("certificate", certificate, NOW - timedelta(days=3))
     assert (finding.level, "clock" in finding.fix) == ("broken", True)

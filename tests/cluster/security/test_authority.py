@@ -180,3 +180,38 @@ def test_a_certificate_without_an_authority_is_not_a_head_s(authority: Authority
     for leaf in (node.public_bytes(Encoding.DER), b"", b"rubbish"):
         with pytest.raises(PeerRefused, match="no mlx-ring head"):
             carried_authority(leaf)
+
+
+def test_a_head_whose_clock_was_ahead_gets_a_certificate_that_is_valid_now(authority: Authority) -> None:
+    authority.head_credentials(NOW + timedelta(days=30))
+    shown = x509.load_pem_x509_certificate(authority.head_credentials(NOW).certificate)
+    assert shown.not_valid_before_utc <= NOW
+
+
+def test_an_authority_is_valid_although_the_clock_was_ahead_when_it_was_made(authority: Authority) -> None:
+    assert authority.certificate.not_valid_before_utc < NOW - timedelta(days=9 * 365)
+
+
+@pytest.mark.parametrize("trace", ["head", "tokens.json", "members.json"])
+def test_a_lost_certificate_of_a_cluster_is_not_replaced_by_another_cluster_s(
+    trace: str, tmp_path: Path
+) -> None:
+    authority = Authority.open(tmp_path)
+    (tmp_path / trace).mkdir()
+    (tmp_path / "ca.pem").unlink()
+    with pytest.raises(ConfigError, match=r"ca\.pem is missing: restore it.*authority\.pem"):
+        Authority.open(tmp_path)
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    assert Authority.open(tmp_path).fingerprint == authority.fingerprint
+
+
+@pytest.mark.parametrize("file", ["key.pem", "certificate.pem", "authority.pem"])
+def test_a_damaged_certificate_of_the_head_is_issued_again(
+    file: str, authority: Authority, tmp_path: Path
+) -> None:
+    authority.head_credentials()
+    (tmp_path / "head" / file).write_bytes(b"")
+    issued = authority.head_credentials()
+    issued.check()
+    assert issued.authority == authority.pem
+    assert authority.head_credentials() == issued

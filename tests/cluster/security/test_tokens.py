@@ -181,3 +181,22 @@ def test_a_file_that_cannot_be_parsed_is_named_and_kept(store: TokenStore, tmp_p
         with pytest.raises(ConfigError, match=str(file)):
             act()
     assert file.read_text() == '{"tokens": [{"id": 1}]}'
+
+
+def test_a_member_joins_again_with_a_used_up_token_and_does_not_use_it(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT, uses=1)
+    redeem(store, token)
+    given = token.id, token.secret
+    store.check(*given, secrets.token_bytes(16), is_member=True)
+    store.redeem(*given, secrets.token_bytes(16), is_member=True)
+    assert [(record.uses, record.uses_left) for record in store.list()] == [(1, 0)]
+    with pytest.raises(TokenRefused, match="is used up"):
+        redeem(store, token)
+
+
+def test_a_member_cannot_join_again_with_a_revoked_token(store: TokenStore) -> None:
+    token = store.create(FINGERPRINT, uses=1)
+    redeem(store, token)
+    store.revoke(token.id.hex())
+    with pytest.raises(TokenRefused, match="is revoked"):
+        store.redeem(token.id, token.secret, secrets.token_bytes(16), is_member=True)

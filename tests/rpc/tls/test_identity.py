@@ -53,6 +53,6 @@ def test_an_unreadable_identity_file_is_refused_and_not_replaced(
 ) -> None:
     open_identity(tmp_path)
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=str(tmp_path / file)):
         open_identity(tmp_path)
     assert (tmp_path / file).read_bytes() == content

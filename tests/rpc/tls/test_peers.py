@@ -11,7 +11,7 @@ from tests.machines import node_credentials
 
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused
-from mlx_ring.rpc.tls.peers import address_of_call, host_of_call, is_local, peer_of_call
+from mlx_ring.rpc.tls.peers import Peer, Revoked, address_of_call, host_of_call, is_local, peer_of_call
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,21 @@ def test_a_certificate_that_names_no_machine_is_refused(tmp_path: Path) -> None:
         peer_of_call(Call("", {"x509_pem_cert": [Authority.open(tmp_path).pem]}))
     with pytest.raises(PeerRefused, match=r"192\.168\.1\.7:5 showed no certificate"):
         peer_of_call(Call("ipv4:192.168.1.7:5"))
+
+
+def test_revoked_certificates_are_kept_for_the_next_start(tmp_path: Path) -> None:
+    revoked = Revoked(file=tmp_path / "revoked")
+    assert revoked.replace(["b", "a"])
+    assert Revoked(file=tmp_path / "revoked").serials == ("a", "b")
+    assert revoked.replace([])
+    assert Revoked(file=tmp_path / "revoked").serials == ()
+
+
+def test_revoked_certificates_are_refused_although_their_file_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    revoked = Revoked(file=tmp_path / "revoked")
+    (tmp_path / "revoked").mkdir()
+    assert revoked.replace(["a"])
+    assert "cannot be written" in caplog.text
+    assert revoked.refusal(Peer("mini-1.node.mlx-ring", "a"))

@@ -33,6 +33,7 @@ from mlx_ring.host.addresses import plain_url
 from mlx_ring.host.private_files import make_private_folder, read_private
 from mlx_ring.host.running import running_here
 from mlx_ring.models.model_source import builtin_names
+from mlx_ring.rpc.tls.peers import kept_id
 from mlx_ring.settings.settings_sources import api_keys, load_settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def installation_here(state: Path, *, identity: bool) -> Installation:
 
         node = open_identity(folder).node
     else:
-        node = (read_private(folder / "node-id") or b"").decode(errors="replace").strip()
+        node = kept_id(folder)
     authority = read_private(folder / AUTHORITY_FILE)
     cluster = hashlib.sha256(authority).hexdigest()[:16] if authority else ""
     return Installation(own_versions(), str(state), node, tuple(running_here(state)), cluster)

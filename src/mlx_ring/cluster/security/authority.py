@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import AUTHORITY_FILE
 from mlx_ring.host.private_files import locked, read_private, write_private
 from mlx_ring.rpc.tls.certificates import (
     CARRIED_AUTHORITY,
@@ -27,10 +29,14 @@ from mlx_ring.rpc.tls.certificates import (
 from mlx_ring.rpc.tls.credentials import Credentials, load_credentials
 from mlx_ring.rpc.tls.peers import HEAD_NAME, node_name
 
+log = logging.getLogger(__name__)
+
 CERTIFICATE_LIFE = timedelta(days=365)
 _AUTHORITY_LIFE = timedelta(days=20 * 365)
 _CLOCK_SLACK = timedelta(hours=1)
 """Lag of a machine's clock at which a new certificate is still valid there."""
+_AUTHORITY_SLACK = timedelta(days=10 * 365)
+"""The same for the CA's, which is never made again: the clock at the first start may be ahead by years."""
 _CERTIFICATE_FILE, _KEY_FILE, _HEAD_FOLDER = "ca.pem", "ca.key", "head"
 
 
@@ -55,6 +61,11 @@ class Authority:
             certificate, key = read_private(folder / _CERTIFICATE_FILE), read_private(folder / _KEY_FILE)
             if certificate is None:
                 # A key alone is left by an interrupted first start; it has signed nothing.
+                if (folder / _HEAD_FOLDER).exists() or any(folder.glob("*.json")):
+                    raise ConfigError(
+                        f"{folder / _CERTIFICATE_FILE} is missing: restore it from a backup, or copy `node/{AUTHORITY_FILE}` "
+                        f"of a member's state folder there; or remove {folder} and let every machine join again."
+                    )
                 return _make(folder)
         if key is None:
             raise ConfigError(
@@ -77,7 +88,11 @@ class Authority:
         """Return the head's own credentials, stored on disk and renewed shortly before they expire."""
         moment = now or datetime.now(UTC)
         folder = self._folder / _HEAD_FOLDER
-        kept = load_credentials(folder)
+        try:
+            kept = load_credentials(folder)
+        except ConfigError as error:
+            log.warning("The head gets another key and certificate: %s", str(error).partition(": remove ")[0])
+            kept = None
         if kept is not None and kept.authority == self.pem:
             certificate = x509.load_pem_x509_certificate(kept.certificate)
             if not needs_renewal(certificate, moment):
@@ -114,7 +129,8 @@ class Authority:
 def _make(folder: Path) -> Authority:
     key = make_key()
     name = common_name("mlx-ring cluster")
-    builder = _begin("mlx-ring cluster", name, key.public_key(), datetime.now(UTC), _AUTHORITY_LIFE)
+    now = datetime.now(UTC)
+    builder = _begin("mlx-ring cluster", name, key.public_key(), now, _AUTHORITY_LIFE, _AUTHORITY_SLACK)
     certificate = (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
@@ -139,7 +155,12 @@ def _load(folder: Path, certificate_pem: bytes, key_pem: bytes) -> Authority:
 
 
 def _begin(
-    name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta
+    name: str,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    now: datetime,
+    life: timedelta,
+    slack: timedelta = _CLOCK_SLACK,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -147,7 +168,7 @@ def _begin(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SLACK)
+        .not_valid_before(now - slack)
         .not_valid_after(now + life)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )

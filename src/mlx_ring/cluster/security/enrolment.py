@@ -6,6 +6,7 @@ A token bucket for each address limits wrong join requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import time
@@ -26,7 +27,7 @@ from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import ConfigError, RingError, TokenRefused
 from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.host.private_files import is_held
-from mlx_ring.rpc.channels import add_secure_port, make_aio_server
+from mlx_ring.rpc.channels import FOR_STRANGERS, add_secure_port, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
@@ -171,10 +172,18 @@ class EnrolmentService:
         check_hello(request.hello, make_hello(), f"The machine at {address}")
         node = check_node_id(request.node)
         certificate = self._authority.sign(request.signing_request, node)
-        # A refused key must not use up the token.
-        self._members.check_key(certificate)
-        token = self._tokens.redeem(request.token_id, request.secret, request.nonce)
+        # A refused key must not use up the token, nor may a full disk.
+        is_member = self._members.check_key(certificate)
+        given = request.token_id, request.secret, request.nonce
+        self._tokens.check(*given, is_member=is_member)
         self._members.admit(certificate)
+        try:
+            token = self._tokens.redeem(*given, is_member=is_member)
+        except RingError:
+            if not is_member:
+                with contextlib.suppress(RingError):
+                    self._members.remove(node)
+            raise
         log.info("%s joined from %s with token %s", node, address, token.name or token.id)
         return certificate
 
@@ -241,7 +250,7 @@ async def start_enrolment_server(
     service: EnrolmentService, authority: Authority, address: str
 ) -> tuple[grpc.aio.Server, int]:
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
-    server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES)
+    server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES, more=FOR_STRANGERS)
     server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
     shown = serve_renewed(authority.head_credentials, admits_strangers=True)
     port = add_secure_port(server, address, shown)

@@ -61,7 +61,9 @@ class TokenStore:
     """The tokens of a cluster, in its folder."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._file = StateFile(folder / _TOKENS_FILE, _TokensFile)
+        self._file = StateFile(
+            folder / _TOKENS_FILE, _TokensFile, "remove it, and create new tokens; members stay"
+        )
         self._clock = clock
 
     def create(
@@ -107,25 +109,40 @@ class TokenStore:
             found[0].revoked = True
             return found[0]
 
-    def redeem(self, token_id: bytes, secret: bytes, nonce: bytes) -> TokenRecord:
-        """Use a token once.
+    def check(self, token_id: bytes, secret: bytes, nonce: bytes, *, is_member: bool = False) -> TokenRecord:
+        """Return a token that `redeem` would accept.
+
+        Raises:
+            TokenRefused: as `redeem`.
+        """
+        return self._accepted(self._file.read(), token_id, secret, nonce, is_member=is_member)
+
+    def redeem(self, token_id: bytes, secret: bytes, nonce: bytes, *, is_member: bool = False) -> TokenRecord:
+        """Use a token once. A member, which may not have received its certificate, joins again without using it.
 
         Raises:
             TokenRefused: the reason; without the right secret, it reveals nothing about the token.
         """
+        with self._file.change() as content:
+            record = self._accepted(content, token_id, secret, nonce, is_member=is_member)
+            record.nonces.append(nonce.hex())
+            if not is_member:
+                record.uses += 1
+                if record.uses_left is not None:
+                    record.uses_left -= 1
+            return record
+
+    def _accepted(
+        self, content: _TokensFile, token_id: bytes, secret: bytes, nonce: bytes, *, is_member: bool
+    ) -> TokenRecord:
         if len(nonce) != NONCE_BYTES:
             raise TokenRefused(
                 f"The join request's nonce has {len(nonce)} bytes; it must have {NONCE_BYTES}."
             )
-        with self._file.change() as content:
-            record = _find(content.tokens, token_id.hex(), _digest(secret))
-            if reason := _objection(record, nonce.hex(), self._clock()):
-                raise TokenRefused(reason)
-            record.nonces.append(nonce.hex())
-            record.uses += 1
-            if record.uses_left is not None:
-                record.uses_left -= 1
-            return record
+        record = _find(content.tokens, token_id.hex(), _digest(secret))
+        if reason := _objection(record, nonce.hex(), self._clock(), is_member=is_member):
+            raise TokenRefused(reason)
+        return record
 
 
 def _find(records: Sequence[TokenRecord], wanted: str, secret_sha256: str) -> TokenRecord:
@@ -139,10 +156,12 @@ def _find(records: Sequence[TokenRecord], wanted: str, secret_sha256: str) -> To
     return record
 
 
-def _objection(record: TokenRecord, nonce: str, now_s: float) -> str:
+def _objection(record: TokenRecord, nonce: str, now_s: float, *, is_member: bool) -> str:
     if nonce in record.nonces:
         return "The join request was already used: run `mlx-ring join` again."
     state = record.state(now_s)
+    if state == "used up" and is_member:
+        state = "valid"
     if state == "valid" and len(record.nonces) >= _NONCES_KEPT:
         state = f"used {_NONCES_KEPT} times"
     if state == "valid":
@@ -225,8 +244,8 @@ class Members:
             )
             self._record(member, peer, certificate)
 
-    def check_key(self, certificate: x509.Certificate) -> None:
-        """Check that `admit` would take this certificate.
+    def check_key(self, certificate: x509.Certificate) -> bool:
+        """Check that `admit` would take this certificate. Return True if its node is a member already, with this key.
 
         Raises:
             PeerRefused: a node ID that belongs to another key.
@@ -235,6 +254,7 @@ class Members:
         member = self._file.read().members.get(peer.node)
         if member is not None:
             _check_key(member, peer, certificate)
+        return member is not None
 
     def renew(self, certificate: x509.Certificate) -> None:
         """Record another certificate of a node before it is issued.

@@ -74,7 +74,9 @@ def key_digest(certificate: x509.Certificate) -> str:
 
 
 def needs_renewal(certificate: x509.Certificate, now: datetime) -> bool:
-    """Report whether less than a third of its life is left."""
+    """Report whether less than a third of its life is left, or it is not valid yet, because a clock was ahead."""
+    if now < certificate.not_valid_before_utc:
+        return True
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     return certificate.not_valid_after_utc - now < life * _RENEWED_WITH_LEFT
 

@@ -17,7 +17,7 @@ from functools import cache
 
 import grpc
 
-from mlx_ring.core.errors import PeerRefused, TrustError
+from mlx_ring.core.errors import HandshakeFailed, PeerRefused
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _SERVER_LINE = re.compile(r"\] Handshake failed with error (.*)")
 _GRPC_LINE = re.compile(r"(?:[IWEF]\d{4} \d\d:\d\d:|WARNING: All log messages before absl)")
 
 
-def handshake_error(error: Exception, peer: str) -> TrustError | None:
+def handshake_error(error: Exception, peer: str) -> PeerRefused | None:
     """Return the error for a connection to `peer` that either side refused for certain.
 
     None if the error is about something else, such as a connection that was closed: `failures.channel_error` then
@@ -59,7 +59,7 @@ def handshake_error(error: Exception, peer: str) -> TrustError | None:
     else:
         return None
     reason = _reason(text)
-    return PeerRefused(f"There is no trusted connection to {peer}: {reason}.") if reason else None
+    return HandshakeFailed(f"There is no trusted connection to {peer}: {reason}.") if reason else None
 
 
 def _reason(text: str) -> str:

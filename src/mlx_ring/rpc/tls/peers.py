@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from cryptography import x509
 
     from mlx_ring.rpc.tls.certificates import Key
+
+log = logging.getLogger(__name__)
 
 HEAD_NAME = "head.mlx-ring"
 _NODE_SUFFIX = ".node.mlx-ring"
@@ -86,13 +89,32 @@ class CallContext(Protocol):
 class Revoked:
     """Serials of certificates that are refused although the CA signed them. The head sets them."""
 
-    def __init__(self, serials: Iterable[str] = ()) -> None:
-        self._serials = frozenset(serials)
+    def __init__(self, serials: Iterable[str] = (), file: Path | None = None) -> None:
+        """Start with these serials, or those in a file that keeps them for the next start.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        kept = None if file is None else read_private(file)
+        self._file = file
+        self._serials = frozenset(serials if kept is None else kept.decode(errors="replace").split())
+
+    @property
+    def serials(self) -> tuple[str, ...]:
+        """The serials, in order."""
+        return tuple(sorted(self._serials))
 
     def replace(self, serials: Iterable[str]) -> bool:
         """Replace the serials; any thread may call it. Return whether they changed."""
         before, self._serials = self._serials, frozenset(serials)
-        return before != self._serials
+        if before == self._serials:
+            return False
+        if self._file is not None:
+            try:
+                write_private(self._file, "".join(f"{serial}\n" for serial in self.serials).encode())
+            except ConfigError as error:
+                log.warning("Certificates of removed machines are refused until this process ends: %s", error)
+        return True
 
     def refusal(self, peer: Peer) -> str:
         """Return why the peer is refused; a `Refusal`."""
@@ -180,7 +202,11 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
             if kept is None
             else kept.decode(errors="replace").strip()
         )
-        check_node_id(node)
+        if not _NODE_ID.fullmatch(node):
+            raise ConfigError(
+                f"{folder / _ID_FILE} has {node[:80]!r}, which is no node id: restore the file from a backup, or remove {folder} "
+                "and join again with a token."
+            )
         pem = read_private(folder / KEY_FILE)
         key = make_key() if pem is None else key_from_pem(pem, folder / KEY_FILE)
         if pem is None:
@@ -188,6 +214,11 @@ def open_identity(folder: Path, machine: str = "") -> Identity:
         if kept is None:
             write_private(folder / _ID_FILE, f"{node}\n".encode())
     return Identity(node, key)
+
+
+def kept_id(folder: Path) -> str:
+    """Return the id of the identity in this folder; empty without one."""
+    return (read_private(folder / _ID_FILE) or b"").decode(errors="replace").strip()
 
 
 def _new_id(machine: str) -> str:
