@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.planner.clusters import cluster_of, model_of, node_of, shared_model, trusting
 
@@ -513,18 +513,25 @@ def test_until_it_is_measured_a_stage_with_all_layers_counts_like_one_of_several
     assert overheads.of("node-0") == overheads.of("node-0", is_alone=True) == pytest.approx(0.01)
 
 
+@example(0.0, 0.009765625, (4.0, 1.0, 4.0), (1.0, 4.0, 1.0))
 @given(st.floats(0.0, 0.05), st.floats(0.0, 0.05), RATIOS, RATIOS)
 def test_a_learned_overhead_moves_a_split_at_most_once(
     first_s: float, then_s: float, before: tuple[float, ...], after: tuple[float, ...]
 ) -> None:
-    """Let machines have two overheads and speeds in turn. With the second ones, the best split stays the best."""
+    """Let machines have two overheads and speeds in turn. With the second ones, the best split stays the best.
+
+    A change within the noise of the first split's steps is not seen there, but on faster machines, from which there may be
+    another move.
+    """
     loaded, overheads = loaded_on(machines(*before)), StepOverheads(Clock(), 1800.0)
     overheads.learn({"demo-1": round_on(loaded, before, *[first_s] * 3)}, ["demo-1"])
-    moves = 0
+    moves, first_step_s = 0, round_on(loaded, after, *[then_s] * 3).step_s
     for _ in range(4):
         learn(overheads, round_on(loaded, after, *[then_s] * 3), instance=f"demo-{moves}")
         found = compared(loaded, with_overheads(overheads, *after))
         if found is None or found.gain < LEAST_GAIN:
             break
         loaded, moves = stages_of(found.planned), moves + 1
-    assert moves <= 1
+    # The median of both measurements counts.
+    is_noise = abs(then_s - first_s) / 2 <= 0.05 * first_step_s
+    assert moves <= 1 + is_noise
