@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 from tests.api.clients import serving as api_server
@@ -138,3 +139,26 @@ def test_a_program_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatc
         for ask in (partial(names_at, url), partial(models.load, "demo", url)):
             with pytest.raises(ConfigError, match="something accepts connections there, but does not answer"):
                 ask()
+
+
+@pytest.mark.parametrize("listed", [[], {"data": None}, {"data": ["x"]}, {"data": [{}]}])
+def test_another_program_is_named_whatever_it_answers(
+    listed: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object, **__: object) -> object:
+        return listed
+
+    monkeypatch.setattr(heads, "ask_head", answer)
+    with pytest.raises(
+        ConfigError, match=r"No head answers at http://here \(another program answers there\)"
+    ):
+        names_at("http://here")
+
+
+def test_another_program_s_stream_is_no_progress_of_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(_: object, _request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b'data: {"choices": []}\n\n')
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", send)
+    with pytest.raises(ConfigError, match=r"ended the download \(another program answers there\)"):
+        list(pull_at("http://here", "org/new"))

@@ -25,6 +25,7 @@ from mlx_ring.cli.heads import (
     DEFAULT_URL,
     ServedNames,
     ask_head,
+    key_to_send,
     name_for,
     names_at,
     pull_at,
@@ -161,7 +162,7 @@ def run(
     from mlx_ring.cli.chat import run_chat  # `ps` and `stop` need no chat
 
     settings = load_settings({"api_key": api_key})
-    key = settings.api_key[0] if settings.api_key else None
+    key = key_to_send(settings)
     trusted = trust(cacert, settings.ssl_certfile)
     with _served(model, url, key, cacert) as (place, name):
         code = run_chat(place, model=name, system=system, api_key=key, trusted=trusted)
