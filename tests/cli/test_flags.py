@@ -105,3 +105,19 @@ def test_a_switch_sets_a_value(switch: str, value: dict[str, object]) -> None:
 def test_a_switch_that_contradicts_the_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="another flag switches it off"):
         values("--prefix-cache", "on", "--no-prefix-cache")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--api-key a --api-key b,c", {"api_key": "a,b,c"}),
+        ("--allowed-origins http://a --allowed-origins http://b", {"allowed_origins": "http://a,http://b"}),
+        ("--tp-shares 3 --tp-shares 1", {"tp_shares": "3,1"}),
+        ("--stages 2 --stages 3", {"stages": "3"}),
+        ("--api-key=", {"api_key": ""}),
+    ],
+)
+def test_a_flag_that_is_repeated_adds_values_only_to_a_setting_with_several(
+    arguments: str, expected: dict[str, str]
+) -> None:
+    assert values(*arguments.split()) == expected
