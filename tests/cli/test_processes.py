@@ -128,7 +128,7 @@ def test_a_folder_here_is_the_same_one_for_a_server_of_this_machine(
     monkeypatch.chdir(tmp_path)
     assert name_for("http://127.0.0.1:8100", "./m") == str(tmp_path / "m")
     assert name_for("http://mini.local:8100", "./m") == "./m"
-    for name in ("demo", "org/name", "m" * 5000, "~nobody-here/m"):
+    for name in ("demo", "org/name", "m" * 5000, "~nobody-here/m", ""):
         assert name_for("http://localhost:8100", name) == name
 
 

@@ -245,7 +245,7 @@ def name_for(url: str, model: str) -> str:
     """
     from mlx_ring.models.model_source import builtin_names  # most commands do without it
 
-    if not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
+    if not model or not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
         return model
     with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
         path = Path(model).expanduser()
