@@ -27,7 +27,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.running import Running
 from mlx_ring.models.model_folder import read_model_folder
-from mlx_ring.models.model_source import find_model
+from mlx_ring.models.model_source import LocalModel, find_model
 from mlx_ring.worker.weights import load_stage
 
 
@@ -237,3 +237,16 @@ def test_an_empty_name_is_not_the_working_folder(command: str, tmp_path: Path) -
     assert refused.returncode == 2
     assert refused.stderr.startswith("mlx-ring: There is no model ''.")
     assert str(tmp_path) not in refused.stderr
+
+
+def test_a_narrow_terminal_breaks_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "/models/[bold]some/Qwen3-30B-A3B-Instruct-2507-4bit-DWQ.gguf"
+    known = LocalModel(name, "file", find_model("demo").folder)
+    monkeypatch.setattr(local_models, "list_local_models", lambda: [known])
+    listed = run_in_process("list", folder=tmp_path, environment={"COLUMNS": "40"})
+    (row,) = [line for line in listed.stdout.splitlines() if line.startswith(name)]
+    assert row.split()[-1] == "32,768"
+    planned = run_in_process(
+        "recommend", "--machine", "m4-mac-mini-16", folder=tmp_path, environment={"COLUMNS": "40"}
+    )
+    assert "\nllama3.2:3b-8bit " in planned.stdout

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from mlx_ring.cli import table_console
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
 from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
@@ -32,7 +33,6 @@ QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
 _LONGEST_S = 300.0
 _ANOTHER = "another program answers there"
-_TABLE_WIDTH = 300
 NONE_FOUND = """No head was found on this LAN. Check that
   - `mlx-ring serve MODEL --nodes N` runs on the head's machine, and both are on the same network
   - no firewall on either machine blocks mDNS (UDP port 5353)
@@ -63,22 +63,17 @@ def heads(
 
 
 def show_heads(found: Sequence[FoundHead]) -> None:
-    """Print a table with one address per line. Its texts come from the network, so markup is escaped."""
-    from rich.console import Console  # a machine that joins by an address prints no table
-    from rich.markup import escape
-    from rich.table import Table
+    """Print a table with one address per line. Its texts come from the network, so they are no markup."""
+    from rich.table import Table  # a machine that joins by an address prints no table
 
     table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
     for head in found:
         announced = head.announcement
         first, *more = map(str, head.joinable or ("none that can be reached",))
-        table.add_row(
-            *map(escape, (announced.cluster, announced.node, announced.version, announced.authority, first))
-        )
+        table.add_row(announced.cluster, announced.node, announced.version, announced.authority, first)
         for address in more:
-            table.add_row("", "", "", "", escape(address))
-    # Wide enough for the longest record, because a truncated address is useless.
-    Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)
+            table.add_row("", "", "", "", address)
+    table_console().print(table)
 
 
 # ---- requests to a head

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
 from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
 from mlx_ring.cli.profile import BUSY
@@ -315,8 +315,8 @@ def _show_recommended(good: Sequence[Outcome], where: str) -> None:
             gigabytes(one.memory_bytes),
             "yes" if hub_id in here else "",
         )
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"Models that run well on {where}, the largest first:\n", markup=False)
+    console = table_console()
+    console.print(f"Models that run well on {where}, the largest first:\n")
     console.print(table)
     console.print(f"\nPredicted, for one user. Chat with one: mlx-ring run {_names_of(good[0].model)[0]}")
 
@@ -363,13 +363,10 @@ def list_models(
     for name, size in interrupted_downloads().items():
         table.add_row(name, next(iter(short_names_of(name)), ""), "hub", "incomplete", _size(size))
         remarks.append(f"{name} is incomplete: `mlx-ring pull {name}` continues the download.")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    for remark in remarks:
-        console.print(remark, highlight=False)
-    console.print(
-        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too.",
-        highlight=False,
+    table_console().print(table)
+    print(*remarks, sep="\n", end="\n" * bool(remarks))
+    print(
+        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too."
     )
 
 
