@@ -297,8 +297,8 @@ def test_an_event_of_another_server_ends_no_chat(content: object, said: str) -> 
 
 
 def test_reasoning_of_another_server_is_shown_under_its_second_name() -> None:
-    thought = event({"choices": [{"delta": {"reasoning_content": "Hm."}}]})
-    with scripted_server((200, f"{thought}data: [DONE]\n\n")) as (url, _):
+    reasoning = event({"choices": [{"delta": {"reasoning_content": "Hm."}}]})
+    with scripted_server((200, f"{reasoning}data: [DONE]\n\n")) as (url, _):
         _, screen = chat(url, "Hello.")
     assert "Hm." in screen
 
