@@ -110,7 +110,7 @@ def test_an_output_that_nobody_reads_ends_a_command_without_a_message(tmp_path: 
     try:
         done = subprocess.run(
             [sys.executable, "-c", RUN, "ps", "--json"],
-            env=clean_environment() | {"MLX_RING_STATE_DIR": str(tmp_path)},
+            env=clean_environment() | {"MLX_RING_STATE_DIR": str(tmp_path), "PYTHONUNBUFFERED": ""},
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
