@@ -6,9 +6,11 @@ from typing import Annotated
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from mlx_ring.cli.flags import ALL_SETTINGS, setting_option, with_settings
+from mlx_ring.cli.flags import ALL_SETTINGS, given_settings, setting_option, with_settings
+from mlx_ring.cli.serve import serve
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import flag_name, flag_of
@@ -121,3 +123,11 @@ def test_a_flag_that_is_repeated_adds_values_only_to_a_setting_with_several(
     arguments: str, expected: dict[str, str]
 ) -> None:
     assert values(*arguments.split()) == expected
+
+
+def test_a_service_s_command_has_the_settings_that_are_typed_and_no_others() -> None:
+    holder = typer.Typer()
+    holder.command("serve")(serve)
+    context = get_command(holder).make_context("serve", ["a", "b", "--api-key", "x", "--api-key", "y"])
+    given = given_settings(context.params)
+    assert {name: value for name, value in given.items() if value is not None} == {"api_key": "x,y"}

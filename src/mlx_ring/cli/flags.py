@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, cast, get_type_hints
 
 import typer
@@ -186,10 +186,7 @@ def _values(names: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, objec
 
     A setting that takes several values gets those of all its flags; of others, the last flag counts.
     """
-    given = {
-        name: (",".join(cast("list[str]", value)) if value else None) if isinstance(value, list) else value
-        for name, value in typed.items()
-    }
+    given = {name: _joined(value) for name, value in typed.items()}
     values: dict[str, object] = {}
     for name in names:
         flag = flag_of(Settings.model_fields[name])
@@ -205,6 +202,16 @@ def _values(names: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, objec
             if given.get(f"{name}_{means}"):
                 values[name] = _one_switch(name, values[name], means)
     return values
+
+
+def _joined(value: Any) -> Any:
+    """Return the text of all values of a flag that may be repeated, None if it was not given; any other value as it is.
+
+    Typer gives a command a list, and the context a tuple.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    return ",".join(cast("Sequence[str]", value)) if value else None
 
 
 def _take_other(values: dict[str, object], name: str, other: str, value: str) -> None:
