@@ -141,12 +141,10 @@ def test_a_program_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatc
                 ask()
 
 
-@pytest.mark.parametrize("listed", [[], {"data": None}, {"data": ["x"]}, {"data": [{}]}])
-def test_another_program_is_named_whatever_it_answers(
-    listed: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("listed", ["[]", '{"data": null}', '{"data": ["x"]}', '{"data": [{}]}'])
+def test_another_program_is_named_whatever_it_answers(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(*_: object, **__: object) -> object:
-        return listed
+        return json.loads(listed)
 
     monkeypatch.setattr(heads, "ask_head", answer)
     with pytest.raises(
