@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,3 +102,42 @@ def test_a_terminal_of_80_columns_shows_whole_names(flag: str, tmp_path: Path) -
     assert [line for line in lines if "…" in line] == []
     assert max(map(len, lines)) <= 80
     assert flag != "--help" or len(lines) <= 120
+
+
+def test_an_output_that_nobody_reads_ends_a_command_without_a_message(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "ps", "--json"],
+            env=clean_environment() | {"MLX_RING_STATE_DIR": str(tmp_path), "PYTHONUNBUFFERED": ""},
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if not line.startswith("imported:")] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("command", [["ps", "--json"], ["list"]])
+def test_an_output_that_cannot_be_written_is_reported_in_one_sentence(
+    command: list[str], tmp_path: Path
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *command],
+            env=clean_environment() | {"MLX_RING_STATE_DIR": str(tmp_path), "HOME": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if not line.startswith("imported:")]
+    assert said == [
+        "mlx-ring: The output cannot be written: No space left on device. Free some space, or write it elsewhere."
+    ]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from tests.api.clients import serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
 from tests.default_settings import make_api_settings
 from tests.eventually import eventually
+from tests.processes import run_in_process
 
 from mlx_ring.cli.chat import ChatServer, run_chat
 from mlx_ring.core.errors import WorkerLost
@@ -262,3 +264,95 @@ def test_answer_that_no_journal_keeps_ends_with_its_connection() -> None:
         _, screen = chat(url, "Hello.")
     assert "broke off" in screen
     assert sent == [None]
+
+
+def event(content: object) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+NOT_AS_OPENAI = "answers, but not as an OpenAI API does."
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"choices": [{"delta": None}]}, "Par\n"),
+        ({"choices": [{"message": {"content": "x"}}]}, "Par\n"),
+        ({"choices": None, "usage": {"prompt_tokens": 3}, "performance": None}, "Par\n"),
+        ({"choices": [{"delta": {"content": [{"text": "x"}]}}]}, NOT_AS_OPENAI),
+        ({"choices": ["x"]}, NOT_AS_OPENAI),
+        ({"choices": [], "usage": "x"}, NOT_AS_OPENAI),
+        ([1], NOT_AS_OPENAI),
+        ({"error": "overloaded"}, "Par\noverloaded\n"),
+        ({"error": None, "choices": []}, "Par\n"),
+    ],
+)
+def test_an_event_of_another_server_ends_no_chat(content: object, said: str) -> None:
+    first = event({"choices": [{"delta": {"content": "Par"}}]})
+    with scripted_server((200, first + event(content) + "data: [DONE]\n\n")) as (url, _):
+        code, screen = chat(url, "Hello.", "/help")
+    assert code == 0
+    assert said in screen
+    assert "/system TEXT" in screen
+
+
+def test_reasoning_of_another_server_is_shown_under_its_second_name() -> None:
+    reasoning = event({"choices": [{"delta": {"reasoning_content": "Hm."}}]})
+    with scripted_server((200, f"{reasoning}data: [DONE]\n\n")) as (url, _):
+        _, screen = chat(url, "Hello.")
+    assert "Hm." in screen
+
+
+def test_a_refusal_that_is_a_text_alone_is_shown() -> None:
+    with scripted_server((400, '{"error": "Too long."}')) as (url, _):
+        _, screen = chat(url, "Hello.")
+    assert "\nToo long.\n" in screen
+
+
+def test_a_server_without_models_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(_: object, _request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": []})
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", send)
+    assert chat("http://127.0.0.1:1") == (2, "http://127.0.0.1:1 serves no model.\n")
+
+
+def piped(
+    url: str, data: bytes, monkeypatch: pytest.MonkeyPatch, *, errors: str = "strict"
+) -> tuple[int, str]:
+    """Return the exit code and the screen of a chat whose questions come from a pipe."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors=errors))
+    screen = io.StringIO()
+    code = run_chat(url, console=Console(file=screen, width=40))
+    return code, screen.getvalue()
+
+
+def test_the_exit_code_says_whether_questions_from_a_pipe_were_answered(
+    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, url = twin
+    assert piped(url, b"Hello.\n", monkeypatch)[0] == 0
+    monkeypatch.setattr(
+        service, "error", WorkerLost("Worker 1 of stage 0 died [exit 9], as the log of it says.")
+    )
+    code, screen = piped(url, b"Hello.\n", monkeypatch)
+    assert code == 1
+    assert "Worker 1 of stage 0 died [exit 9], as the log of it says. The model is loaded again.\n" in screen
+
+
+@pytest.mark.parametrize(("errors", "code"), [("strict", 2), ("surrogateescape", 1)])
+def test_input_that_is_no_text_is_not_taken_for_a_fault_of_the_server(
+    errors: str, code: int, twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, screen = piped(twin[1], b"Hel\xfflo.\n", monkeypatch, errors=errors)
+    assert found == code
+    assert "not text in UTF-8" in screen or "not UTF-8" in screen
+    assert "OpenAI" not in screen
+
+
+def test_a_key_that_no_header_carries_is_refused(tmp_path: Path) -> None:
+    for command in (["chat"], ["run", "demo"], ["models", "load", "demo"], ["bench"]):
+        done = run_in_process(*command, "--api-key", "schl\u00fcssel", folder=tmp_path)
+        assert done.returncode == 2
+        assert "printable ASCII characters" in done.stderr
+        assert "schl" not in done.stderr

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from mlx_ring.cli.flags import ALL_SETTINGS, setting_option, with_settings
+from mlx_ring.cli.flags import ALL_SETTINGS, given_settings, setting_option, with_settings
+from mlx_ring.cli.serve import serve
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import flag_name, flag_of
@@ -105,3 +107,27 @@ def test_a_switch_sets_a_value(switch: str, value: dict[str, object]) -> None:
 def test_a_switch_that_contradicts_the_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="another flag switches it off"):
         values("--prefix-cache", "on", "--no-prefix-cache")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--api-key a --api-key b,c", {"api_key": "a,b,c"}),
+        ("--allowed-origins http://a --allowed-origins http://b", {"allowed_origins": "http://a,http://b"}),
+        ("--tp-shares 3 --tp-shares 1", {"tp_shares": "3,1"}),
+        ("--stages 2 --stages 3", {"stages": "3"}),
+        ("--api-key=", {"api_key": ""}),
+    ],
+)
+def test_a_flag_that_is_repeated_adds_values_only_to_a_setting_with_several(
+    arguments: str, expected: dict[str, str]
+) -> None:
+    assert values(*arguments.split()) == expected
+
+
+def test_a_service_s_command_has_the_settings_that_are_typed_and_no_others() -> None:
+    holder = typer.Typer()
+    holder.command("serve")(serve)
+    context = get_command(holder).make_context("serve", ["a", "b", "--api-key", "x", "--api-key", "y"])
+    given = given_settings(context.params)
+    assert {name: value for name, value in given.items() if value is not None} == {"api_key": "x,y"}

@@ -27,6 +27,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.running import Running
 from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import LocalModel, find_model
 from mlx_ring.worker.weights import load_stage
 
 
@@ -194,3 +195,58 @@ def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_bu
     )
     assert "The machine was busy when it was measured" in said.err
     assert "this machine" in said.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--link", "wifi"], "--link is wifi, but no machine is added; give --machine."),
+        (
+            ["--machine", "m4-mac-mini-16", "--url", "http://here"],
+            "--url is http://here, but machines are given too; leave one of them out.",
+        ),
+        (["--machine", "m4-mac-mini-16", "--api-key", "k"], "--api-key is given, but no head is asked;"),
+    ],
+)
+def test_a_recommendation_ignores_no_flag(flags: list[str], said: str, tmp_path: Path) -> None:
+    refused = run_in_process("recommend", *flags, folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"mlx-ring: {said}")
+
+
+def test_the_list_of_models_can_be_read_by_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_models, "interrupted_downloads", lambda: {"org/new": 7})
+    listed = {
+        each["name"]: each for each in json.loads(run_in_process("list", "--json", folder=tmp_path).stdout)
+    }
+    assert listed["demo"]["from"] == "built-in"
+    assert listed["demo"]["layers"] == find_model("demo").folder.num_layers
+    assert Path(listed["demo"]["path"]).is_dir()
+    assert listed["org/new"] == {
+        "name": "org/new",
+        "short_names": [],
+        "from": "hub",
+        "kind": "incomplete",
+        "bytes": 7,
+    }
+
+
+@pytest.mark.parametrize("command", ["pull", "run", "rm"])
+def test_an_empty_name_is_not_the_working_folder(command: str, tmp_path: Path) -> None:
+    refused = run_in_process(command, "", folder=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("mlx-ring: There is no model ''.")
+    assert str(tmp_path) not in refused.stderr
+
+
+def test_a_narrow_terminal_breaks_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "/models/[bold]some/Qwen3-30B-A3B-Instruct-2507-4bit-DWQ.gguf"
+    known = LocalModel(name, "file", find_model("demo").folder)
+    monkeypatch.setattr(local_models, "list_local_models", lambda: [known])
+    listed = run_in_process("list", folder=tmp_path, environment={"COLUMNS": "40"})
+    (row,) = [line for line in listed.stdout.splitlines() if line.startswith(name)]
+    assert row.split()[-1] == "32,768"
+    planned = run_in_process(
+        "recommend", "--machine", "m4-mac-mini-16", folder=tmp_path, environment={"COLUMNS": "40"}
+    )
+    assert "\nllama3.2:3b-8bit " in planned.stdout

@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 from tests.api.clients import serving as api_server
@@ -127,7 +128,7 @@ def test_a_folder_here_is_the_same_one_for_a_server_of_this_machine(
     monkeypatch.chdir(tmp_path)
     assert name_for("http://127.0.0.1:8100", "./m") == str(tmp_path / "m")
     assert name_for("http://mini.local:8100", "./m") == "./m"
-    for name in ("demo", "org/name", "m" * 5000, "~nobody-here/m"):
+    for name in ("demo", "org/name", "m" * 5000, "~nobody-here/m", ""):
         assert name_for("http://localhost:8100", name) == name
 
 
@@ -138,3 +139,24 @@ def test_a_program_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatc
         for ask in (partial(names_at, url), partial(models.load, "demo", url)):
             with pytest.raises(ConfigError, match="something accepts connections there, but does not answer"):
                 ask()
+
+
+@pytest.mark.parametrize("listed", ["[]", '{"data": null}', '{"data": ["x"]}', '{"data": [{}]}'])
+def test_another_program_is_named_whatever_it_answers(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object, **__: object) -> object:
+        return json.loads(listed)
+
+    monkeypatch.setattr(heads, "ask_head", answer)
+    with pytest.raises(
+        ConfigError, match=r"No head answers at http://here \(another program answers there\)"
+    ):
+        names_at("http://here")
+
+
+def test_another_program_s_stream_is_no_progress_of_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(_: object, _request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b'data: {"choices": []}\n\n')
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", send)
+    with pytest.raises(ConfigError, match=r"ended the download \(another program answers there\)"):
+        list(pull_at("http://here", "org/new"))

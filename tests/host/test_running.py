@@ -273,3 +273,10 @@ def test_a_process_that_ends_leaves_no_record(tmp_path: Path) -> None:
         (record,) = running_folder(tmp_path).iterdir()
         assert json.loads(record.read_text())["pid"] == os.getpid()
     assert not list(running_folder(tmp_path).iterdir())
+
+
+def test_a_state_folder_that_is_a_file_hides_no_error(tmp_path: Path) -> None:
+    state = tmp_path / "file"
+    state.write_text("")
+    with pytest.raises(ConfigError, match="99 stages"), recorded(state, "head"):
+        raise ConfigError("99 stages were requested.")

@@ -24,7 +24,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound, ModelUnsupported
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
-from mlx_ring.models.hub_cache import check_shared_memory, interrupted_downloads
+from mlx_ring.models.hub_cache import PART, check_shared_memory, interrupted_downloads
 from mlx_ring.models.model_source import (
     describe_model,
     find_model,
@@ -162,6 +162,43 @@ def test_a_complete_model_is_compared_with_its_own_version_and_a_newer_one_is_na
     assert pulled.returncode == 0, pulled.stderr
     assert "The hub has a newer version: to get it, `mlx-ring rm someone/tiny`" in pulled.stdout
     assert {path.name for path in snapshot.iterdir()} == {path.name for path in tiny_model.iterdir()}
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_part_of_an_older_version_is_removed_once_the_model_is_complete(
+    *, is_complete: bool, tiny_model: Path, home: Path
+) -> None:
+    if is_complete:
+        put_in_cache(home, tiny_model, "someone/tiny")
+    part = home / "hub" / "models--someone--tiny" / "blobs" / f"{'0' * 64}{PART}"
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(b"older")
+    with running_hub(tiny_model) as (endpoint, _):
+        with part.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+            assert part.exists(), "another process downloads it"
+        assert mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).returncode == 0
+    assert not part.exists()
+    assert "incomplete" not in mlx_ring("list", endpoint="http://127.0.0.1:9", home=home).stdout
+
+
+class FailingLaterHub(FakeHub):
+    """Hub that answers the first question about a model, and none about its version."""
+
+    def answer(self, *, with_body: bool) -> None:
+        if "/revision/" in self.path:
+            self.send(429, b"{}", with_body=with_body)
+        else:
+            super().answer(with_body=with_body)
+
+
+def test_a_hub_that_fails_midway_is_not_taken_for_a_fault_of_the_disk(tiny_model: Path, home: Path) -> None:
+    with running_hub(tiny_model, FailingLaterHub) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 2
+    assert "someone/tiny cannot be fetched now: the hub did not send " in pulled.stderr
+    assert "written" not in pulled.stderr
 
 
 def test_a_damaged_file_of_a_served_model_stays(tiny_model: Path, home: Path) -> None:

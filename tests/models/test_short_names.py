@@ -6,7 +6,7 @@ import pytest
 
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.models.model_source import find_model, remove_model
-from mlx_ring.models.short_names import find_hub_id, published_models, short_names_of
+from mlx_ring.models.short_names import find_hub_id, published_models, short_names_of, unknown_model
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.profiles import ClusterProfile
@@ -144,3 +144,15 @@ def test_models_have_the_bytes_of_their_safetensors_files(hub_id: str, weight_by
     planned = sizes_of(find_known_model(hub_id).folder, hub_id, ClusterProfile(()))
     assert find_hub_id(short_names_of(hub_id)[0]) == hub_id
     assert planned.weight_bytes == pytest.approx(weight_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://huggingface.co/Qwen/Qwen3-0.6B",
+        "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main?x=1",
+        "hf.co/Qwen/Qwen3-0.6B",
+    ],
+)
+def test_an_address_on_the_hub_gets_the_id_as_a_suggestion(name: str) -> None:
+    assert str(unknown_model(name, ("demo",))).endswith(" Did you mean 'Qwen/Qwen3-0.6B'?")

@@ -217,3 +217,23 @@ def test_old_names_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("API_PORT", "8200")
     monkeypatch.setenv("RANK", "1")
     assert load_settings({}).port == 8100
+
+
+@pytest.mark.parametrize("text", ["", ",", " "])
+def test_a_key_that_is_empty_does_not_mean_no_authentication(text: str, tmp_path: Path) -> None:
+    said = "must be names separated by commas."
+    assert message(api_key=text).endswith(said)
+    file = tmp_path / "ring.yaml"
+    file.write_text(json.dumps({"api-key": text}))
+    with pytest.raises(ConfigError, match=said):
+        load_settings({}, config=file)
+    assert load_settings({"api_key": "a"}).api_key == ("a",)
+
+
+def test_folders_of_a_file_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "ring.yaml"
+    names = ("journal_dir", "kv_disk_dir", "state_dir", "log_dir", "api_key_file", "ssl_certfile")
+    file.write_text(json.dumps({name: f"~/{name}" for name in names}))
+    settings = load_settings({}, config=file)
+    assert [getattr(settings, name) for name in names] == [tmp_path / name for name in names]

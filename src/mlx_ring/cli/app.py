@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -18,6 +21,8 @@ from mlx_ring.core.logs import keep_early_records
 
 WRONG_INPUT = 2
 """Exit code for errors that the user can correct; 1 stands for all others."""
+_LOST_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write to stdout, which name no file."""
 _PANELS = {
     "Models": {
         "run": "mlx_ring.cli.processes:run",
@@ -129,6 +134,32 @@ def _common(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 def run() -> int:
     """Run the command line and return the exit code. No mistake of the user ends in a traceback."""
+    try:
+        code = _run()
+        # Python would report a failure at its own end as an ignored exception.
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - it is None if it was closed
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _LOST_OUTPUT or error.filename is not None:
+            raise
+        if error.errno != errno.EPIPE:  # the reader of a pipe may leave whenever it has enough
+            _complain(
+                f"The output cannot be written: {error.strerror}. Free some space, or write it elsewhere."
+            )
+        _discard_output()
+        return 1
+    return code
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _run() -> int:
     keep_early_records()
     if sys.argv[1:2] == ["demo"]:  # short for those who try it for the first time, without a checkout
         sys.argv[1:2] = ["serve", "demo"]

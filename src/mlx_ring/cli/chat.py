@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, QUICK_ANSWER_S, distrust, trust
+from mlx_ring.cli.heads import CACERT, DEFAULT_URL, QUICK_ANSWER_S, distrust, key_to_send, trust
 from mlx_ring.core.errors import ModelNotFound
 from mlx_ring.host.addresses import plain_url
 from mlx_ring.models.short_names import find_hub_id
@@ -36,7 +36,7 @@ _TRY_EVERY_S, _COMES_BACK_S = 1.0, 120.0
 """Time between two tries to get the rest of an answer, and longest time of all tries."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
-_MISUSE = 2
+_FAILED, _MISUSE = 1, 2
 _HELP = """[bold]/reset[/]          start a new conversation
 [bold]/system TEXT[/]    set a system prompt (or none) and start a new conversation
 [bold]/help[/]           show this help
@@ -87,7 +87,9 @@ class ChatServer:
             response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
             _check(response)
             served = _models(response)
-        if wanted is None and served:
+        if not served:
+            raise ChatError(f"{self.url} serves no model.")
+        if wanted is None:
             return next(iter(served))
         hub_id = _hub_id(wanted)
         for model, names in served.items():
@@ -97,9 +99,7 @@ class ChatServer:
             wanted or "", {each for names in served.values() for each in names}, n=1
         )
         meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ChatError(
-            f"{self.url} does not serve '{wanted}'; it has {', '.join(served) or 'no model'}.{meant}"
-        )
+        raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served)}.{meant}")
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[dict[str, Any]]:
         """Yield the chunks of an answer; closing the iterator stops it.
@@ -156,6 +156,8 @@ class ChatServer:
             raise ConnectionBroke(f"{self.url} does not answer.") from None
         except httpx.HTTPError as error:
             raise ConnectionBroke(f"The connection to {self.url} broke: {error}.") from None
+        except UnicodeEncodeError:
+            raise ChatError("The text is not UTF-8: convert it, or set the terminal's encoding.") from None
         except ValueError:
             raise ChatError(f"{self.url} answers, but not as an OpenAI API does.") from None
 
@@ -169,6 +171,8 @@ class ChatSession:
     console: Console
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    has_failed: bool = False
+    """True once a question got no complete answer."""
 
     def reset(self, system: str | None) -> None:
         self.system = system
@@ -201,11 +205,17 @@ class ChatSession:
         instructions = [{"role": "system", "content": self.system}] if self.system else []
         with contextlib.closing(self.server.stream(self.model, instructions + self.messages)) as chunks:
             for chunk in chunks:
-                self._take(chunk, reply)
+                try:
+                    self._take(chunk, reply)
+                except (AttributeError, LookupError, TypeError):
+                    raise ChatError(f"{self.server.url} answers, but not as an OpenAI API does.") from None
 
     def _take(self, chunk: dict[str, Any], reply: Reply) -> None:
-        for choice in chunk.get("choices", []):
-            reasoning, text = choice["delta"].get("reasoning") or "", choice["delta"].get("content") or ""
+        for choice in chunk.get("choices") or ():
+            delta: dict[str, Any] = choice.get("delta") or {}
+            # Other servers have the second name for it.
+            reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+            text = delta.get("content") or ""
             if text and reply.reasoning and not reply.text:
                 self.console.print("\n")
             reply.reasoning += reasoning
@@ -214,8 +224,9 @@ class ChatSession:
             self._show(reasoning, style="dim")
             self._show(text)
         if chunk.get("usage"):
-            reply.tokens = chunk["usage"]["completion_tokens"]
-            reply.tokens_per_second = chunk.get("performance", {}).get("generation_tokens_per_second")
+            reply.tokens = chunk["usage"].get("completion_tokens")
+            performance: dict[str, Any] = chunk.get("performance") or {}
+            reply.tokens_per_second = performance.get("generation_tokens_per_second")
 
     def _show(self, text: str, style: str | None = None) -> None:
         shown = _UNPRINTABLE.sub("", text)
@@ -245,16 +256,19 @@ def run_chat(
         read_line: returns the next line, or raises `EOFError` at the end.
 
     Returns:
-        The exit code: 0, or 2 without such a server or model.
+        The exit code: 0, 1 if questions came from a pipe and one got no complete answer, or 2 without such a server or
+        model.
     """
     console = console or Console()
+    is_piped = read_line is None and not sys.stdin.isatty()
     read_line = read_line or _read_line
     server = ChatServer(base_url, api_key, trusted)
     try:
         conversation = ChatSession(server, server.find_model(model), console, system)
         console.print(
-            f"[bold]{conversation.model}[/] at {escape(server.url)}. Type /help for commands, Ctrl-D to leave.",
+            f"[bold]{escape(conversation.model)}[/] at {escape(server.url)}. Type /help for commands, Ctrl-D to leave.",
             highlight=False,
+            soft_wrap=True,
         )
         _converse(conversation, read_line)
     except ChatError as error:
@@ -262,7 +276,7 @@ def run_chat(
         return _MISUSE
     finally:
         server.close()
-    return 0
+    return _FAILED if is_piped and conversation.has_failed else 0
 
 
 def _converse(conversation: ChatSession, read_line: Callable[[], str]) -> None:
@@ -306,6 +320,7 @@ def _answer(conversation: ChatSession, question: str) -> None:
     try:
         reply = conversation.ask(question)
     except ChatError as error:
+        conversation.has_failed = True
         _print_error(conversation.console, error)
         return
     conversation.console.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
@@ -323,13 +338,16 @@ def _footnote(reply: Reply) -> str:
 
 
 def _print_error(console: Console, error: ChatError) -> None:
-    console.print(str(error), style="red", markup=False, highlight=False)
+    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _read_line() -> str:
     """Read a line, with history and editing at a terminal, and without a prompt from a pipe."""
     if not sys.stdin.isatty():
-        return input()
+        try:
+            return input()
+        except UnicodeDecodeError:
+            raise ChatError("The input is not text in UTF-8: convert it.") from None
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives `input` its editing
     return input("> ")
@@ -343,12 +361,17 @@ def _check(response: httpx.Response) -> None:
     if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" not in response.request.headers:
         raise ChatError("This server requires an API key: give it with --api-key, or set MLX_RING_API_KEY.")
     try:
-        message = str(response.json()["error"]["message"])
+        message = _message_of(response.json()["error"])
     except (ValueError, KeyError, TypeError):
         message = (
             f"Another program answers at {response.url}: {response.status_code} {response.reason_phrase}."
         )
     raise kind(message)
+
+
+def _message_of(error: Any) -> str:
+    """Return the message of an error, which some servers write as a text alone."""
+    return error if isinstance(error, str) else str(error["message"])
 
 
 def _hub_id(name: str | None) -> str | None:
@@ -391,9 +414,11 @@ def _chunks(response: httpx.Response, last_event: LastEvent) -> Generator[dict[s
             continue
         if data == "[DONE]":
             return
-        chunk: dict[str, Any] = json.loads(data)
-        if "error" in chunk:
-            raise ChatError(str(chunk["error"]["message"]))
+        chunk: Any = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError(data)  # noqa: TRY004 - it is text from outside that is wrong
+        if chunk.get("error"):
+            raise ChatError(_message_of(chunk["error"]))
         last_event.id = id_
         yield chunk
     raise ConnectionBroke("The server's answer broke off.")
@@ -409,9 +434,12 @@ def chat(
     ] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
-    """Chat with a served model in this terminal."""
+    """Chat with a served model in this terminal.
+
+    From a pipe, each line is a question. The exit code is then 1 if one of them got no complete answer.
+    """
     settings = load_settings({"api_key": api_key})
-    key = settings.api_key[0] if settings.api_key else None
+    key = key_to_send(settings)
     raise typer.Exit(
         run_chat(url, model=model, system=system, api_key=key, trusted=trust(cacert, settings.ssl_certfile))
     )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.fields import Flag, default_text, flag_name, flag_of
-from mlx_ring.settings.settings_sources import allowed_values, has_choices, load_settings, log_old_name
+from mlx_ring.settings.settings_sources import (
+    allowed_values,
+    has_choices,
+    load_settings,
+    log_old_name,
+    takes_several,
+)
 
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
 _MANY = 20
@@ -58,9 +64,12 @@ def _options(names: tuple[str, ...]) -> list[inspect.Parameter]:
     for name in names:
         flag = flag_of(Settings.model_fields[name])
         hidden = hides and not flag.basic
-        made.append(_text(name, setting_option(name, hidden=hidden)))
-        made += [_text(_old(old), typer.Option(flag_name(old), hidden=True)) for old in flag.old]
-        made += [_text(_other(name, alias), typer.Option(alias, hidden=True)) for alias in flag.long_aliases]
+        kind = list[str] if takes_several(Settings.model_fields[name]) else str
+        made.append(_text(name, setting_option(name, hidden=hidden), kind))
+        made += [_text(_old(old), typer.Option(flag_name(old), hidden=True), kind) for old in flag.old]
+        made += [
+            _text(_other(name, alias), typer.Option(alias, hidden=True), kind) for alias in flag.long_aliases
+        ]
         made += _switches(name, flag, hidden=hidden)
     if hides:
         made.append(_help_all())
@@ -112,8 +121,8 @@ def given_kv_memory(text: str | None) -> int | None:
     return None if text is None else load_settings({"kv_cache_memory": text}).kv_cache_memory
 
 
-def _text(parameter: str, option: Any) -> inspect.Parameter:
-    return _parameter(parameter, Annotated[str | None, option], None)
+def _text(parameter: str, option: Any, kind: type[str | list[str]]) -> inspect.Parameter:
+    return _parameter(parameter, Annotated[kind | None, option], None)
 
 
 def _switches(name: str, flag: Flag, *, hidden: bool) -> Iterator[inspect.Parameter]:
@@ -172,8 +181,12 @@ def given_settings(given: Mapping[str, Any]) -> dict[str, object]:
     return _values(tuple(name for name in ALL_SETTINGS if name in given), given)
 
 
-def _values(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values by field name, with old names and switches resolved."""
+def _values(names: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values by field name, with old names and switches resolved.
+
+    A setting that takes several values gets those of all its flags; of others, the last flag counts.
+    """
+    given = {name: _joined(value) for name, value in typed.items()}
     values: dict[str, object] = {}
     for name in names:
         flag = flag_of(Settings.model_fields[name])
@@ -189,6 +202,16 @@ def _values(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, objec
             if given.get(f"{name}_{means}"):
                 values[name] = _one_switch(name, values[name], means)
     return values
+
+
+def _joined(value: Any) -> Any:
+    """Return the text of all values of a flag that may be repeated, None if it was not given; any other value as it is.
+
+    Typer gives a command a list, and the context a tuple.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    return ",".join(cast("Sequence[str]", value)) if value else None
 
 
 def _take_other(values: dict[str, object], name: str, other: str, value: str) -> None:

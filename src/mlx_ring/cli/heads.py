@@ -15,9 +15,11 @@ from urllib.parse import urlsplit
 
 import typer
 
+from mlx_ring.cli import table_console
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
 from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -30,7 +32,7 @@ API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; 
 QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
 _LONGEST_S = 300.0
-_TABLE_WIDTH = 300
+_ANOTHER = "another program answers there"
 NONE_FOUND = """No head was found on this LAN. Check that
   - `mlx-ring serve MODEL --nodes N` runs on the head's machine, and both are on the same network
   - no firewall on either machine blocks mDNS (UDP port 5353)
@@ -61,22 +63,17 @@ def heads(
 
 
 def show_heads(found: Sequence[FoundHead]) -> None:
-    """Print a table with one address per line. Its texts come from the network, so markup is escaped."""
-    from rich.console import Console  # a machine that joins by an address prints no table
-    from rich.markup import escape
-    from rich.table import Table
+    """Print a table with one address per line. Its texts come from the network, so they are no markup."""
+    from rich.table import Table  # a machine that joins by an address prints no table
 
     table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
     for head in found:
         announced = head.announcement
         first, *more = map(str, head.joinable or ("none that can be reached",))
-        table.add_row(
-            *map(escape, (announced.cluster, announced.node, announced.version, announced.authority, first))
-        )
+        table.add_row(announced.cluster, announced.node, announced.version, announced.authority, first)
         for address in more:
-            table.add_row("", "", "", "", escape(address))
-    # Wide enough for the longest record, because a truncated address is useless.
-    Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False).print(table)
+            table.add_row("", "", "", "", address)
+    table_console().print(table)
 
 
 # ---- requests to a head
@@ -158,7 +155,7 @@ def pull_at(
                     event: Any = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise RequestError(f"The head at {url} refuses: {event['error']['message']}")
-                    yield event
+                    yield {name: event[name] for name in ("status", "done_bytes", "total_bytes")}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             distrust(error, url) or f"The head at {url} ended the download ({_reason(error)})."
@@ -172,8 +169,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, httpx.ReadTimeout):
         return "something accepts connections there, but does not answer"
     if isinstance(error, (ValueError, LookupError, TypeError)):
-        return "another program answers there"
+        return _ANOTHER
     return without_number(str(error)) or type(error).__name__
+
+
+def _other_program(url: str) -> str:
+    return f"No head answers at {url} ({_ANOTHER}): start one with `mlx-ring serve`, or give its address with --url."
 
 
 def _address(url: str, path: str) -> str:
@@ -183,8 +184,23 @@ def _address(url: str, path: str) -> str:
 def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
     """Return what httpx needs for a request to a head."""
     settings = load_settings({"api_key": api_key})
-    headers = {"authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else {}
+    key = key_to_send(settings)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return {"headers": headers, "trust_env": False, "verify": trust(cacert, settings.ssl_certfile)}
+
+
+def key_to_send(settings: Settings) -> str | None:
+    """Return the key that a request carries: the first one of the settings; None without any.
+
+    Raises:
+        ConfigError: an HTTP header cannot carry it.
+    """
+    key = settings.api_key[0] if settings.api_key else None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "--api-key must be printable ASCII characters, as MLX_RING_API_KEY too: an HTTP header carries no others."
+        )
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +221,16 @@ def names_at(
         ConfigError: no head answers there soon.
         RequestError: it refuses.
     """
-    listed = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)["data"]
-    return {
-        str(each["id"]): ServedNames(
-            frozenset((each["id"], *each.get("aliases", ()))), each.get("state") != "unloaded"
-        )
-        for each in listed
-    }
+    listed = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)
+    try:
+        return {
+            str(each["id"]): ServedNames(
+                frozenset((each["id"], *each.get("aliases", ()))), each.get("state") != "unloaded"
+            )
+            for each in listed["data"]
+        }
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(_other_program(url)) from error
 
 
 def name_for(url: str, model: str) -> str:
@@ -221,7 +240,7 @@ def name_for(url: str, model: str) -> str:
     """
     from mlx_ring.models.model_source import builtin_names  # most commands do without it
 
-    if not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
+    if not model or not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
         return model
     with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
         path = Path(model).expanduser()

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
 from mlx_ring.cli.heads import API_KEY, CACERT, ServedNames, ask_head, names_at
 from mlx_ring.cli.profile import BUSY
@@ -74,7 +74,7 @@ def pull(
             found = fetch_here(model, memory_bytes=None if force else memory_here(api_key, cacert))
         except ExceedsMemory as error:
             raise ExceedsMemory(f"{error} Or download it all the same with --force.") from error
-        print(f"{found.name} is complete: {gigabytes(found.folder.weight_bytes)} in {found.folder.path}.")
+        print(f"{found.name} is complete: {_size(found.folder.weight_bytes)} in {found.folder.path}.")
     else:
         found = find_model(model)
         print(
@@ -186,7 +186,7 @@ def rm(
             break
     else:
         hub_id, freed = remove_model(model)
-    print(f"{hub_id} is removed, which frees {gigabytes(freed)}.")
+    print(f"{hub_id} is removed, which frees {_size(freed)}.")
 
 
 def recommend(
@@ -236,7 +236,7 @@ def _outcomes(
     api_key: str | None,
 ) -> tuple[Sequence[Outcome], str]:
     """Return the predictions for popular models, and the machines that they are for."""
-    from mlx_ring.cli.planning import given_machines
+    from mlx_ring.cli.planning import check_uses, given_machines
     from mlx_ring.cli.what_if import Asked, ask_planner, ask_running
     from mlx_ring.planner.cluster_file import remarks_on_described
     from mlx_ring.planner.profiles import ClusterProfile, measured_node
@@ -248,7 +248,9 @@ def _outcomes(
     # Prompt and answer fill the usual context, as a running head takes them for popular models.
     request = replace(request, prompt_tokens=USUAL_CONTEXT - request.answer_tokens)
     asked = Asked(None, Question(request=request), None, what_fits=True)
-    if cluster is not None or machine:
+    is_given = cluster is not None or bool(machine)
+    check_uses(link, url, cacert, adds=bool(machine), is_given=is_given, api_key=api_key, adding="--machine")
+    if is_given:
         machines, _ = given_machines(cluster, machine, link)
         for remark in remarks_on_described(machines.nodes):
             print(remark, file=sys.stderr)
@@ -313,8 +315,8 @@ def _show_recommended(good: Sequence[Outcome], where: str) -> None:
             gigabytes(one.memory_bytes),
             "yes" if hub_id in here else "",
         )
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"Models that run well on {where}, the largest first:\n", markup=False)
+    console = table_console()
+    console.print(f"Models that run well on {where}, the largest first:\n")
     console.print(table)
     console.print(f"\nPredicted, for one user. Chat with one: mlx-ring run {_names_of(good[0].model)[0]}")
 
@@ -334,8 +336,13 @@ def _none_recommended(outcomes: Sequence[Outcome], where: str, least: float) -> 
     )
 
 
-def list_models() -> None:
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """List the models on this machine: built-in ones, those of the Hugging Face cache, LM Studio and ollama, and GGUF files."""
+    if as_json:
+        print(json.dumps(_listed(), indent=1))
+        return
     table = Table(Column("model", overflow="fold"), "short name", "from", "kind", box=None, pad_edge=False)
     for title in ("size", "layers", "context"):
         table.add_column(title, justify="right")
@@ -356,14 +363,39 @@ def list_models() -> None:
     for name, size in interrupted_downloads().items():
         table.add_row(name, next(iter(short_names_of(name)), ""), "hub", "incomplete", _size(size))
         remarks.append(f"{name} is incomplete: `mlx-ring pull {name}` continues the download.")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    for remark in remarks:
-        console.print(remark, highlight=False)
-    console.print(
-        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too.",
-        highlight=False,
+    table_console().print(table)
+    print(*remarks, sep="\n", end="\n" * bool(remarks))
+    print(
+        "\nServe one with `mlx-ring serve MODEL`; a folder, a GGUF file, a short name or any hub id works too."
     )
+
+
+def _listed() -> list[Mapping[str, object]]:
+    """Return the models on this machine for programs; interrupted downloads have no path."""
+    complete = [
+        {
+            "name": model.name,
+            "short_names": short_names_of(model.name),
+            "from": model.kind,
+            "kind": model.folder.model_type,
+            "bytes": model.folder.weight_bytes,
+            "layers": model.folder.num_layers,
+            "context_length": model.folder.context_length,
+            "path": str(model.folder.path),
+        }
+        for model in list_local_models()
+    ]
+    incomplete = [
+        {
+            "name": name,
+            "short_names": short_names_of(name),
+            "from": "hub",
+            "kind": "incomplete",
+            "bytes": size,
+        }
+        for name, size in interrupted_downloads().items()
+    ]
+    return [*complete, *incomplete]
 
 
 def _size(count: int) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import setting_option
 from mlx_ring.cli.heads import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError, shown_text
@@ -83,7 +83,7 @@ def list_tokens(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
         left = "any" if record.uses_left is None else str(record.uses_left)
         moment = local_time(record.expires_s)
         table.add_row(record.id, record.name, record.state(now_s), moment, str(record.uses), left)
-    Console(soft_wrap=True, markup=False).print(table)
+    table_console().print(table)
 
 
 @token_app.command("revoke")
@@ -138,7 +138,7 @@ def list_nodes(state_dir: Annotated[str | None, STATE_DIR] = None) -> None:
         ends = max((held.expires_s for held in member.certificates), default=0.0)
         until = local_time(left_out[node].until_s) if node in left_out else ""
         table.add_row(node, local_time(member.joined_s), local_time(ends), until)
-    Console(soft_wrap=True).print(table)
+    table_console().print(table)
 
 
 @node_app.command("remove")
@@ -267,7 +267,7 @@ def _show_splits(proposal: Mapping[str, Any]) -> None:
         )
         seconds = (f"{split[key]:.2f} s" for key in ("first_token_s", "request_s"))
         table.add_row(name, layers, f"{split['tokens_per_s']:.1f}", *seconds)
-    Console(soft_wrap=True, highlight=False).print(table)
+    table_console().print(table)
     if proposal["gain"] is not None:
         print(f"Predicted gain: {proposal['gain']:.0%}")
 

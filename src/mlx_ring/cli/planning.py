@@ -95,6 +95,7 @@ def check_uses(
     adds: bool,
     is_given: bool,
     api_key: str | None = None,
+    adding: str = "--add or --machine",
 ) -> None:
     """Check that a link has an added machine, and that a head is asked if its flags are given.
 
@@ -105,12 +106,13 @@ def check_uses(
         adds: True if machines are added or named.
         is_given: True if machines are given, so that no head is asked.
         api_key: API key for a head.
+        adding: flags of the command that add or name machines.
 
     Raises:
         ConfigError: a flag has no use.
     """
     if link is not None and not adds:
-        raise ConfigError(f"--link is {link}, but no machine is added; give --add or --machine.")
+        raise ConfigError(f"--link is {link}, but no machine is added; give {adding}.")
     if is_given and cacert is not None:
         raise ConfigError(f"--cacert is {cacert}, but no head is asked; leave it out.")
     if is_given and api_key is not None:

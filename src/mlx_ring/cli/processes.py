@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import (
     API_KEY,
@@ -25,6 +26,7 @@ from mlx_ring.cli.heads import (
     DEFAULT_URL,
     ServedNames,
     ask_head,
+    key_to_send,
     name_for,
     names_at,
     pull_at,
@@ -120,8 +122,7 @@ def _served_by(url: str, pid: int, api_key: str | None, cacert: Path | None) -> 
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console  # `stop` and `run` print no table
-    from rich.table import Column, Table
+    from rich.table import Column, Table  # `stop` and `run` print no table
 
     table = Table(Column("model", overflow="fold"), "is", "on", box=None, pad_edge=False)
     table.add_column("memory", justify="right")
@@ -138,7 +139,7 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
             row["url"],
             str(row["pid"]),
         )
-    Console(soft_wrap=True, highlight=False).print(table)
+    table_console().print(table)
 
 
 # ---- a chat with a model, served for it if need be
@@ -161,7 +162,7 @@ def run(
     from mlx_ring.cli.chat import run_chat  # `ps` and `stop` need no chat
 
     settings = load_settings({"api_key": api_key})
-    key = settings.api_key[0] if settings.api_key else None
+    key = key_to_send(settings)
     trusted = trust(cacert, settings.ssl_certfile)
     with _served(model, url, key, cacert) as (place, name):
         code = run_chat(place, model=name, system=system, api_key=key, trusted=trusted)

@@ -82,7 +82,8 @@ def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it could not be written either, or the disk has become read-only
+            path.unlink(missing_ok=True)
 
 
 def note_absence(state: Path, why: str) -> None:

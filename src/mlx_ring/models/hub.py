@@ -52,7 +52,15 @@ from huggingface_hub.utils import (
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
-from mlx_ring.models.hub_cache import PART, check_disk, check_shared_memory, repository_folder
+from mlx_ring.models.hub_cache import (
+    PART,
+    check_disk,
+    check_shared_memory,
+    kept_bytes,
+    remove_outdated_parts,
+    repository_folder,
+    sha256_of,
+)
 from mlx_ring.models.model_folder import (
     SMALL_FILES,
     ModelFolder,
@@ -178,7 +186,7 @@ def fetch(
         check_shared_memory(name, weight_bytes, memory_bytes)
     missing = [file for file in files if not isinstance(try_to_load_from_cache(name, file.name), str)]
     folder = repository_folder(name)
-    kept = sum(_kept_bytes(folder / "blobs", file) for file in missing)
+    kept = sum(kept_bytes(folder / "blobs", file.sha256) for file in missing)
     check_disk(name, sum(file.size for file in missing) - kept, folder)
     meter = _Meter(sum(file.size for file in files), report)
     meter.add(sum(file.size for file in files) - sum(file.size for file in missing))
@@ -191,6 +199,7 @@ def fetch(
     except Exception as error:
         # The client has its own errors, and those of its HTTP library.
         raise explain_failure(name, error) from error
+    remove_outdated_parts(name)
     report(PullProgress("done", meter.total, meter.total))
     return read_model_folder(path)
 
@@ -311,18 +320,18 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
         path.rename(blob)
 
 
-def _kept_bytes(blobs: Path, file: _HubFile) -> int:
-    """Return the bytes of a file that an earlier fetch has left."""
-    for path in (blobs / f"{file.sha256}", blobs / f"{file.sha256}{PART}"):
-        if path.is_file():
-            return path.stat().st_size
-    return 0
-
-
 def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
-    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt` as `verify` does."""
+    """Compare the sizes of a snapshot's files with the hub's. Raises `ModelCorrupt` as `verify` does.
+
+    Raises `ModelNotFound` if one is missing: the hub's client takes an older snapshot if the hub fails meanwhile.
+    """
     for file in files:
         path = folder / file.name
+        if not path.is_file():
+            raise ModelNotFound(
+                f"{name} cannot be fetched now: the hub did not send {file.name}. Pull it again later; the download "
+                "continues where it ended."
+            )
         if (size := path.stat().st_size) != file.size:
             raise _damaged(name, path, f"{size:,} bytes, but the hub states {file.size:,}")
 
@@ -347,10 +356,11 @@ def verify(name: str, report: Report = lambda _: None) -> str:
     _check_sizes(name, folder, present)
     for file in present:
         path = folder / file.name
-        if file.sha256 is not None and _sha256(path) != file.sha256:
+        if file.sha256 is not None and sha256_of(path) != file.sha256:
             raise _damaged(name, path, "another SHA-256 than the hub states")
         done += file.size
         report(PullProgress("verifying", done, total))
+    remove_outdated_parts(name)
     compared = "Its files have the hub's sizes and SHA-256."
     with contextlib.suppress(ModelNotFound):
         if _in_time(name, lambda: HfApi().model_info(name, timeout=_ANSWER_WAIT_S)).sha != folder.name:
@@ -368,11 +378,6 @@ def _damaged(name: str, path: Path, found: str) -> ModelCorrupt:
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     return ModelCorrupt(f"{path.name} of {name} has {found}: it is removed; pull the model again.")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _repository(name: str, revision: str | None = None) -> ModelInfo:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -53,6 +55,28 @@ def interrupted_downloads() -> dict[str, int]:
         "/".join(blobs.parent.name.split("--")[1:]): sum(file.lstat().st_size for file in blobs.iterdir())
         for blobs in sorted({part.parent for part in parts})
     }
+
+
+def kept_bytes(blobs: Path, sha256: str | None) -> int:
+    """Return the bytes of a file that an earlier download has left."""
+    for path in (blobs / f"{sha256}", blobs / f"{sha256}{PART}"):
+        if path.is_file():
+            return path.stat().st_size
+    return 0
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content, as the hub writes it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_outdated_parts(name: str) -> None:
+    """Remove what earlier downloads of a complete model left of other versions, unless a process still downloads it."""
+    for part in repository_folder(name).glob(f"blobs/*{PART}"):
+        if not is_held(part):
+            with contextlib.suppress(OSError):  # of another user
+                part.unlink()
 
 
 def cached_repository(name: str) -> Path | None:

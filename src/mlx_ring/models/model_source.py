@@ -78,6 +78,13 @@ def builtin_names() -> list[str]:
     return sorted(path.name for path in BUILTIN_FOLDER.iterdir() if (path / "config.json").is_file())
 
 
+def _path_of(name: str) -> Path:
+    """Return the path that a name may be. Raises `ModelNotFound` for an empty one, which would be the working folder."""
+    if not name:
+        raise unknown_model(name, builtin_names())
+    return typed_path(name)
+
+
 def interrupted_downloads() -> Mapping[str, int]:
     """Return the bytes on the disk of the hub's models that are not complete, by id."""
     from mlx_ring.models import hub_cache  # importing its client takes a while
@@ -142,7 +149,7 @@ def find_model(
     """
     if name in builtin_names():
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
-    path = typed_path(name)
+    path = _path_of(name)
     if _is_gguf(path):
         return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path.absolute())))
     if is_there(path):
@@ -163,7 +170,7 @@ def full_name(name: str) -> str:
     Raises:
         ModelNotFound: no model has this name, or several have it.
     """
-    if name in builtin_names() or is_there(typed_path(name)) or is_hub_id(name):
+    if name in builtin_names() or is_there(_path_of(name)) or is_hub_id(name):
         return name
     hub_id = find_hub_id(name)
     if hub_id is None:
@@ -226,7 +233,7 @@ def must_be_fetched(name: str) -> bool:
         ModelUnsafe: it needs code of its own to be run.
         ModelCorrupt, ModelUnsupported: only ollama has it, and it cannot be served.
     """
-    if name in builtin_names() or is_there(typed_path(name)):
+    if name in builtin_names() or is_there(_path_of(name)):
         return False
     return _downloaded(name) is None
 
@@ -250,7 +257,7 @@ def describe_model(name: str) -> LocalModel:
 
 
 def _describe(name: str) -> LocalModel:
-    path = typed_path(name)
+    path = _path_of(name)
     if name not in builtin_names() and is_there(path):
         if _is_gguf(path):
             return LocalModel(_gguf_name(path), "file", read_gguf_model(_parts(path.absolute())))
@@ -286,7 +293,7 @@ def remove_model(name: str) -> tuple[str, int]:
 
     if name in builtin_names():
         raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
-    path = typed_path(name)
+    path = _path_of(name)
     if is_there(path):
         raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
     hub_id = exact_name(name)

@@ -24,6 +24,7 @@ _SIZE = re.compile(r"-(?=(?:a?\d+(?:\.\d+)?b|8x7b)(?:-|$))")
 _ACTIVE = re.compile(r"a\d+(?:\.\d+)?b")
 _USUAL_TAG = ":latest"
 _NEAREST = 3
+_HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:[/?#].*)?")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -204,7 +205,8 @@ def is_hub_id(name: str) -> bool:
 
 def unknown_model(name: str, builtin: Sequence[str]) -> ModelNotFound:
     """Return the error for a name that no model has, with those of similar models."""
-    close = difflib.get_close_matches(name, builtin, n=1) or close_short_names(name)
+    page = _HUB_PAGE.fullmatch(name)
+    close = [page[1]] if page else difflib.get_close_matches(name, builtin, n=1) or close_short_names(name)
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return ModelNotFound(
         f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "

@@ -20,6 +20,7 @@ from mlx_ring.settings.fields import (
     AutoOrOff,
     Blas,
     HttpAddress,
+    Keys,
     KvBits,
     Names,
     Size,
@@ -217,7 +218,7 @@ class Settings(PlacementSettings):
     journal_dir: Path | None = setting(
         None, "Folder of --journal; `journal` in the state folder by default.", _HTTP, metavar="DIR"
     )
-    api_key: Names = setting(
+    api_key: Keys = setting(
         (),
         "Accepted API keys; without any, no authentication.",
         _SECURITY,

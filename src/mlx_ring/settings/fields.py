@@ -96,6 +96,18 @@ def _split(value: object) -> object:
     return value
 
 
+def _keys(value: object) -> object:
+    """Split keys, of which a text has at least one: an empty variable of a script must not mean no authentication.
+
+    Raises:
+        ValueError: a text without a key.
+    """
+    keys = _split(value)
+    if isinstance(value, str) and not keys:
+        raise ValueError("no key")
+    return keys
+
+
 def _yaml_switch(value: object) -> object:
     """Undo YAML's reading of an unquoted `on` or `off` as a boolean."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -182,6 +194,7 @@ def read_strategy(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Keys = Annotated[tuple[str, ...], BeforeValidator(_keys)]
 NodeIds = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_node_ids)]
 Ports = Annotated[tuple[int, ...], BeforeValidator(_ports)]
 PORTS_TAKE = (

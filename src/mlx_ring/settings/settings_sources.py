@@ -61,6 +61,12 @@ def has_choices(field: FieldInfo) -> bool:
     return get_origin(kind) is Literal
 
 
+def takes_several(field: FieldInfo) -> bool:
+    """Return True if a field accepts several values, separated by commas."""
+    kind, _ = _unwrap(field.annotation, list(field.metadata))
+    return get_origin(kind) is tuple
+
+
 def _unwrap(annotation: object, constraints: list[object]) -> tuple[object, list[object]]:
     """Return the type inside `Annotated[... | None, ...]`, and all constraints around it."""
     if get_origin(annotation) is Annotated:
@@ -272,7 +278,7 @@ def _check(given: Mapping[str, _SourcedValue]) -> Settings:
             "state_dir": settings.state_dir and settings.state_dir.expanduser().absolute(),
             **{
                 name: _whole(getattr(settings, name))
-                for name in ("api_key_file", "ssl_certfile", "ssl_keyfile")
+                for name in ("api_key_file", "journal_dir", "ssl_certfile", "ssl_keyfile")
             },
         }
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from mlx_ring.cli.bench.client import (
     EventReader,
     RequestOptions,
     Target,
+    _served_models,  # pyright: ignore[reportPrivateUsage]
     probe,
     read_event,
 )
@@ -149,3 +151,12 @@ def test_an_unknown_model_is_reported_with_the_served_models() -> None:
         assert asyncio.run(discover(url, "large")) == "large"
         with pytest.raises(ConfigError, match="does not serve 'other'; it has small, large"):
             asyncio.run(discover(url, "other"))
+
+
+def test_a_refused_key_is_reported_in_two_sentences() -> None:
+    for said in ("Wrong key", "Wrong key."):
+        refusal = httpx.Response(401, json={"error": {"message": said}})
+        with pytest.raises(
+            ConfigError, match=r"^http://x/v1/models answers 401: Wrong key\. Give --api-key\.$"
+        ):
+            _served_models(refusal, "http://x")

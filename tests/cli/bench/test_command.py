@@ -268,6 +268,22 @@ def test_the_defaults_are_the_documented_ones(
     assert seen[0][2] == Workload(32, Range(128, 128), Range(64, 64), concurrency=4)
 
 
+def test_the_key_of_this_machine_s_settings_is_sent_unless_another_is_given(
+    bench: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(connect: command.Connect, *_: object) -> dict[str, Any]:
+        keys.append(connect.key)
+        return {"interrupted": False, "summary": {"errors": {}}}
+
+    keys: list[str | None] = []
+    monkeypatch.setattr(command, "_run", run)
+    bench()
+    monkeypatch.setenv("MLX_RING_API_KEY", "own")
+    bench()
+    bench("--api-key", "other")
+    assert keys == [None, "own", "other"]
+
+
 def test_a_real_server_is_measured_from_another_process(tiny_model: Path, tmp_path: Path) -> None:
     with serving_model(tiny_model, "--stages", "2", folder=tmp_path) as server:
         done = run_cli(

@@ -272,7 +272,7 @@ def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, An
     if not response.is_success:
         hint = " Give --api-key." if response.status_code in _UNAUTHORIZED else ""
         said = error_message(response.text)
-        raise ConfigError(f"{url}/v1/models answers {response.status_code}: {said}{hint}")
+        raise ConfigError(f"{url}/v1/models answers {response.status_code}: {said.rstrip('.')}.{hint}")
     try:
         models = {str(model["id"]): dict(model) for model in response.json()["data"]}
     except (ValueError, KeyError, TypeError):

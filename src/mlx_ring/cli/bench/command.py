@@ -19,8 +19,9 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.heads import CACERT, trust
+from mlx_ring.cli.heads import API_KEY, CACERT, key_to_send, trust
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.settings.settings_sources import load_settings
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _MOST_TOKENS = 10_000_000
@@ -75,13 +76,6 @@ def one_of(flag: str, text: str, choices: Sequence[str]) -> str:
     return text
 
 
-def key(flag: str, text: str | None) -> str | None:
-    """Check that a key can stand in an HTTP header."""
-    if text is not None and not (text.isascii() and text.isprintable() and text.strip()):
-        raise ConfigError(f"{flag} must be printable ASCII characters; a key is not empty and has no others.")
-    return text
-
-
 def output_file(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> Path | None:
     """Check before the load that a file can be written."""
     if path is None:
@@ -127,9 +121,7 @@ def bench(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model to ask; the first one served by default.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="API key of the server, sent as a bearer token.")
-    ] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     requests: Annotated[str, typer.Option(metavar="N", help="Number of requests.")] = "32",
     concurrency: Annotated[
@@ -204,7 +196,8 @@ def bench(
     degrees = decimal("--temperature", temperature, 0, 2)
     timeout_s = decimal("--timeout", timeout, 0.1, 86_400)
     warming = whole("--warmup", warmup, 0, 10_000)
-    presented = key("--api-key", api_key)
+    settings = load_settings({"api_key": api_key})
+    presented = key_to_send(settings)
     files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
     if plot is not None:
         check_matplotlib(plot)
@@ -214,7 +207,7 @@ def bench(
 
     options = RequestOptions("chat" if named == "chat" else "completions", degrees)
     outputs = Outputs(*files, progress=progress and sys.stderr.isatty())
-    connect = Connect(where, presented, timeout_s, trust(cacert))
+    connect = Connect(where, presented, timeout_s, trust(cacert, settings.ssl_certfile))
     report = asyncio.run(_run(connect, model, workload, options, warming, outputs))
     raise typer.Exit(_exit_code(report))
 
