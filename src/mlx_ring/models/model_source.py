@@ -22,13 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_ring.core.environment import package_version
-from mlx_ring.core.errors import (
-    ConfigError,
-    Conflict,
-    ModelCorrupt,
-    ModelError,
-    ModelNotFound,
-)
+from mlx_ring.core.errors import ConfigError, Conflict, ModelCorrupt, ModelError, ModelNotFound
 from mlx_ring.core.folders import cache_folder, is_there, typed_path
 from mlx_ring.host.private_files import hold, is_held
 from mlx_ring.models.config_limits import require_loadable
