@@ -17,7 +17,8 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
+from mlx_ring.engine.capacity_search import ServiceLevel
+from mlx_ring.engine.simulated_load import Outcome
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, place

@@ -13,8 +13,9 @@ from itertools import islice
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.shared_stages import MOST_RUNNING, Replica, Replicas, SharedMachines, Shares
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedInstance, Span
+from mlx_ring.engine.shared_stages import SharedMachines
+from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance, Span
+from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replica, Replicas, Shares
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.request import Load, SimulatedRequest
 
@@ -45,6 +46,67 @@ _MOST_TOGETHER = 16
 """Most instances of unlike replicas that are simulated together."""
 _BEYOND = 1.5
 """Rate of a run whose requests queue up without end, as a multiple of the rate without any waiting."""
+
+# ---- the service level
+
+_SOONER = 1.1
+"""Factor by which a run may have more tokens than its requests on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Times within which a percentage of first tokens, and of further tokens, must come."""
+
+    first_token_s: float | None = None
+    between_tokens_s: float | None = None
+    percent: float = 95.0
+
+    def holds(self, outcome: Outcome) -> bool:
+        """Return True if a run kept it, and requests did not queue up."""
+        return not outcome.is_overrun and not self.broken(outcome)
+
+    def broken(self, outcome: Outcome) -> str:
+        """Return the kind of times that took too long, "first token" or "between tokens"; empty if none did."""
+        if self.first_token_s is not None and self._late(
+            self.first_token_s, [(wait, 1) for wait in outcome.first_token_s]
+        ):
+            return "first token"
+        if self.between_tokens_s is not None and self._late(self.between_tokens_s, outcome.gaps):
+            return "between tokens"
+        return ""
+
+    def _late(self, limit_s: float, times: Sequence[tuple[float, int]]) -> bool:
+        total = sum(number for _, number in times)
+        late = sum(number for seconds, number in times if seconds > limit_s)
+        return late > self._allowed(total)
+
+    def is_lost(self, measured: int, answer_tokens: float) -> Callable[[Outcome], bool]:
+        """Return a function that tells early that a run cannot keep the level.
+
+        Args:
+            measured: number of measured requests.
+            answer_tokens: mean length of their answers.
+        """
+        allowed = [
+            self._allowed(measured),
+            self._allowed(int(_SOONER * measured * max(0.0, answer_tokens - 1))),
+        ]
+        limits = (self.first_token_s, self.between_tokens_s)
+        seen, late = [0, 0], [0, 0]
+
+        def is_lost(outcome: Outcome) -> bool:
+            first, between = (math.inf if limit is None else limit for limit in limits)
+            late[0] += sum(wait > first for wait in outcome.first_token_s[seen[0] :])
+            late[1] += sum(streams for gap_s, streams in outcome.gaps[seen[1] :] if gap_s > between)
+            seen[:] = len(outcome.first_token_s), len(outcome.gaps)
+            return late[0] > allowed[0] or late[1] > allowed[1]
+
+        return is_lost
+
+    def _allowed(self, total: int) -> int:
+        """Return the number of times that may be too long; the percentile is that of the nearest rank."""
+        return total - math.ceil(self.percent / 100 * total)
+
 
 # ---- unlike replicas
 

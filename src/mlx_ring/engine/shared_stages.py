@@ -1,27 +1,18 @@
-"""Events of a simulation, stages of instances that share the speed of machines in it, and replicas of a plan. Pure."""
+"""Events of a simulation, and stages of instances that may share the speed of machines in it. Pure."""
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
-from mlx_ring.engine.simulated_load import Outcome, Sent, SimulatedInstance
-from mlx_ring.planner.forecast import StepTable, forecast_plan
-from mlx_ring.planner.plan import Plan, RankPlan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.replicas import likeness
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.engine.simulated_load import Cohort, Outcome, Sent, SimulatedInstance
+from mlx_ring.engine.step_times import ChunkSizer
 
 _MICRO = 1e6
-MOST_RUNNING = 256
-"""Most requests that run at the same time in a replica, if no number is given."""
 Call = Callable[[Any, int, float], None]
 """Function that is called at an event, with its subject, a stage and the time."""
 
@@ -215,6 +206,85 @@ class StageLine:
             # The head sends to every stage itself; a later one has what it needs when the one before hands it on.
             ready = max(arrives, self._handed_on(sent, stage, end))
 
+    def repeat(
+        self,
+        cohort: Cohort,
+        sent: int,
+        until_s: float,
+        steps_ahead: int,
+        sizer: ChunkSizer,
+        *,
+        saves: bool | None,
+    ) -> tuple[float, int, int] | None:
+        """Answer decode steps of a lone stage and send the next ones, while they differ in their context only.
+
+        Args:
+            cohort: the micro-batch.
+            sent: number of the last step that was sent.
+            until_s: time of the last answer at most.
+            steps_ahead: number of its steps in flight.
+            sizer: learns from the answers.
+            saves: True while prompts wait until time is saved for them, False if they need not, None without prompts.
+
+        Returns:
+            Time of the last answer, its step, and the last step that was sent; None without an answer.
+        """
+        change, head_s, in_flight, events = (
+            cohort.next_change,
+            self._head_s,
+            cohort.in_flight,
+            self._events.heap,
+        )
+        for sooner_s, _, _, _, subject in events:
+            if subject not in in_flight or subject.single:
+                until_s = min(until_s, sooner_s)
+        queue = deque(
+            (one.sampled_at + head_s, one.sampled_at, one.compute_us[0], one.tokens) for one in in_flight
+        )
+        outcome, busy, decode_s = self.outcome, self.outcome.decode_s, self._costs.decode_s
+        begin_s, end_s = outcome.begin_s, outcome.end_s
+        number, context, rows, free_at = cohort.sent, cohort.context, cohort.counted, self._free_at[0]
+        answers, now = 0, 0.0
+        while queue and queue[0][0] < until_s and number + steps_ahead - len(queue) + 1 < change:
+            now, _, compute_us, answered_rows = queue.popleft()
+            answers += 1
+            if begin_s <= now <= end_s:
+                outcome.steps += 1
+                outcome.rows += answered_rows
+                outcome.note_gap(now, now - cohort.answered_at, answered_rows)
+            cohort.answered_at = now
+            while len(queue) < steps_ahead:
+                begin = max(now + head_s, free_at)
+                seconds = decode_s(0, rows, context / rows)
+                free_at = begin + seconds
+                is_within = begin_s <= begin and free_at <= end_s
+                busy[self._first] += seconds if is_within else self._within(begin, free_at)
+                queue.append(
+                    (free_at + head_s, free_at, round(free_at * _MICRO) - round(begin * _MICRO), rows)
+                )
+                number += 1
+                context += rows
+            sizer.record_decode(0, answered_rows, answered_rows, compute_us)
+            if saves is not None and not (saves and sizer.is_saving):
+                break
+        if not answers:
+            return None
+        self._free_at[0] = free_at
+        answered = [in_flight.popleft() for _ in range(min(answers, len(in_flight)))]
+        over, last = answers - len(answered), answered[-1]
+        completed, cohort.answered = (sent + over, cohort.sent + over) if over else (last.step, last.number)
+        events[:] = [event for event in events if event[-1] not in answered]
+        heapq.heapify(events)
+        sent += number - cohort.sent
+        new = [*queue][len(in_flight) :]
+        for before, (answer_s, sampled_at, compute_us, _) in zip(reversed(range(len(new))), new, strict=True):
+            one = Sent(sent - before, rows, cohort, number - before, rows, [], [compute_us], sampled_at)
+            in_flight.append(one)
+            self._events.push(answer_s, self._on_answer, 0, one)
+        cohort.sent, cohort.context = number, context
+        cohort.batch.in_flight, cohort.batch.last_step = len(in_flight), in_flight[-1].step
+        return now, completed, sent
+
     def _send_shared(
         self,
         shared: SharedStages,
@@ -260,189 +330,3 @@ class StageLine:
     def _within(self, begin: float, end: float) -> float:
         """Return the seconds of a span that are measured."""
         return max(0.0, min(end, self.outcome.end_s) - max(begin, self.outcome.begin_s))
-
-
-# ---- replicas
-
-
-@dataclass(frozen=True)
-class Replica:
-    """An instance with its predicted steps and its KV memory."""
-
-    plan: Plan
-    costs: StepTable
-    kv: Mapping[RankId, RankKv]
-
-    @property
-    def stages(self) -> int:
-        return len(self.plan.stages)
-
-    def room(self, tokens: int) -> int:
-        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
-        return min(
-            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
-            default=MOST_RUNNING,
-        )
-
-
-class Shares(NamedTuple):
-    """Machines that compute several stages: how many workers each runs at once, and of each stage its workers by machine."""
-
-    most: tuple[float, ...]
-    parts: tuple[Mapping[int, float], ...]
-
-    @property
-    def slower(self) -> float:
-        """Factor by which a step takes longer while all stages compute."""
-        workers = Counter[int]()
-        for parts in self.parts:
-            workers.update(parts)
-        return max([1.0, *(workers[machine] / most for machine, most in enumerate(self.most))])
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Replicas of the same kind: each is one instance, or several that slow each other down on their machines."""
-
-    members: tuple[Replica, ...]
-    """Instances of one of them."""
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Machines of each stage, of one instance after the other, for each replica."""
-    shares: Shares
-    """Shared machines of these stages; without machines if none has more stages than it runs at once."""
-    kind: object
-    """Value that replicas have in common whose steps take as long."""
-    unlike: tuple[Replicas, ...] = ()
-    """Replicas of other kinds that these consist of; none if they are of one kind."""
-
-    @property
-    def stages(self) -> int:
-        """Number of stages of the longest instance."""
-        return max(member.stages for member in self.members)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    @property
-    def instances(self) -> int:
-        """Number of all instances."""
-        return self.count * len(self.members)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted throughput of one of them."""
-        return sum(member.plan.prediction.tokens_per_s for member in self.members)
-
-    def machine_seconds(self, each: Sequence[Sequence[float]]) -> list[dict[int, float]]:
-        """Return the seconds for which each instance takes shared machines, of all that they can compute."""
-        found, stage = list[dict[int, float]](), 0
-        for seconds in each:
-            loads = dict[int, float]()
-            for one in seconds:
-                for machine, part in self.shares.parts[stage].items():
-                    loads[machine] = loads.get(machine, 0.0) + one * part / self.shares.most[machine]
-                stage += 1
-            found.append(loads)
-        return found
-
-
-def replicas_of(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
-) -> list[Replicas]:
-    """Return the replicas of these plans by kind: with the same layers on alike machines and links.
-
-    Instances on one machine have equal parts of its memory. Those that also slow each other down there are one replica.
-    """
-    instances = Counter(name for plan in plans for name in {rank.node for rank in _ranks(plan)})
-    nodes = {
-        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
-        for node in cluster.nodes
-    }
-    parted = replace(cluster, nodes=tuple(nodes.values()))
-    kinds: dict[object, list[Sequence[Plan]]] = {}
-    for together in _together(nodes, plans):
-        places = {name: place for place, name in enumerate(dict.fromkeys(_names(together)))}
-        alike = tuple(likeness(parted, plan) for plan in together)
-        kinds.setdefault((alike, tuple(places[name] for name in _names(together))), []).append(together)
-    return [_replicas(model, parted, request, kind, members) for kind, members in kinds.items()]
-
-
-def _ranks(plan: Plan) -> Iterator[RankPlan]:
-    return chain.from_iterable(stage.ranks for stage in plan.stages)
-
-
-def _names(plans: Sequence[Plan]) -> Iterator[str]:
-    return (rank.node for plan in plans for rank in _ranks(plan))
-
-
-def _workers(nodes: Mapping[str, NodeProfile], plan: Plan) -> list[Counter[str]]:
-    """Return the number of workers of each stage by machine, at most as many as it runs at once."""
-    each = (Counter(rank.node for rank in stage.ranks) for stage in plan.stages)
-    return [
-        Counter({name: min(count, _most(nodes[name])) for name, count in workers.items()}) for workers in each
-    ]
-
-
-def _most(node: NodeProfile) -> int:
-    """Return the number of workers that a machine runs at once; all of them share a CPU quota."""
-    return 1 if node.cpu_quota is not None else node.workers_at_once
-
-
-def _together(nodes: Mapping[str, NodeProfile], plans: Sequence[Plan]) -> list[list[Plan]]:
-    """Return the plans in lists of those that share machines with more workers than these run at once."""
-    total = sum((workers for plan in plans for workers in _workers(nodes, plan)), Counter[str]())
-    crowded = {name for name, count in total.items() if count > _most(nodes[name])}
-    found: list[tuple[set[str], list[Plan]]] = []
-    for plan in plans:
-        names = crowded.intersection(_names([plan]))
-        joined = [each for each in found if each[0] & names] if names else []
-        if not joined:
-            found.append((names, [plan]))
-            continue
-        first, *others = joined
-        for other in others:
-            first[0].update(other[0])
-            first[1].extend(other[1])
-        first[0].update(names)
-        first[1].append(plan)
-        found = [each for each in found if not any(each is other for other in others)]
-    return [members for _, members in found]
-
-
-def _replicas(
-    model: ModelProfile,
-    cluster: ClusterProfile,
-    request: PlanRequest,
-    kind: object,
-    alike: Sequence[Sequence[Plan]],
-) -> Replicas:
-    first, head = alike[0], cluster.nodes[0].name
-    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in _names(first))
-    members: list[Replica] = []
-    for plan in first:
-        forecast, rooms = forecast_plan(model, cluster, request.demand, plan)
-        kv = {
-            RankId(stage, place): RankKv(*room)
-            for stage, ranks in enumerate(rooms)
-            for place, room in enumerate(ranks)
-        }
-        members.append(Replica(plan, StepTable(forecast, head_s), kv))
-    names = tuple(
-        tuple(tuple(rank.node for rank in stage.ranks) for plan in plans for stage in plan.stages)
-        for plans in alike
-    )
-    return Replicas(tuple(members), names, _shares(cluster, first), (kind, head_s))
-
-
-def _shares(cluster: ClusterProfile, plans: Sequence[Plan]) -> Shares:
-    nodes = {node.name: node for node in cluster.nodes}
-    stages = [workers for plan in plans for workers in _workers(nodes, plan)]
-    names = list(dict.fromkeys(_names(plans)))
-    if all(sum(workers[name] for workers in stages) <= _most(nodes[name]) for name in names):
-        return Shares((), ({},) * len(stages))
-    parts = tuple(
-        {place: float(workers[name]) for place, name in enumerate(names) if workers[name]}
-        for workers in stages
-    )
-    return Shares(tuple(float(_most(nodes[name])) for name in names), parts)

@@ -8,7 +8,7 @@ and the account of KV memory are the engine's own. Speculative decoding is off.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -19,7 +19,7 @@ from mlx_ring.engine.prefill import SEQUENCE_TOKENS
 from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
 from mlx_ring.engine.simulated_load import (
     Cohort,
-    Gap,
+    CountedKv,
     Outcome,
     Prompts,
     Sent,
@@ -42,6 +42,7 @@ class Simulation:
         most_waiting: int | None = None,
         is_over: Callable[[Outcome], bool] = lambda _: False,
         ends_early: bool = True,
+        repeats: bool = True,
     ) -> None:
         """Prepare the run.
 
@@ -52,14 +53,18 @@ class Simulation:
             most_waiting: number of waiting requests beyond which they queue up; None for no limit.
             is_over: called at each arrival; the run ends if it returns True.
             ends_early: True if the run also ends once requests queue up.
+            repeats: False to look at every step alone, also at one like the step before. The outcome is the same.
         """
-        self._events = Events()
-        stages = None if shared is None else SharedStages(shared, self._events)
         firsts = accumulate((instance.stages for instance in instances), initial=0)
+        together = None if shared is None else Events()
+        stages = None if shared is None or together is None else SharedStages(shared, together)
         self._instances = [
-            _Instance(instance, first, policy, self._events, stages)
+            _Instance(instance, first, policy, together or Events(), stages)
             for instance, first in zip(instances, firsts, strict=False)
         ]
+        self._lines = [_Line([each], repeats=repeats and stages is None) for each in self._instances]
+        if together is not None:
+            self._lines = [_Line(self._instances, repeats=False)]
         self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
@@ -75,34 +80,69 @@ class Simulation:
         outcome = Outcome(begin_s, inf if drains or not self._ends_early else requests[-1].at_s)
         for part in (outcome.prefill_s, outcome.decode_s, outcome.link_s):
             part.extend([0.0] * self._stages)
-        instances, events = self._instances, self._events.heap
-        for instance in instances:
+        for instance in self._instances:
             instance.measure(outcome)
-        measured, place, now, is_ended = len(requests) - skipped, 0, 0.0, False
-        while True:
-            arrives = place < len(requests) and (not events or requests[place].at_s <= events[0][0])
-            if not arrives and not events:
+        now, is_ended = 0.0, False
+        for number, request in enumerate(requests, 1):
+            now = request.at_s
+            for line in self._lines:
+                line.run_until(now)
+            queues = sum(len(one.waiting) for one in self._instances) > self._most_waiting
+            outcome.is_overrun |= queues
+            if (queues and self._ends_early) or self._is_over(outcome):
+                outcome.is_overrun = is_ended = True
                 break
-            before, now = now, requests[place].at_s if arrives else events[0][0]
-            for instance in instances:
-                if instance.waiting:
-                    instance.note_waiting(now - before, before)
-            if arrives:
-                place += 1
-                queues = sum(len(one.waiting) for one in instances) > self._most_waiting
-                outcome.is_overrun |= queues
-                if (queues and self._ends_early) or self._is_over(outcome):
-                    outcome.is_overrun = is_ended = True
-                    break
-                _least_loaded(instances, place).add(place, requests[place - 1], now)
-            else:
-                _, _, call, stage, subject = heapq.heappop(events)
-                call(subject, stage, now)
-            if not drains and place == len(requests) and len(outcome.first_token_s) == measured:
-                break
-        outcome.elapsed_s = now if is_ended else max(each.last_s for each in instances)
+            _least_loaded(self._instances, number).add(number, request, now)
+        if not is_ended:
+            self._finish(outcome, inf if drains else len(requests) - skipped)
+        outcome.elapsed_s = now if is_ended else max(each.last_s for each in self._instances)
         outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
         return outcome
+
+    def _finish(self, outcome: Outcome, first_tokens: float) -> None:
+        """Run on without arrivals, until so many first tokens were measured or all is answered."""
+        while len(outcome.first_token_s) != first_tokens:
+            line = min(self._lines, key=_Line.next_s)
+            if line.next_s() == inf:
+                return
+            if first_tokens == inf:
+                line.run_until(inf)
+            else:
+                line.run_next()
+
+
+class _Line:
+    """Events of an instance, or of several that share machines."""
+
+    def __init__(self, instances: Sequence[_Instance], *, repeats: bool) -> None:
+        self._instances, self._repeats, self._now = instances, repeats, 0.0
+        self._events = instances[0].events.heap
+
+    def next_s(self) -> float:
+        """Return the time of the next event; infinite without any."""
+        return self._events[0][0] if self._events else inf
+
+    def run_until(self, until_s: float) -> None:
+        """Run the events before a time."""
+        (instance, *_), repeats, events = self._instances, self._repeats, self._events
+        while events and events[0][0] < until_s:
+            if repeats and (now := instance.repeat(until_s)):
+                self._pass(now)
+            else:
+                self.run_next()
+        if until_s < inf:
+            self._pass(until_s)
+
+    def run_next(self) -> None:
+        now, _, call, stage, subject = heapq.heappop(self._events)
+        self._pass(now)
+        call(subject, stage, now)
+
+    def _pass(self, now: float) -> None:
+        for instance in self._instances:
+            if instance.waiting:
+                instance.note_waiting(now - self._now, self._now)
+        self._now = now
 
 
 def _least_loaded(instances: Sequence[_Instance], number: int) -> _Instance:
@@ -141,7 +181,7 @@ class _Instance:
             batches=self._batches,
             in_flight=self,
             sizer=self._sizer,
-            kv=self,
+            kv=CountedKv(),
             running=self.running,
         )
         self._completed = 0
@@ -149,6 +189,7 @@ class _Instance:
         """True while freed KV memory waits for a step."""
         self._asks_for_rows = False
         """True if prompts were admitted or preempted, which may allow decode rows at the next answer."""
+        self.events = events
         self._line = StageLine(instance, first, events, shared, self._on_answer)
         self.outcome = self._line.outcome
         self.last_s = 0.0
@@ -292,6 +333,9 @@ class _Instance:
 
     def _send_step_of(self, cohort: Cohort, now: float) -> bool:
         number = cohort.sent + 1
+        if number < cohort.next_change:
+            self._send_counted(cohort, now)
+            return True
         rows = self._single_rows(cohort, number)
         counted, in_flight = cohort.counted, cohort.in_flight
         total = counted + len(rows)
@@ -321,6 +365,41 @@ class _Instance:
         self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
         return True
 
+    def _send_counted(self, cohort: Cohort, now: float) -> None:
+        """Send the next step of a micro-batch of counted streams only, which none of them leaves."""
+        total, in_flight = cohort.counted, cohort.in_flight
+        context = cohort.context / total
+        after = in_flight[-1] if in_flight else None
+        back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
+        cohort.sent += 1
+        cohort.context += total
+        sent = Sent(self.sent + 1, total, cohort, cohort.sent, total)
+        in_flight.append(sent)
+        cohort.batch.in_flight += 1
+        cohort.batch.last_step = sent.step
+        seconds = [self._costs.decode_s(stage, total, context) for stage in range(self._stages)]
+        self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
+
+    def repeat(self, until_s: float) -> float:
+        """Answer steps before a time and send the next ones, while they only repeat; return the last time, or 0 for none."""
+        prompts, cohort = self._prefilling, getattr(self.events.heap[0][4], "cohort", None)
+        if self._stages > 1 or cohort is None or self._frees or self._budget.being_freed:
+            return 0.0
+        if (self.waiting and len(self.running) < self._policy.max_num_seqs) or prompts.is_almost_read():
+            return 0.0
+        saves = prompts.has_to_spare() if prompts else None
+        done = self._line.repeat(
+            cohort, self.sent, until_s, self._policy.steps_ahead, self._sizer, saves=saves
+        )
+        if done is None:
+            return 0.0
+        self.last_s, self._completed, self.sent = done
+        if prompts and not (saves and self._sizer.is_saving):
+            while prompts and self._send_chunks(self.last_s):
+                while self._send_rows(self.last_s):
+                    pass
+        return self.last_s
+
     def _single_rows(self, cohort: Cohort, number: int) -> list[Stream]:
         """Return the streams that are looked at alone and have a row in the next step."""
         if self._is_limited:
@@ -336,6 +415,8 @@ class _Instance:
 
     def _send_chunks(self, now: float) -> bool:
         """Send the next prefill step; return False if none may go out."""
+        if self._stages == 1 and self._sizer.is_saving and self._prefilling.has_to_spare():
+            return False
         chunks = self._prefilling.next_chunks()
         if not chunks:
             return False
@@ -397,7 +478,7 @@ class _Instance:
             self.outcome.steps += 1
             self.outcome.rows += sent.tokens
         if sent.counted:
-            self._note_gap(now, now - cohort.answered_at, sent.counted)
+            self.outcome.note_gap(now, now - cohort.answered_at, sent.counted)
         cohort.answered, cohort.answered_at = sent.number, now
 
     def _on_token(self, stream: Stream, sent: Sent, now: float) -> None:
@@ -413,36 +494,12 @@ class _Instance:
             if stream.request.at_s >= outcome.begin_s:
                 outcome.first_token_s.append(now - stream.request.at_s)
         else:
-            self._note_gap(now, now - stream.token_at, 1)
+            outcome.note_gap(now, now - stream.token_at, 1)
         stream.token_at = now
         if not stream.joined and stream.length >= stream.max_length:
             if stream.request.at_s >= outcome.begin_s:
                 outcome.request_s.append(now - stream.request.at_s)
             self._remove(stream)
-
-    def _note_gap(self, now: float, gap_s: float, streams: int) -> None:
-        outcome = self.outcome
-        if outcome.begin_s <= now <= outcome.end_s:
-            outcome.gaps.append(Gap(now, gap_s, streams))
-            outcome.tokens += streams
-
-    # ---- KV, from the point of view of prompts
-
-    def reuse(self, stream: Stream, _running: Mapping[int, Stream]) -> int:
-        """Return the number of tokens that need no prefill if the stream begins now."""
-        if stream.has_begun:
-            return stream.scheduled
-        return stream.request.cached_tokens
-
-    def will_supply(self, _other: Stream, _stream: Stream, _least: int) -> bool:
-        """Return False: what is cached of each prompt is given."""
-        return False
-
-    def begin(self, stream: Stream, _running: Mapping[int, Stream]) -> None:
-        """Open an admitted stream, with what the prefix cache has of its prompt."""
-        if not stream.has_begun:
-            stream.has_begun = True
-            stream.scheduled = stream.reused = stream.request.cached_tokens
 
 
 def _number(stream: Stream) -> int:
