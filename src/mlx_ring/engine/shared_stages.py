@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from mlx_ring.engine.simulated_load import Cohort, Outcome, Sent, SimulatedInstance
-from mlx_ring.engine.step_times import ChunkSizer
+from mlx_ring.engine.simulated_load import Cohort, Outcome, Prompts, Sent, SimulatedInstance, StepCounts
 
 _MICRO = 1e6
 Call = Callable[[Any, int, float], None]
@@ -207,83 +206,65 @@ class StageLine:
             ready = max(arrives, self._handed_on(sent, stage, end))
 
     def repeat(
-        self,
-        cohort: Cohort,
-        sent: int,
-        until_s: float,
-        steps_ahead: int,
-        sizer: ChunkSizer,
-        *,
-        saves: bool | None,
-    ) -> tuple[float, int, int] | None:
-        """Answer decode steps of a lone stage and send the next ones, while they differ in their context only.
+        self, cohort: Cohort, counts: StepCounts, prompts: Prompts, until_s: float, steps_ahead: int
+    ) -> bool:
+        """Answer steps of a lone stage before a time and send the next ones, while they differ in context and chunks only.
 
-        Args:
-            cohort: the micro-batch.
-            sent: number of the last step that was sent.
-            until_s: time of the last answer at most.
-            steps_ahead: number of its steps in flight.
-            sizer: learns from the answers.
-            saves: True while prompts wait until time is saved for them, False if they need not, None without prompts.
-
-        Returns:
-            Time of the last answer, its step, and the last step that was sent; None without an answer.
+        Of prompts, only chunks of the first one are sent, except its last. Return True if another chunk may go now.
         """
-        change, head_s, in_flight, events = (
-            cohort.next_change,
-            self._head_s,
-            cohort.in_flight,
-            self._events.heap,
-        )
-        for sooner_s, _, _, _, subject in events:
-            if subject not in in_flight or subject.single:
-                until_s = min(until_s, sooner_s)
-        queue = deque(
-            (one.sampled_at + head_s, one.sampled_at, one.compute_us[0], one.tokens) for one in in_flight
-        )
-        outcome, busy, decode_s = self.outcome, self.outcome.decode_s, self._costs.decode_s
-        begin_s, end_s = outcome.begin_s, outcome.end_s
-        number, context, rows, free_at = cohort.sent, cohort.context, cohort.counted, self._free_at[0]
-        answers, now = 0, 0.0
-        while queue and queue[0][0] < until_s and number + steps_ahead - len(queue) + 1 < change:
-            now, _, compute_us, answered_rows = queue.popleft()
-            answers += 1
-            if begin_s <= now <= end_s:
-                outcome.steps += 1
-                outcome.rows += answered_rows
-                outcome.note_gap(now, now - cohort.answered_at, answered_rows)
-            cohort.answered_at = now
-            while len(queue) < steps_ahead:
-                begin = max(now + head_s, free_at)
-                seconds = decode_s(0, rows, context / rows)
-                free_at = begin + seconds
-                is_within = begin_s <= begin and free_at <= end_s
-                busy[self._first] += seconds if is_within else self._within(begin, free_at)
-                queue.append(
-                    (free_at + head_s, free_at, round(free_at * _MICRO) - round(begin * _MICRO), rows)
-                )
-                number += 1
-                context += rows
-            sizer.record_decode(0, answered_rows, answered_rows, compute_us)
-            if saves is not None and not (saves and sizer.is_saving):
+        events, outcome, head_s, free_at = self._events.heap, self.outcome, self._head_s, self._free_at
+        in_flight, batch, change, rows = cohort.in_flight, cohort.batch, cohort.next_change, cohort.counted
+        sizer, decode_s, on_answer = prompts.sizer, self._costs.decode_s, self._on_answer
+        spares = bool(prompts) and prompts.has_to_spare()
+        first = prompts.lone_first() if spares else None
+        decode_busy, begin_s, end_s = outcome.decode_s, outcome.begin_s, outcome.end_s
+        while events and events[0][0] < until_s:
+            now, _, _, _, sent = events[0]
+            if sent.single or not sent.tokens or cohort.sent + steps_ahead - len(in_flight) + 1 >= change:
                 break
-        if not answers:
-            return None
-        self._free_at[0] = free_at
-        answered = [in_flight.popleft() for _ in range(min(answers, len(in_flight)))]
-        over, last = answers - len(answered), answered[-1]
-        completed, cohort.answered = (sent + over, cohort.sent + over) if over else (last.step, last.number)
-        events[:] = [event for event in events if event[-1] not in answered]
-        heapq.heapify(events)
-        sent += number - cohort.sent
-        new = [*queue][len(in_flight) :]
-        for before, (answer_s, sampled_at, compute_us, _) in zip(reversed(range(len(new))), new, strict=True):
-            one = Sent(sent - before, rows, cohort, number - before, rows, [], [compute_us], sampled_at)
-            in_flight.append(one)
-            self._events.push(answer_s, self._on_answer, 0, one)
-        cohort.sent, cohort.context = number, context
-        cohort.batch.in_flight, cohort.batch.last_step = len(in_flight), in_flight[-1].step
-        return now, completed, sent
+            heapq.heappop(events)
+            tokens = sent.tokens
+            counts.completed, counts.last_s = sent.step, now
+            if sent.cohort is None:
+                sizer.record_chunk(0, sent.step, tokens, sent.compute_us[0])
+                counts.prefills -= 1
+            else:
+                in_flight.popleft()
+                sizer.record_decode(0, tokens, tokens, sent.compute_us[0])
+                if begin_s <= now <= end_s:
+                    outcome.note_step(now - cohort.answered_at, tokens)
+                cohort.answered, cohort.answered_at = sent.number, now
+                while len(in_flight) < steps_ahead:
+                    begin = max(now + head_s, free_at[0])
+                    seconds = decode_s(0, rows, cohort.context / rows)
+                    end = free_at[0] = begin + seconds
+                    is_within = begin_s <= begin and end <= end_s
+                    decode_busy[self._first] += seconds if is_within else self._within(begin, end)
+                    compute_us = round(end * _MICRO) - round(begin * _MICRO)
+                    counts.sent, cohort.sent, cohort.context = (
+                        counts.sent + 1,
+                        cohort.sent + 1,
+                        cohort.context + rows,
+                    )
+                    sent = Sent(counts.sent, rows, cohort, cohort.sent, rows, [], [compute_us], end)
+                    in_flight.append(sent)
+                    batch.last_step = sent.step
+                    self._events.push(end + head_s, on_answer, 0, sent)
+                batch.in_flight = len(in_flight)
+            if not prompts or (spares and sizer.is_saving):
+                continue
+            if first is None:
+                return True
+            if counts.prefills > 1 or batch.last_step <= prompts.last_step:
+                continue
+            size = sizer.chunk(0, 0, beside_decode=True)
+            if size >= first.fill_to - first.scheduled:
+                return True
+            sent = Sent(counts.sent + 1, size)
+            spans = [prompts.read(first, size, sent.step)]
+            counts.sent, counts.prefills = sent.step, counts.prefills + 1
+            self.send(sent, now, [self._costs.chunk_s(0, spans)], outcome.prefill_s)
+        return False
 
     def _send_shared(
         self,

@@ -198,6 +198,20 @@ class Sent:
     """Time at which the last stage has drawn its tokens; infinite as long as it is not known."""
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of an instance's steps."""
+
+    sent: int = 0
+    """Number of the last step that was sent ..."""
+    completed: int = 0
+    """... and of the last one that all stages have answered."""
+    prefills: int = 0
+    """Number of prefill steps in flight."""
+    last_s: float = 0.0
+    """Time of the last arrival or answer."""
+
+
 # ---- prompts
 
 
@@ -250,6 +264,29 @@ class Prompts(Prefilling[Stream, Span]):
         """Remove a prompt, if it is one; call it also before a stream ends or is preempted."""
         super().remove(sequence)
         self._forget()
+
+    @property
+    def sizer(self) -> ChunkSizer:
+        """Sizes of the chunks."""
+        return self._sizer
+
+    def lone_first(self) -> Stream | None:
+        """Return the first prompt if its chunks are the next ones, until it is read; None if others may go between them."""
+        first, *others = self
+        most = self._policy.prefill_chunk
+        if not first.has_begun or any(self._left(other) <= most for other in others):
+            return None
+        return first
+
+    def read(self, first: Stream, tokens: int, step: int) -> Span:
+        """Count the next chunk of the first prompt, which is not its last, as sent."""
+        self._long = None if self._left(first) <= self._policy.prefill_chunk else first.id
+        self._within.clear()
+        self.last_step = step
+        self._sizer.sent(step, tokens, beside_decode=True)
+        span = Span(first.scheduled, tokens)
+        first.feed(tokens)
+        return span
 
     def note_decoding(self, stream: Stream) -> None:
         """Note a stream that decodes from now on, or that has its first token."""
@@ -377,6 +414,13 @@ class Outcome:
         if self.begin_s <= now <= self.end_s:
             self.gaps.append((gap_s, streams))
             self.tokens += streams
+
+    def note_step(self, gap_s: float, rows: int) -> None:
+        """Note a decode step within the span, all rows of which had their last token some seconds before."""
+        self.steps += 1
+        self.rows += rows
+        self.tokens += rows
+        self.gaps.append((gap_s, rows))
 
     @property
     def span_s(self) -> float:

@@ -24,6 +24,7 @@ from mlx_ring.engine.simulated_load import (
     Prompts,
     Sent,
     SimulatedInstance,
+    StepCounts,
     Stream,
 )
 from mlx_ring.engine.step_times import ChunkSizer
@@ -174,17 +175,16 @@ class _Instance:
         self._sizer = ChunkSizer(stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._batches = MicroBatches[Stream](stages)
         self._cohorts: dict[MicroBatch[Stream], Cohort] = {}
-        self.sent = self.prefills = 0
+        self._counts = StepCounts()
         self._prefilling = Prompts(
             policy,
             stages,
             batches=self._batches,
-            in_flight=self,
+            in_flight=self._counts,
             sizer=self._sizer,
             kv=CountedKv(),
             running=self.running,
         )
-        self._completed = 0
         self._frees = False
         """True while freed KV memory waits for a step."""
         self._asks_for_rows = False
@@ -192,8 +192,11 @@ class _Instance:
         self.events = events
         self._line = StageLine(instance, first, events, shared, self._on_answer)
         self.outcome = self._line.outcome
-        self.last_s = 0.0
+
+    @property
+    def last_s(self) -> float:
         """Time of the last arrival or answer."""
+        return self._counts.last_s
 
     def measure(self, outcome: Outcome) -> None:
         """Write what is measured to an outcome."""
@@ -217,7 +220,7 @@ class _Instance:
         """Receive a request."""
         prompt = request.prompt_tokens
         self.waiting[number] = Stream(number, request, prompt, prompt + request.answer_tokens)
-        self.last_s = now
+        self._counts.last_s = now
         self._schedule(now)
 
     # ---- admission, as `Scheduler` has it
@@ -234,9 +237,9 @@ class _Instance:
             while self._send_rows(now):
                 pass
         self._asks_for_rows = has_admitted or self.outcome.preemptions > preempted
-        if self._frees and self._completed == self.sent:
+        if self._frees and self._counts.completed == self._counts.sent:
             idle = [0.0] * self._stages
-            self._send(Sent(self.sent + 1, 0), now, idle, self.outcome.decode_s)
+            self._send(Sent(self._counts.sent + 1, 0), now, idle, self.outcome.decode_s)
 
     def _admit(self, now: float) -> None:
         running = self.running
@@ -291,7 +294,7 @@ class _Instance:
             if (moved := self._batches.remove(stream.id)) is not None:
                 self._move(*moved)
         if stream.has_begun:
-            self._budget.release(stream.id, self.sent + 1)
+            self._budget.release(stream.id, self._counts.sent + 1)
             self._frees = True
         else:
             self._budget.drop(stream.id)
@@ -347,7 +350,7 @@ class _Instance:
                 after = row.in_flight[-1]
         back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
         context = (cohort.context + sum(row.scheduled for row in rows)) / total
-        sent = Sent(self.sent + 1, total, cohort, number, counted)
+        sent = Sent(self._counts.sent + 1, total, cohort, number, counted)
         cohort.sent = number
         cohort.context += counted
         in_flight.append(sent)
@@ -373,7 +376,7 @@ class _Instance:
         back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
         cohort.sent += 1
         cohort.context += total
-        sent = Sent(self.sent + 1, total, cohort, cohort.sent, total)
+        sent = Sent(self._counts.sent + 1, total, cohort, cohort.sent, total)
         in_flight.append(sent)
         cohort.batch.in_flight += 1
         cohort.batch.last_step = sent.step
@@ -382,23 +385,18 @@ class _Instance:
 
     def repeat(self, until_s: float) -> float:
         """Answer steps before a time and send the next ones, while they only repeat; return the last time, or 0 for none."""
-        prompts, cohort = self._prefilling, getattr(self.events.heap[0][4], "cohort", None)
-        if self._stages > 1 or cohort is None or self._frees or self._budget.being_freed:
+        prompts, cohorts, counts = self._prefilling, self._cohorts, self._counts
+        if self._stages > 1 or not cohorts or self._frees or self._budget.being_freed:
             return 0.0
         if (self.waiting and len(self.running) < self._policy.max_num_seqs) or prompts.is_almost_read():
             return 0.0
-        saves = prompts.has_to_spare() if prompts else None
-        done = self._line.repeat(
-            cohort, self.sent, until_s, self._policy.steps_ahead, self._sizer, saves=saves
-        )
-        if done is None:
-            return 0.0
-        self.last_s, self._completed, self.sent = done
-        if prompts and not (saves and self._sizer.is_saving):
-            while prompts and self._send_chunks(self.last_s):
-                while self._send_rows(self.last_s):
+        (cohort,) = cohorts.values()
+        before = counts.completed
+        if self._line.repeat(cohort, counts, prompts, until_s, self._policy.steps_ahead):
+            while prompts and self._send_chunks(counts.last_s):
+                while self._send_rows(counts.last_s):
                     pass
-        return self.last_s
+        return counts.last_s if counts.completed > before else 0.0
 
     def _single_rows(self, cohort: Cohort, number: int) -> list[Stream]:
         """Return the streams that are looked at alone and have a row in the next step."""
@@ -421,9 +419,9 @@ class _Instance:
         if not chunks:
             return False
         spans = [span for _, span in chunks]
-        sent = Sent(self.sent + 1, sum(span.tokens for span in spans))
+        sent = Sent(self._counts.sent + 1, sum(span.tokens for span in spans))
         self._prefilling.last_step = sent.step
-        self.prefills += 1
+        self._counts.prefills += 1
         for stream, _ in chunks:
             if stream.scheduled >= stream.fill_to:
                 self._prefilling.remove(stream.id)
@@ -444,13 +442,13 @@ class _Instance:
         after: Sent | None = None,
         back_s: float = 0.0,
     ) -> None:
-        self.sent, self._frees = sent.step, False
+        self._counts.sent, self._frees = sent.step, False
         self._line.send(sent, now, seconds, busy, after, back_s)
 
     # ---- answers
 
     def _on_answer(self, sent: Sent, stage: int, now: float) -> None:
-        self.last_s = now
+        self._counts.last_s = now
         if sent.tokens and sent.cohort is not None:
             self._sizer.record_decode(stage, sent.tokens, sent.tokens, sent.compute_us[stage])
         elif sent.tokens:
@@ -463,11 +461,11 @@ class _Instance:
         if sent.cohort is not None:
             self._answer_cohort(sent, sent.cohort, now)
         elif sent.tokens:
-            self.prefills -= 1
+            self._counts.prefills -= 1
         for stream, generation in sent.single:
             if stream.generation == generation:
                 self._on_token(stream, sent, now)
-        self._completed = sent.step
+        self._counts.completed = sent.step
         self._budget.settle(sent.step)
         self._schedule(now)
 
