@@ -11,7 +11,7 @@ from random import Random
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.engine.step_simulation import Simulation as StepSimulation
@@ -178,13 +178,21 @@ def test_with_little_memory_times_are_within_three_per_cent(
     st.lists(COSTS, min_size=1, max_size=3),
     POLICIES,
     st.lists(
-        st.tuples(st.sampled_from([0.0, 0.05, 0.7, 3.0]), st.integers(1, 900), st.integers(1, 300)),
+        st.tuples(st.sampled_from([0.0, 0.05, 0.2, 0.7, 3.0]), st.integers(1, 900), st.integers(1, 300)),
         min_size=1,
         max_size=16,
     ),
     st.sampled_from([0, 0, 5, 9]),
     st.integers(0, 3),
     st.booleans(),
+)
+@example(
+    [Costs((LinearCost(0.015625, 0.001, 0.0, 0.0),), 0.0, 0.0005)],
+    make_policy(max_num_seqs=5, max_itl_ratio=1.3, steps_ahead=1, prefill_chunk=64, prefix_cache=False),
+    [(0.0, 1, 5), (0.0, 321, 1), (0.2, 192, 1)],
+    0,
+    0,
+    True,  # noqa: FBT003
 )
 @examples(1.0)
 def test_steps_that_repeat_have_the_outcome_of_steps_one_by_one(

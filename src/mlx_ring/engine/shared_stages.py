@@ -210,7 +210,7 @@ class StageLine:
     ) -> bool:
         """Answer steps of a lone stage before a time and send the next ones, while they differ in context and chunks only.
 
-        Of prompts, only chunks of the first one are sent, except its last. Return True if another chunk may go now.
+        As many decode steps as may be are in flight. Of prompts, only chunks of the first one are sent, except its last. Return True if another chunk may go now.
         """
         events, outcome, head_s, free_at = self._events.heap, self.outcome, self._head_s, self._free_at
         in_flight, batch, change, rows = cohort.in_flight, cohort.batch, cohort.next_change, cohort.counted
@@ -220,7 +220,7 @@ class StageLine:
         decode_busy, begin_s, end_s = outcome.decode_s, outcome.begin_s, outcome.end_s
         while events and events[0][0] < until_s:
             now, _, _, _, sent = events[0]
-            if sent.single or not sent.tokens or cohort.sent + steps_ahead - len(in_flight) + 1 >= change:
+            if sent.single or not sent.tokens or cohort.sent + 1 >= change:
                 break
             heapq.heappop(events)
             tokens = sent.tokens

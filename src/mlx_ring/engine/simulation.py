@@ -391,6 +391,8 @@ class _Instance:
         if (self.waiting and len(self.running) < self._policy.max_num_seqs) or prompts.is_almost_read():
             return 0.0
         (cohort,) = cohorts.values()
+        if len(cohort.in_flight) < self._policy.steps_ahead:
+            return 0.0
         before = counts.completed
         if self._line.repeat(cohort, counts, prompts, until_s, self._policy.steps_ahead):
             while prompts and self._send_chunks(counts.last_s):

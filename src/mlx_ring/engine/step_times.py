@@ -202,8 +202,8 @@ class ChunkSizer:
         self._draft_us = [RunningMean() for _ in range(stages)]
         """Time that a draft token adds to a decode step, by stage."""
         self._is_measured = False
-        self._smallest_us = self._largest_us = 0.0
-        """Times of the smallest and the largest chunk on the slowest stage."""
+        self._smallest_us = self._largest_us = self._most_us = 0.0
+        """Times of the smallest and the largest chunk on the slowest stage, and the most time that can be saved."""
 
     def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
         """Learn from the answer of a stage's first rank; the others of a group wait for each other."""
@@ -220,6 +220,7 @@ class ChunkSizer:
         self._chunk_times[stage].record(tokens, compute_us)
         self._is_measured = all(times.is_measured for times in self._chunk_times)
         self._smallest_us, self._largest_us = self._chunk_us(SMALLEST_CHUNK), self._chunk_us(self._chunk)
+        self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
         self._settle(stage, step, compute_us)
 
     def record_decode(self, stage: int, rows: int, tokens: int, compute_us: float) -> None:
@@ -254,14 +255,14 @@ class ChunkSizer:
         """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""
         slowest = 0.0
         for plain, step in zip(self._decode_us, self._any_decode_us, strict=True):
-            slowest = max(slowest, plain.value or step.value or 0.0)
-        self._earned_us = self._left * slowest
-        self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
-
-    @property
-    def _most_us(self) -> float:
-        """Most time that can be saved, at least that of the smallest chunk."""
-        return max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
+            us = plain.value or step.value
+            slowest = us if us is not None and us > slowest else slowest
+        self._earned_us = earned = self._left * slowest
+        saved = earned * _STEPS_SAVED
+        most = min(self._largest_us, saved)
+        self._most_us = most = max(self._smallest_us, most)
+        credit = self._credit_us + earned
+        self._credit_us = min(most, credit)
 
     def _chunk_us(self, tokens: int) -> float:
         """Return the time of a chunk on the slowest stage."""
@@ -282,13 +283,10 @@ class ChunkSizer:
 
     @property
     def is_saving(self) -> bool:
-        """True while too little time is saved for a chunk beside decode.
-
-        If that of one step is too little for a chunk, which reads the weights as a step does, the time of several steps
-        is used for one larger chunk.
-        """
+        """True while too little time is saved for a chunk beside decode, if need be that of several steps for a larger one."""
         if not self._is_measured or self._credit_us < self._smallest_us:
             return self._is_measured
+        # A chunk reads the weights as a step does.
         is_short = self._left < 1.0 or self._earned_us < self._smallest_us
         return is_short and self._credit_us < self._most_us
 
@@ -296,16 +294,16 @@ class ChunkSizer:
         """Charge the prompt tokens of a step that is sent."""
         if beside_decode:
             costs_us = [times.us(tokens) for times in self._chunk_times]
-            slowest = max(range(self._stages), key=costs_us.__getitem__)
-            self._credit_us -= costs_us[slowest]
-            self._charged[step] = slowest, costs_us[slowest]
+            us = max(costs_us)
+            self._credit_us -= us
+            self._charged[step] = costs_us.index(us), us
 
     def _settle(self, stage: int, step: int, compute_us: float) -> None:
         """Correct the charge of a chunk to its measured time, and forget those of failed steps before it."""
-        for earlier in [
-            one for one, (slowest, _) in self._charged.items() if one <= step and slowest == stage
-        ]:
-            _, charged = self._charged.pop(earlier)
+        for earlier, (slowest, charged) in [*self._charged.items()]:
+            if earlier > step or slowest != stage:
+                continue
+            del self._charged[earlier]
             if earlier == step:
                 # One long stall must not keep prompts waiting for thousands of steps.
                 most_us = _MOST_DEBT * self._most_us
