@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_ring.engine.simulated_load import Cohort, Outcome, Prompts, Sent, SimulatedInstance, StepCounts
 
@@ -27,6 +27,58 @@ class Events:
         """Add an event; of several at the same time, the one that was added first comes first."""
         self._number += 1
         heapq.heappush(self.heap, (at_s, self._number, call, stage, subject))
+
+
+class EventInstance(Protocol):
+    """An instance from the point of view of its events."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Requests that wait."""
+        ...
+
+    def note_waiting(self, seconds: float, since: float, /) -> None:
+        """Note that requests waited for some seconds from a moment on."""
+        ...
+
+    def repeat(self, until_s: float, /) -> float:
+        """Answer steps before a time while they only repeat; return the last time, or 0 for none."""
+        ...
+
+
+class EventLine:
+    """Events of an instance, or of several that share machines."""
+
+    def __init__(self, events: Events, instances: Sequence[EventInstance], *, repeats: bool) -> None:
+        """Prepare the line; with `repeats`, the instance answers steps that repeat by itself."""
+        self._events, self._instances, self._repeats, self._now = events.heap, instances, repeats, 0.0
+
+    def next_s(self) -> float:
+        """Return the time of the next event; infinite without any."""
+        return self._events[0][0] if self._events else inf
+
+    def run_until(self, until_s: float) -> None:
+        """Run the events before a time."""
+        (instance, *_), repeats, events = self._instances, self._repeats, self._events
+        while events and events[0][0] < until_s:
+            if repeats and (now := instance.repeat(until_s)):
+                self._pass(now)
+            else:
+                self.run_next()
+        if until_s < inf:
+            self._pass(until_s)
+
+    def run_next(self) -> None:
+        """Run the next event."""
+        now, _, call, stage, subject = heapq.heappop(self._events)
+        self._pass(now)
+        call(subject, stage, now)
+
+    def _pass(self, now: float) -> None:
+        for instance in self._instances:
+            if instance.waiting:
+                instance.note_waiting(now - self._now, self._now)
+        self._now = now
 
 
 class SharedMachines:

@@ -7,7 +7,6 @@ and the account of KV memory are the engine's own. Speculative decoding is off.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -16,7 +15,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget
 from mlx_ring.engine.prefill import SEQUENCE_TOKENS
-from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
+from mlx_ring.engine.shared_stages import EventLine, Events, SharedMachines, SharedStages, StageLine
 from mlx_ring.engine.simulated_load import (
     Cohort,
     CountedKv,
@@ -59,13 +58,15 @@ class Simulation:
         firsts = accumulate((instance.stages for instance in instances), initial=0)
         together = None if shared is None else Events()
         stages = None if shared is None or together is None else SharedStages(shared, together)
+        own = [together or Events() for _ in instances]
         self._instances = [
-            _Instance(instance, first, policy, together or Events(), stages)
-            for instance, first in zip(instances, firsts, strict=False)
+            _Instance(instance, first, policy, events, stages)
+            for instance, first, events in zip(instances, firsts, own, strict=False)
         ]
-        self._lines = [_Line([each], repeats=repeats and stages is None) for each in self._instances]
+        each = zip(own, self._instances, strict=True)
+        self._lines = [EventLine(events, [instance], repeats=repeats) for events, instance in each]
         if together is not None:
-            self._lines = [_Line(self._instances, repeats=False)]
+            self._lines = [EventLine(together, self._instances, repeats=False)]
         self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
@@ -96,54 +97,20 @@ class Simulation:
             _least_loaded(self._instances, number).add(number, request, now)
         if not is_ended:
             self._finish(outcome, inf if drains else len(requests) - skipped)
-        outcome.elapsed_s = now if is_ended else max(each.last_s for each in self._instances)
+        outcome.elapsed_s = now if is_ended else max(each.counts.last_s for each in self._instances)
         outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
         return outcome
 
     def _finish(self, outcome: Outcome, first_tokens: float) -> None:
         """Run on without arrivals, until so many first tokens were measured or all is answered."""
         while len(outcome.first_token_s) != first_tokens:
-            line = min(self._lines, key=_Line.next_s)
+            line = min(self._lines, key=EventLine.next_s)
             if line.next_s() == inf:
                 return
             if first_tokens == inf:
                 line.run_until(inf)
             else:
                 line.run_next()
-
-
-class _Line:
-    """Events of an instance, or of several that share machines."""
-
-    def __init__(self, instances: Sequence[_Instance], *, repeats: bool) -> None:
-        self._instances, self._repeats, self._now = instances, repeats, 0.0
-        self._events = instances[0].events.heap
-
-    def next_s(self) -> float:
-        """Return the time of the next event; infinite without any."""
-        return self._events[0][0] if self._events else inf
-
-    def run_until(self, until_s: float) -> None:
-        """Run the events before a time."""
-        (instance, *_), repeats, events = self._instances, self._repeats, self._events
-        while events and events[0][0] < until_s:
-            if repeats and (now := instance.repeat(until_s)):
-                self._pass(now)
-            else:
-                self.run_next()
-        if until_s < inf:
-            self._pass(until_s)
-
-    def run_next(self) -> None:
-        now, _, call, stage, subject = heapq.heappop(self._events)
-        self._pass(now)
-        call(subject, stage, now)
-
-    def _pass(self, now: float) -> None:
-        for instance in self._instances:
-            if instance.waiting:
-                instance.note_waiting(now - self._now, self._now)
-        self._now = now
 
 
 def _least_loaded(instances: Sequence[_Instance], number: int) -> _Instance:
@@ -175,12 +142,12 @@ class _Instance:
         self._sizer = ChunkSizer(stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._batches = MicroBatches[Stream](stages)
         self._cohorts: dict[MicroBatch[Stream], Cohort] = {}
-        self._counts = StepCounts()
+        self.counts = StepCounts()
         self._prefilling = Prompts(
             policy,
             stages,
             batches=self._batches,
-            in_flight=self._counts,
+            in_flight=self.counts,
             sizer=self._sizer,
             kv=CountedKv(),
             running=self.running,
@@ -189,14 +156,9 @@ class _Instance:
         """True while freed KV memory waits for a step."""
         self._asks_for_rows = False
         """True if prompts were admitted or preempted, which may allow decode rows at the next answer."""
-        self.events = events
+        self._events = events
         self._line = StageLine(instance, first, events, shared, self._on_answer)
         self.outcome = self._line.outcome
-
-    @property
-    def last_s(self) -> float:
-        """Time of the last arrival or answer."""
-        return self._counts.last_s
 
     def measure(self, outcome: Outcome) -> None:
         """Write what is measured to an outcome."""
@@ -220,7 +182,7 @@ class _Instance:
         """Receive a request."""
         prompt = request.prompt_tokens
         self.waiting[number] = Stream(number, request, prompt, prompt + request.answer_tokens)
-        self._counts.last_s = now
+        self.counts.last_s = now
         self._schedule(now)
 
     # ---- admission, as `Scheduler` has it
@@ -237,9 +199,9 @@ class _Instance:
             while self._send_rows(now):
                 pass
         self._asks_for_rows = has_admitted or self.outcome.preemptions > preempted
-        if self._frees and self._counts.completed == self._counts.sent:
+        if self._frees and self.counts.completed == self.counts.sent:
             idle = [0.0] * self._stages
-            self._send(Sent(self._counts.sent + 1, 0), now, idle, self.outcome.decode_s)
+            self._send(Sent(self.counts.sent + 1, 0), now, idle, self.outcome.decode_s)
 
     def _admit(self, now: float) -> None:
         running = self.running
@@ -294,7 +256,7 @@ class _Instance:
             if (moved := self._batches.remove(stream.id)) is not None:
                 self._move(*moved)
         if stream.has_begun:
-            self._budget.release(stream.id, self._counts.sent + 1)
+            self._budget.release(stream.id, self.counts.sent + 1)
             self._frees = True
         else:
             self._budget.drop(stream.id)
@@ -336,10 +298,7 @@ class _Instance:
 
     def _send_step_of(self, cohort: Cohort, now: float) -> bool:
         number = cohort.sent + 1
-        if number < cohort.next_change:
-            self._send_counted(cohort, now)
-            return True
-        rows = self._single_rows(cohort, number)
+        rows = [] if number < cohort.next_change else self._single_rows(cohort, number)
         counted, in_flight = cohort.counted, cohort.in_flight
         total = counted + len(rows)
         if not total:
@@ -350,7 +309,7 @@ class _Instance:
                 after = row.in_flight[-1]
         back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
         context = (cohort.context + sum(row.scheduled for row in rows)) / total
-        sent = Sent(self._counts.sent + 1, total, cohort, number, counted)
+        sent = Sent(self.counts.sent + 1, total, cohort, number, counted)
         cohort.sent = number
         cohort.context += counted
         in_flight.append(sent)
@@ -368,24 +327,9 @@ class _Instance:
         self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
         return True
 
-    def _send_counted(self, cohort: Cohort, now: float) -> None:
-        """Send the next step of a micro-batch of counted streams only, which none of them leaves."""
-        total, in_flight = cohort.counted, cohort.in_flight
-        context = cohort.context / total
-        after = in_flight[-1] if in_flight else None
-        back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
-        cohort.sent += 1
-        cohort.context += total
-        sent = Sent(self._counts.sent + 1, total, cohort, cohort.sent, total)
-        in_flight.append(sent)
-        cohort.batch.in_flight += 1
-        cohort.batch.last_step = sent.step
-        seconds = [self._costs.decode_s(stage, total, context) for stage in range(self._stages)]
-        self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
-
     def repeat(self, until_s: float) -> float:
         """Answer steps before a time and send the next ones, while they only repeat; return the last time, or 0 for none."""
-        prompts, cohorts, counts = self._prefilling, self._cohorts, self._counts
+        prompts, cohorts, counts = self._prefilling, self._cohorts, self.counts
         if self._stages > 1 or not cohorts or self._frees or self._budget.being_freed:
             return 0.0
         if (self.waiting and len(self.running) < self._policy.max_num_seqs) or prompts.is_almost_read():
@@ -421,9 +365,9 @@ class _Instance:
         if not chunks:
             return False
         spans = [span for _, span in chunks]
-        sent = Sent(self._counts.sent + 1, sum(span.tokens for span in spans))
+        sent = Sent(self.counts.sent + 1, sum(span.tokens for span in spans))
         self._prefilling.last_step = sent.step
-        self._counts.prefills += 1
+        self.counts.prefills += 1
         for stream, _ in chunks:
             if stream.scheduled >= stream.fill_to:
                 self._prefilling.remove(stream.id)
@@ -444,13 +388,13 @@ class _Instance:
         after: Sent | None = None,
         back_s: float = 0.0,
     ) -> None:
-        self._counts.sent, self._frees = sent.step, False
+        self.counts.sent, self._frees = sent.step, False
         self._line.send(sent, now, seconds, busy, after, back_s)
 
     # ---- answers
 
     def _on_answer(self, sent: Sent, stage: int, now: float) -> None:
-        self._counts.last_s = now
+        self.counts.last_s = now
         if sent.tokens and sent.cohort is not None:
             self._sizer.record_decode(stage, sent.tokens, sent.tokens, sent.compute_us[stage])
         elif sent.tokens:
@@ -463,11 +407,11 @@ class _Instance:
         if sent.cohort is not None:
             self._answer_cohort(sent, sent.cohort, now)
         elif sent.tokens:
-            self._counts.prefills -= 1
+            self.counts.prefills -= 1
         for stream, generation in sent.single:
             if stream.generation == generation:
                 self._on_token(stream, sent, now)
-        self._counts.completed = sent.step
+        self.counts.completed = sent.step
         self._budget.settle(sent.step)
         self._schedule(now)
 

@@ -102,17 +102,16 @@ class ChunkTimes:
         place = int(_CLASSES_PER_OCTAVE * math.log2(tokens))
         kept = self._classes.setdefault(place, deque(maxlen=_OF_A_CLASS))
         kept.append((compute_us, tokens, self._recorded))
-        is_new, middles = place not in self._middles, self._middles
-        new_us, _, _ = middles[place] = _middle(kept)
-        if is_new:
-            middles = self._middles = dict(sorted(middles.items()))
+        new_us, _, _ = self._middles[place] = _middle(kept)
+        if len(kept) == 1:
+            self._middles = dict(sorted(self._middles.items()))
         oldest, slowest_us = self._recorded - _REMEMBERED, _CONTRADICTS * new_us
         sizes, times_us = list[int](), list[float]()
-        for other, (us, size, _) in list(middles.items()):
+        for other, (us, size, _) in [*self._middles.items()]:
             contradicts = us > slowest_us if other < place else new_us > _CONTRADICTS * us
             is_old = bool(sizes) and self._classes[other][-1][2] <= oldest
             if contradicts or is_old:
-                del self._classes[other], middles[other]
+                del self._classes[other], self._middles[other]
             else:
                 sizes.append(size)
                 times_us.append(us)
@@ -203,7 +202,6 @@ class ChunkSizer:
         """Time that a draft token adds to a decode step, by stage."""
         self._is_measured = False
         self._smallest_us = self._largest_us = self._most_us = 0.0
-        """Times of the smallest and the largest chunk on the slowest stage, and the most time that can be saved."""
 
     def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
         """Learn from the answer of a stage's first rank; the others of a group wait for each other."""
@@ -257,12 +255,9 @@ class ChunkSizer:
         for plain, step in zip(self._decode_us, self._any_decode_us, strict=True):
             us = plain.value or step.value
             slowest = us if us is not None and us > slowest else slowest
-        self._earned_us = earned = self._left * slowest
-        saved = earned * _STEPS_SAVED
-        most = min(self._largest_us, saved)
-        self._most_us = most = max(self._smallest_us, most)
-        credit = self._credit_us + earned
-        self._credit_us = min(most, credit)
+        self._earned_us = self._left * slowest
+        self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
+        self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
 
     def _chunk_us(self, tokens: int) -> float:
         """Return the time of a chunk on the slowest stage."""
@@ -286,7 +281,6 @@ class ChunkSizer:
         """True while too little time is saved for a chunk beside decode, if need be that of several steps for a larger one."""
         if not self._is_measured or self._credit_us < self._smallest_us:
             return self._is_measured
-        # A chunk reads the weights as a step does.
         is_short = self._left < 1.0 or self._earned_us < self._smallest_us
         return is_short and self._credit_us < self._most_us
 
