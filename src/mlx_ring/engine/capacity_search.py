@@ -28,7 +28,7 @@ _CONFIRMING, _CONFIRMING_STEPS = (500, 1_000), 24_000
 """Numbers of measured requests that confirm a rate, at least and at most, and of decode steps at which they suffice."""
 _STEPS_OF_COUNT = 2
 """Numbers of measured requests from one to its double, so that runs at near rates have the same requests."""
-_CONFIRMED_WITHIN, _NEAR_LIMIT = 1.02, 0.97
+_CONFIRMED_WITHIN, _NEAR_LIMIT = 1.03, 0.97
 """Factor from a rate that keeps the level to one that does not, and part of the level's times, at which the search ends."""
 _SLOPE = 1.3
 """Power of the rate with which times grow, if two rates do not tell."""
@@ -412,10 +412,13 @@ class Search:
                 # Ever larger steps down, until the level holds.
                 step = min(step * step, _LARGEST_STEP)
                 rate = high / step
-        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY))) if low else found
+        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY)), high) if low else found
 
-    def _confirmed(self, found: Found, rate: float) -> Found:
-        """Return about the highest rate at which the level holds for many requests, from a rate near it on."""
+    def _confirmed(self, found: Found, rate: float, beyond: float) -> Found:
+        """Return about the highest rate at which the level holds for many requests, from a rate near it on.
+
+        At a rate `beyond` it, the level does not hold for few requests.
+        """
         low = high = None
         for run in range(_MOST_RUNS):
             outcome = self.run(rate, least=self._many(rate))
@@ -430,6 +433,8 @@ class Search:
             ):
                 return found
             rate = min(self.most, _between(low, high))
+            if low and not high and low[0] < beyond:
+                rate = min(rate, math.sqrt(low[0] * beyond))
         return found if low else replace(found, rate=0.0, outcome=self.alone)
 
     def _many(self, rate: float) -> int:
