@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
+from statistics import fmean, pstdev, pvariance
 
 import pytest
 from hypothesis import example, given
@@ -17,7 +19,8 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
+from mlx_ring.engine.capacity_search import ServiceLevel
+from mlx_ring.engine.simulated_load import Outcome
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, place
@@ -426,6 +429,35 @@ def test_the_same_requests_arrive_sooner_at_a_higher_rate() -> None:
     slow, fast = (Load(Lengths(5, 900), Lengths(1, 90)).requests(50, rate) for rate in (1.0, 4.0))
     assert [request.at_s for request in slow] == pytest.approx([4 * request.at_s for request in fast])
     assert [request[1:] for request in slow] == [request[1:] for request in fast]
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "even", "burst"])
+def test_typical_requests_come_at_the_rate_with_lengths_spread_evenly(arrivals: Arrivals) -> None:
+    requests = Load(Lengths(100, 299), Lengths(7, 7), arrivals, prefix_hits=0.5).typical(400)
+    assert requests[-1].at_s == pytest.approx(400)
+    assert all(later.at_s >= sooner.at_s for sooner, later in pairwise(requests))
+    assert sorted(request.prompt_tokens for request in requests) == [100 + place // 2 for place in range(400)]
+    assert {request.answer_tokens for request in requests} == {7}
+    assert all(request.cached_tokens == request.prompt_tokens // 2 for request in requests)
+
+
+def test_typical_requests_differ_less_than_others_in_how_many_come_close_together() -> None:
+    """Compare the spread among seeds of the number of requests within 4 s before each one."""
+
+    def crowding(requests: Sequence[SimulatedRequest]) -> float:
+        at_s = [request.at_s for request in requests]
+        return pvariance(place - bisect_left(at_s, at - 4) for place, at in enumerate(at_s))
+
+    loads = [Load(Lengths(9, 9), Lengths(9, 9), seed=seed) for seed in range(12)]
+    typical, others = (
+        [crowding(each) for each in made]
+        for made in (
+            [load.typical(300) for load in loads],
+            [load.requests(300, 1.0) for load in loads],
+        )
+    )
+    assert pstdev(typical) < 0.5 * pstdev(others)
+    assert fmean(typical) == pytest.approx(4, rel=0.1)
 
 
 def test_a_prompt_is_never_cached_whole() -> None:

@@ -11,7 +11,7 @@ from random import Random
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.engine.step_simulation import Simulation as StepSimulation
@@ -173,8 +173,65 @@ def test_with_little_memory_times_are_within_three_per_cent(
     assert outcome.first_token_within(95) == pytest.approx(percentile(firsts, 95), rel=0.03, abs=0.1)
 
 
+@pytest.mark.slow
+@given(
+    st.lists(COSTS, min_size=1, max_size=3),
+    POLICIES,
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.05, 0.2, 0.7, 3.0]), st.integers(1, 900), st.integers(1, 300)),
+        min_size=1,
+        max_size=16,
+    ),
+    st.sampled_from([0, 0, 5, 9]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@example(
+    [Costs((LinearCost(0.015625, 0.001, 0.0, 0.0),), 0.0, 0.0005)],
+    make_policy(max_num_seqs=5, max_itl_ratio=1.3, steps_ahead=1, prefill_chunk=64, prefix_cache=False),
+    [(0.0, 1, 5), (0.0, 321, 1), (0.2, 192, 1)],
+    0,
+    0,
+    True,  # noqa: FBT003
+)
+@examples(1.0)
+def test_steps_that_repeat_have_the_outcome_of_steps_one_by_one(
+    costs: list[Costs],
+    policy: Policy,
+    made: list[tuple[float, int, int]],
+    blocks: int,
+    skipped: int,
+    drains: bool,  # noqa: FBT001
+) -> None:
+    """Simulate unlike instances behind the router, with and without little memory."""
+    instances = [
+        SimulatedInstance(
+            each,
+            len(each.linear),
+            {RankId(stage, 0): RankKv(blocks * BLOCK, 1) for stage in range(len(each.linear))}
+            if blocks
+            else None,
+        )
+        for each in costs
+    ]
+    requests = in_order(made)
+    at_once, one_by_one = (
+        Simulation(instances, policy, repeats=repeats, ends_early=False).run(
+            requests, skipped=min(skipped, len(requests) - 1), drains=drains
+        )
+        for repeats in (True, False)
+    )
+    assert all_gaps(at_once) == pytest.approx(all_gaps(one_by_one))
+    for name in ("first_token_s", "request_s", "prefill_s", "decode_s", "link_s"):
+        assert sorted(getattr(at_once, name)) == pytest.approx(sorted(getattr(one_by_one, name)))
+    for name in ("tokens", "begun", "rows", "steps", "preemptions", "is_overrun"):
+        assert getattr(at_once, name) == getattr(one_by_one, name)
+    for name in ("elapsed_s", "end_s", "waits_for_memory_s", "waits_for_place_s"):
+        assert getattr(at_once, name) == pytest.approx(getattr(one_by_one, name))
+
+
 def all_gaps(outcome: Outcome) -> list[float]:
-    return sorted(gap.gap_s for gap in outcome.gaps for _ in range(gap.streams))
+    return sorted(gap_s for gap_s, streams in outcome.gaps for _ in range(streams))
 
 
 POLICY = make_policy(prefix_cache=False, num_speculative_tokens=0)

@@ -19,9 +19,8 @@ from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.models.architectures import known_architectures
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry, read_model_config
 from mlx_ring.models.model_source import builtin_names, describe_model
-from mlx_ring.planner.layer_parts import look_back
+from mlx_ring.planner.layer_parts import WeightFormat, look_back
 from mlx_ring.planner.model_sizes import profile_folder
-from mlx_ring.planner.weight_format import WeightFormat
 
 QWEN3_14B: dict[str, Any] = {
     "model_type": "qwen3",

@@ -41,7 +41,7 @@ from mlx_ring.cli.planning import (
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import ConfigError, PlanError, reason_of
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.simulated_load import ServiceLevel
+from mlx_ring.engine.capacity_search import ServiceLevel
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.planner.cluster_file import with_machines
 from mlx_ring.planner.place import PlanningBasis

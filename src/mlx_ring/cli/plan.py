@@ -45,12 +45,12 @@ from mlx_ring.cli.what_if import (
 )
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.planner.cluster_file import remarks_on_described
+from mlx_ring.planner.layer_parts import WeightFormat
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
-from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import Question
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.devices_file import DevicesFile

@@ -26,11 +26,11 @@ from mlx_ring.planner.cluster_file import (
     remarks_on_described,
 )
 from mlx_ring.planner.known_models import find_known_model
+from mlx_ring.planner.layer_parts import WeightFormat
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import PlanningBasis, RunningCluster
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import USUAL_CONTEXT, Demand, PlanRequest
-from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.settings.devices_file import DevicesFile, lists_devices, load_content, read_devices
 
 BITS = (2, 3, 4, 5, 6, 8, 16, 32)

@@ -16,12 +16,12 @@ from mlx_ring.cli.status_tables import left_out_together
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.planner.cluster_file import remarks_on_described
 from mlx_ring.planner.known_models import popular_models
+from mlx_ring.planner.layer_parts import WeightFormat
 from mlx_ring.planner.memory_fit import MOST_USERS
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.plan import Plan, ranges_of
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import PlanRequest
-from mlx_ring.planner.weight_format import WeightFormat
 from mlx_ring.planner.what_if import Answer, Curves, Outcome, Point, Question, what_if
 
 _KILO = 1024

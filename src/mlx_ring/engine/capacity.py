@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.capacity_search import CLOSE, Found, Search, joined
-from mlx_ring.engine.shared_stages import MOST_RUNNING, Replicas, replicas_of
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel
+from mlx_ring.engine.capacity_search import CLOSE, Found, Search, ServiceLevel, joined
+from mlx_ring.engine.simulated_load import Outcome
+from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replicas, replicas_of
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan
@@ -31,8 +31,9 @@ _FULL = 0.999
 _FAR_BELOW = 0.5
 """Part of the rate without any waiting up to which a replica probably serves what the head can handle."""
 _HEAD = "The head computes all of the time: it handles no more requests, however many machines there are."
-_SPREAD = 3.5
-"""Twice the standard deviation of found rates among seeds, as their part, times the root of the measured requests."""
+_SPREAD, _RECORDED_SPREAD = 1.5, 3.5
+"""Twice the standard deviation of found rates among five seeds, as their part, times the root of the measured requests.
+Recorded requests are not chosen as typical ones are, so they count as drawn at random."""
 _NO_PLAN = "No plan was found for these machines."
 _BUSY, _WAITING = 0.8, 0.1
 """Share of the time from which a stage or link is the limit, and below it, from which waiting is."""
@@ -414,7 +415,8 @@ def _why(found: Found, search: Search, *, is_given: bool) -> str:
         "between tokens": "Beyond it tokens come too late after each other",
         "": "Beyond it requests queue up",
     }[search.level.broken(found.beyond) if found.beyond else ""]
-    spread = _SPREAD / math.sqrt(max(1, len(found.outcome.first_token_s)))
+    spread = _RECORDED_SPREAD if search.load.recorded else _SPREAD
+    spread /= math.sqrt(max(1, len(found.outcome.first_token_s)))
     return f"{begin}: {busiest}. Other arrivals may give {spread:.0%} more or less."
 
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
-from mlx_ring.engine.shared_stages import MOST_RUNNING, Replica, Replicas, SharedMachines, Shares
-from mlx_ring.engine.simulated_load import Outcome, ServiceLevel, SimulatedInstance, Span
+from mlx_ring.engine.shared_stages import SharedMachines
+from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance, Span
+from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replica, Replicas, Shares
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.request import Load, SimulatedRequest
 
@@ -24,12 +24,20 @@ _STEPS = 6_000
 """Number of decode steps at which a run has enough requests."""
 _LATE_TIMES, _MOST_REQUESTS = 4, 2_000
 """Duration of a run at least, as a multiple of the time to the first token that the level allows; its most requests."""
-_CONFIRMING, _CONFIRMING_STEPS = (300, 1_000), 24_000
+_CONFIRMING, _CONFIRMING_STEPS = (500, 1_000), 24_000
 """Numbers of measured requests that confirm a rate, at least and at most, and of decode steps at which they suffice."""
+_STEPS_OF_COUNT = 2
+"""Numbers of measured requests from one to its double, so that runs at near rates have the same requests."""
+_CONFIRMED_WITHIN, _NEAR_LIMIT = 1.03, 0.97
+"""Factor from a rate that keeps the level to one that does not, and part of the level's times, at which the search ends."""
+_SLOPE = 1.3
+"""Power of the rate with which times grow, if two rates do not tell."""
+_CONFIRMING_RUNS, _CLOSEST, _FARTHEST = 5, 1.01, 1.3
+"""Most runs of many requests once one has kept the level, and the least and the largest factor from rate to rate."""
 _SKIPPED = 50
 """Most requests before the measured ones, beside those that fill the instance."""
-CLOSE, _ROUGHLY = 1.05, 1.1
-"""Factors from rate to rate at which the level is confirmed, and at which the search for them ends."""
+CLOSE, _ROUGHLY = 1.05, 1.2
+"""Factors by which a rate must be better than another one, and from rate to rate at which the search with few ends."""
 _MOST_RUNS = 14
 _APART = 4
 """Time between lone requests, as a multiple of what one takes."""
@@ -45,6 +53,77 @@ _MOST_TOGETHER = 16
 """Most instances of unlike replicas that are simulated together."""
 _BEYOND = 1.5
 """Rate of a run whose requests queue up without end, as a multiple of the rate without any waiting."""
+
+# ---- the service level
+
+_SOONER = 1.1
+"""Factor by which a run may have more tokens than its requests on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Times within which a percentage of first tokens, and of further tokens, must come."""
+
+    first_token_s: float | None = None
+    between_tokens_s: float | None = None
+    percent: float = 95.0
+
+    def holds(self, outcome: Outcome) -> bool:
+        """Return True if a run kept it, and requests did not queue up."""
+        return not outcome.is_overrun and not self.broken(outcome)
+
+    def excess(self, outcome: Outcome) -> float:
+        """Return the times within which the percentage came, as a multiple of those that are allowed: the larger one.
+
+        Infinite if requests queued up.
+        """
+        limits = (self.first_token_s, self.between_tokens_s)
+        found = (outcome.first_token_within(self.percent), outcome.between_tokens_within(self.percent))
+        times = (time / limit for time, limit in zip(found, limits, strict=True) if limit is not None)
+        return math.inf if outcome.is_overrun else max(times, default=0.0)
+
+    def broken(self, outcome: Outcome) -> str:
+        """Return the kind of times that took too long, "first token" or "between tokens"; empty if none did."""
+        if self.first_token_s is not None and self._late(
+            self.first_token_s, [(wait, 1) for wait in outcome.first_token_s]
+        ):
+            return "first token"
+        if self.between_tokens_s is not None and self._late(self.between_tokens_s, outcome.gaps):
+            return "between tokens"
+        return ""
+
+    def _late(self, limit_s: float, times: Sequence[tuple[float, int]]) -> bool:
+        total = sum(number for _, number in times)
+        late = sum(number for seconds, number in times if seconds > limit_s)
+        return late > self._allowed(total)
+
+    def is_lost(self, measured: int, answer_tokens: float) -> Callable[[Outcome], bool]:
+        """Return a function that tells early that a run cannot keep the level.
+
+        Args:
+            measured: number of measured requests.
+            answer_tokens: mean length of their answers.
+        """
+        allowed = [
+            self._allowed(measured),
+            self._allowed(int(_SOONER * measured * max(0.0, answer_tokens - 1))),
+        ]
+        limits = (self.first_token_s, self.between_tokens_s)
+        seen, late = [0, 0], [0, 0]
+
+        def is_lost(outcome: Outcome) -> bool:
+            first, between = (math.inf if limit is None else limit for limit in limits)
+            late[0] += sum(wait > first for wait in outcome.first_token_s[seen[0] :])
+            late[1] += sum(streams for gap_s, streams in outcome.gaps[seen[1] :] if gap_s > between)
+            seen[:] = len(outcome.first_token_s), len(outcome.gaps)
+            return late[0] > allowed[0] or late[1] > allowed[1]
+
+        return is_lost
+
+    def _allowed(self, total: int) -> int:
+        """Return the number of times that may be too long; the percentile is that of the nearest rank."""
+        return total - math.ceil(self.percent / 100 * total)
+
 
 # ---- unlike replicas
 
@@ -74,35 +153,48 @@ def joined(kinds: Sequence[Replicas]) -> list[Replicas]:
 # ---- the highest rate
 
 
-class _Drawn:
-    """Requests of a load, each drawn once for all rates."""
+@lru_cache(maxsize=8)
+def _typical(load: Load, count: int) -> list[SimulatedRequest]:
+    return load.typical(count)
 
-    def __init__(self, load: Load) -> None:
-        self._made: list[SimulatedRequest] = []
-        self._more = load.at_one_per_second()
 
-    def requests(self, count: int, rate: float, skipped: int | None = None) -> list[SimulatedRequest]:
-        """Return the first requests of the load, `rate` of them per second on average.
+def _requests(load: Load, count: int, skipped: int, rate: float) -> list[SimulatedRequest]:
+    """Return `count` typical requests that come at a rate, after the last `skipped` ones of those, as if they went around."""
+    if load.recorded:
+        return load.requests(skipped + count, rate)
+    around = _typical(load, count)
+    rounds = -(-skipped // count)
+    return [
+        around[place % count]._replace(
+            at_s=(around[place % count].at_s + (place // count + rounds) * count) / rate
+        )
+        for place in range(-skipped, count)
+    ]
 
-        With `skipped`, those after so many come at exactly that rate, so that chance does not decide it.
-        """
-        self._made += islice(self._more, max(0, count - len(self._made)))
-        if skipped:
-            taken_s = self._made[count - 1].at_s - self._made[skipped - 1].at_s
-            rate *= taken_s / (count - skipped) or 1.0
-        return [
-            SimulatedRequest(at_s / rate, prompt, answer, cached)
-            for at_s, prompt, answer, cached in self._made[:count]
-        ]
+
+def _rounded(count: int) -> int:
+    """Return the next larger one of few numbers of requests."""
+    return round(_FEW * 2 ** (math.ceil(_STEPS_OF_COUNT * math.log2(count / _FEW) - 1e-9) / _STEPS_OF_COUNT))
 
 
 def _never(_: Outcome) -> bool:
     return False
 
 
-@lru_cache(maxsize=1)
-def _drawn(load: Load) -> _Drawn:
-    return _Drawn(load)
+def _between(low: tuple[float, float] | None, high: tuple[float, float] | None) -> float:
+    """Return a rate at which times probably are those of the level.
+
+    `low` and `high` are rates below and above it, each with its times as a multiple of the level's.
+    """
+    if low is None or high is None:
+        rate, excess = low or high or (0.0, 1.0)
+        factor = min(_FARTHEST, max(1 / _FARTHEST, excess ** (1 / _SLOPE)))
+        return rate / (_CLOSEST * factor) if low is None else rate * max(_CLOSEST, 1 / factor)
+    if not (low[1] > 0 and high[1] < math.inf):
+        return math.sqrt(low[0] * high[0])
+    part = -math.log(low[1]) / math.log(high[1] / low[1])
+    rate = low[0] * (high[0] / low[0]) ** part / _CLOSEST
+    return min(high[0] / _CLOSEST, max(low[0] * _CLOSEST, rate))
 
 
 @dataclass(frozen=True)
@@ -135,15 +227,16 @@ class Search:
     def run(self, rate: float, *, ends_early: bool = True, least: int = 0) -> Outcome:
         """Return what is measured at a rate, in requests per second, after as many requests as fill the instance.
 
-        At least `least` requests are measured. With `ends_early` the run ends as soon as it cannot keep the level.
+        With `ends_early` the run ends as soon as requests queue up, or the level cannot be kept. With `least`, at least so
+        many requests are measured, however late they are.
         """
-        measured = max(least, self._count(rate))
+        measured = _rounded(max(least, self._count(rate)))
         skipped = min(_SKIPPED, measured // 4) + math.ceil(2 * self._streams(rate))
         count = measured + skipped
         queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
-        is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early else _never
+        is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early and not least else _never
         outcome = self._simulation(queued, is_lost, ends_early=ends_early).run(
-            _drawn(self.load).requests(count, rate, None if self.load.recorded else skipped),
+            _requests(self.load, measured, skipped, rate),
             skipped=skipped,
             drains=False,
         )
@@ -319,25 +412,30 @@ class Search:
                 # Ever larger steps down, until the level holds.
                 step = min(step * step, _LARGEST_STEP)
                 rate = high / step
-        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY))) if low else found
+        return self._confirmed(found, math.sqrt(low * min(high, low * _ROUGHLY)), high) if low else found
 
-    def _confirmed(self, found: Found, rate: float) -> Found:
-        """Return the highest rate, `rate` or ever less, at which the level holds for many requests."""
-        high = math.inf
-        for step in range(1, _MOST_RUNS):
+    def _confirmed(self, found: Found, rate: float, beyond: float) -> Found:
+        """Return about the highest rate at which the level holds for many requests, from a rate near it on.
+
+        At a rate `beyond` it, the level does not hold for few requests.
+        """
+        low = high = None
+        for run in range(_MOST_RUNS):
             outcome = self.run(rate, least=self._many(rate))
+            excess = self.level.excess(outcome)
             if self.level.holds(outcome):
-                found = replace(found, rate=rate, outcome=outcome)
-                break
-            found, high, rate = replace(found, beyond=outcome), rate, rate / CLOSE**step
-        else:
-            return replace(found, rate=0.0, outcome=self.alone)
-        if _ROUGHLY * rate < high < math.inf:
-            middle = math.sqrt(rate * high)
-            outcome = self.run(middle, least=self._many(middle))
-            if self.level.holds(outcome):
-                return replace(found, rate=middle, outcome=outcome)
-        return found
+                low, found = (rate, excess), replace(found, rate=rate, outcome=outcome)
+            else:
+                high, found = (rate, excess), replace(found, beyond=outcome)
+            is_near = low is not None and (low[1] > _NEAR_LIMIT or low[0] >= self.most)
+            if is_near or (
+                low and ((high and high[0] < _CONFIRMED_WITHIN * low[0]) or run >= _CONFIRMING_RUNS)
+            ):
+                return found
+            rate = min(self.most, _between(low, high))
+            if low and not high and low[0] < beyond:
+                rate = min(rate, math.sqrt(low[0] * beyond))
+        return found if low else replace(found, rate=0.0, outcome=self.alone)
 
     def _many(self, rate: float) -> int:
         """Return the number of requests that confirm a rate."""

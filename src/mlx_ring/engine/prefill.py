@@ -229,7 +229,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         """Return the chunks of the next step, counted as sent; empty if nothing may be sent now."""
         if not self or not self._may_go():
             return []
-        beside_decode = self._has_to_spare()
+        beside_decode = self.has_to_spare()
         # Beside decode only the saved time counts.
         remaining, prompt = (0, 0) if beside_decode else self._lengths()
         size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
@@ -293,7 +293,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
 
     def is_almost_read(self) -> bool:
         """Return True if prompts that arrived together are almost read: then decode waits, and starts for all at once."""
-        if not self or self._has_to_spare():
+        if not self or self.has_to_spare():
             return False
         return self._left_within(PROMPTS_TOGETHER * self._policy.prefill_chunk)
 
@@ -313,7 +313,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
                 return False
         return True
 
-    def _has_to_spare(self) -> bool:
+    def has_to_spare(self) -> bool:
         """Return True if a sequence that did not arrive with the prompts is decoding, so that its tokens must not wait long.
 
         Prompts that arrived with the running ones have the same rights, and are read at full speed, and so do answers
@@ -348,4 +348,4 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if not self._left_within(PROMPTS_TOGETHER * chunk - 1):
             return False
         is_new = all(not sequence.scheduled and self._left(sequence) <= chunk for sequence in self)
-        return is_new and not self._has_to_spare()
+        return is_new and not self.has_to_spare()

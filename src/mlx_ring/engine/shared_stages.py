@@ -1,27 +1,17 @@
-"""Events of a simulation, stages of instances that share the speed of machines in it, and replicas of a plan. Pure."""
+"""Events of a simulation, and stages of instances that may share the speed of machines in it. Pure."""
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.kv_budget import RankKv, sequence_bytes
-from mlx_ring.engine.simulated_load import Outcome, Sent, SimulatedInstance
-from mlx_ring.planner.forecast import StepTable, forecast_plan
-from mlx_ring.planner.plan import Plan, RankPlan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.replicas import likeness
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.engine.simulated_load import Cohort, Outcome, Prompts, Sent, SimulatedInstance, StepCounts
 
 _MICRO = 1e6
-MOST_RUNNING = 256
-"""Most requests that run at the same time in a replica, if no number is given."""
 Call = Callable[[Any, int, float], None]
 """Function that is called at an event, with its subject, a stage and the time."""
 
@@ -37,6 +27,58 @@ class Events:
         """Add an event; of several at the same time, the one that was added first comes first."""
         self._number += 1
         heapq.heappush(self.heap, (at_s, self._number, call, stage, subject))
+
+
+class EventInstance(Protocol):
+    """An instance from the point of view of its events."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Requests that wait."""
+        ...
+
+    def note_waiting(self, seconds: float, since: float, /) -> None:
+        """Note that requests waited for some seconds from a moment on."""
+        ...
+
+    def repeat(self, until_s: float, /) -> float:
+        """Answer steps before a time while they only repeat; return the last time, or 0 for none."""
+        ...
+
+
+class EventLine:
+    """Events of an instance, or of several that share machines."""
+
+    def __init__(self, events: Events, instances: Sequence[EventInstance], *, repeats: bool) -> None:
+        """Prepare the line; with `repeats`, the instance answers steps that repeat by itself."""
+        self._events, self._instances, self._repeats, self._now = events.heap, instances, repeats, 0.0
+
+    def next_s(self) -> float:
+        """Return the time of the next event; infinite without any."""
+        return self._events[0][0] if self._events else inf
+
+    def run_until(self, until_s: float) -> None:
+        """Run the events before a time."""
+        (instance, *_), repeats, events = self._instances, self._repeats, self._events
+        while events and events[0][0] < until_s:
+            if repeats and (now := instance.repeat(until_s)):
+                self._pass(now)
+            else:
+                self.run_next()
+        if until_s < inf:
+            self._pass(until_s)
+
+    def run_next(self) -> None:
+        """Run the next event."""
+        now, _, call, stage, subject = heapq.heappop(self._events)
+        self._pass(now)
+        call(subject, stage, now)
+
+    def _pass(self, now: float) -> None:
+        for instance in self._instances:
+            if instance.waiting:
+                instance.note_waiting(now - self._now, self._now)
+        self._now = now
 
 
 class SharedMachines:
@@ -215,6 +257,67 @@ class StageLine:
             # The head sends to every stage itself; a later one has what it needs when the one before hands it on.
             ready = max(arrives, self._handed_on(sent, stage, end))
 
+    def repeat(
+        self, cohort: Cohort, counts: StepCounts, prompts: Prompts, until_s: float, steps_ahead: int
+    ) -> bool:
+        """Answer steps of a lone stage before a time and send the next ones, while they differ in context and chunks only.
+
+        As many decode steps as may be are in flight. Of prompts, only chunks of the first one are sent, except its last. Return True if another chunk may go now.
+        """
+        events, outcome, head_s, free_at = self._events.heap, self.outcome, self._head_s, self._free_at
+        in_flight, batch, change, rows = cohort.in_flight, cohort.batch, cohort.next_change, cohort.counted
+        sizer, decode_s, on_answer = prompts.sizer, self._costs.decode_s, self._on_answer
+        spares = bool(prompts) and prompts.has_to_spare()
+        first = prompts.lone_first() if spares else None
+        decode_busy, begin_s, end_s = outcome.decode_s, outcome.begin_s, outcome.end_s
+        while events and events[0][0] < until_s:
+            now, _, _, _, sent = events[0]
+            if sent.single or not sent.tokens or cohort.sent + 1 >= change:
+                break
+            heapq.heappop(events)
+            tokens = sent.tokens
+            counts.completed, counts.last_s = sent.step, now
+            if sent.cohort is None:
+                sizer.record_chunk(0, sent.step, tokens, sent.compute_us[0])
+                counts.prefills -= 1
+            else:
+                in_flight.popleft()
+                sizer.record_decode(0, tokens, tokens, sent.compute_us[0])
+                if begin_s <= now <= end_s:
+                    outcome.note_step(now - cohort.answered_at, tokens)
+                cohort.answered, cohort.answered_at = sent.number, now
+                while len(in_flight) < steps_ahead:
+                    begin = max(now + head_s, free_at[0])
+                    seconds = decode_s(0, rows, cohort.context / rows)
+                    end = free_at[0] = begin + seconds
+                    is_within = begin_s <= begin and end <= end_s
+                    decode_busy[self._first] += seconds if is_within else self._within(begin, end)
+                    compute_us = round(end * _MICRO) - round(begin * _MICRO)
+                    counts.sent, cohort.sent, cohort.context = (
+                        counts.sent + 1,
+                        cohort.sent + 1,
+                        cohort.context + rows,
+                    )
+                    sent = Sent(counts.sent, rows, cohort, cohort.sent, rows, [], [compute_us], end)
+                    in_flight.append(sent)
+                    batch.last_step = sent.step
+                    self._events.push(end + head_s, on_answer, 0, sent)
+                batch.in_flight = len(in_flight)
+            if not prompts or (spares and sizer.is_saving):
+                continue
+            if first is None:
+                return True
+            if counts.prefills > 1 or batch.last_step <= prompts.last_step:
+                continue
+            size = sizer.chunk(0, 0, beside_decode=True)
+            if size >= first.fill_to - first.scheduled:
+                return True
+            sent = Sent(counts.sent + 1, size)
+            spans = [prompts.read(first, size, sent.step)]
+            counts.sent, counts.prefills = sent.step, counts.prefills + 1
+            self.send(sent, now, [self._costs.chunk_s(0, spans)], outcome.prefill_s)
+        return False
+
     def _send_shared(
         self,
         shared: SharedStages,
@@ -260,189 +363,3 @@ class StageLine:
     def _within(self, begin: float, end: float) -> float:
         """Return the seconds of a span that are measured."""
         return max(0.0, min(end, self.outcome.end_s) - max(begin, self.outcome.begin_s))
-
-
-# ---- replicas
-
-
-@dataclass(frozen=True)
-class Replica:
-    """An instance with its predicted steps and its KV memory."""
-
-    plan: Plan
-    costs: StepTable
-    kv: Mapping[RankId, RankKv]
-
-    @property
-    def stages(self) -> int:
-        return len(self.plan.stages)
-
-    def room(self, tokens: int) -> int:
-        """Return the number of requests of `tokens` tokens whose KV fits at the same time."""
-        return min(
-            (rank.limit_bytes // max(1, sequence_bytes(rank, tokens)) for rank in self.kv.values()),
-            default=MOST_RUNNING,
-        )
-
-
-class Shares(NamedTuple):
-    """Machines that compute several stages: how many workers each runs at once, and of each stage its workers by machine."""
-
-    most: tuple[float, ...]
-    parts: tuple[Mapping[int, float], ...]
-
-    @property
-    def slower(self) -> float:
-        """Factor by which a step takes longer while all stages compute."""
-        workers = Counter[int]()
-        for parts in self.parts:
-            workers.update(parts)
-        return max([1.0, *(workers[machine] / most for machine, most in enumerate(self.most))])
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Replicas of the same kind: each is one instance, or several that slow each other down on their machines."""
-
-    members: tuple[Replica, ...]
-    """Instances of one of them."""
-    names: tuple[tuple[tuple[str, ...], ...], ...]
-    """Machines of each stage, of one instance after the other, for each replica."""
-    shares: Shares
-    """Shared machines of these stages; without machines if none has more stages than it runs at once."""
-    kind: object
-    """Value that replicas have in common whose steps take as long."""
-    unlike: tuple[Replicas, ...] = ()
-    """Replicas of other kinds that these consist of; none if they are of one kind."""
-
-    @property
-    def stages(self) -> int:
-        """Number of stages of the longest instance."""
-        return max(member.stages for member in self.members)
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
-
-    @property
-    def instances(self) -> int:
-        """Number of all instances."""
-        return self.count * len(self.members)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted throughput of one of them."""
-        return sum(member.plan.prediction.tokens_per_s for member in self.members)
-
-    def machine_seconds(self, each: Sequence[Sequence[float]]) -> list[dict[int, float]]:
-        """Return the seconds for which each instance takes shared machines, of all that they can compute."""
-        found, stage = list[dict[int, float]](), 0
-        for seconds in each:
-            loads = dict[int, float]()
-            for one in seconds:
-                for machine, part in self.shares.parts[stage].items():
-                    loads[machine] = loads.get(machine, 0.0) + one * part / self.shares.most[machine]
-                stage += 1
-            found.append(loads)
-        return found
-
-
-def replicas_of(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, plans: Sequence[Plan]
-) -> list[Replicas]:
-    """Return the replicas of these plans by kind: with the same layers on alike machines and links.
-
-    Instances on one machine have equal parts of its memory. Those that also slow each other down there are one replica.
-    """
-    instances = Counter(name for plan in plans for name in {rank.node for rank in _ranks(plan)})
-    nodes = {
-        node.name: replace(node, memory_bytes=node.memory_bytes // max(1, instances[node.name]))
-        for node in cluster.nodes
-    }
-    parted = replace(cluster, nodes=tuple(nodes.values()))
-    kinds: dict[object, list[Sequence[Plan]]] = {}
-    for together in _together(nodes, plans):
-        places = {name: place for place, name in enumerate(dict.fromkeys(_names(together)))}
-        alike = tuple(likeness(parted, plan) for plan in together)
-        kinds.setdefault((alike, tuple(places[name] for name in _names(together))), []).append(together)
-    return [_replicas(model, parted, request, kind, members) for kind, members in kinds.items()]
-
-
-def _ranks(plan: Plan) -> Iterator[RankPlan]:
-    return chain.from_iterable(stage.ranks for stage in plan.stages)
-
-
-def _names(plans: Sequence[Plan]) -> Iterator[str]:
-    return (rank.node for plan in plans for rank in _ranks(plan))
-
-
-def _workers(nodes: Mapping[str, NodeProfile], plan: Plan) -> list[Counter[str]]:
-    """Return the number of workers of each stage by machine, at most as many as it runs at once."""
-    each = (Counter(rank.node for rank in stage.ranks) for stage in plan.stages)
-    return [
-        Counter({name: min(count, _most(nodes[name])) for name, count in workers.items()}) for workers in each
-    ]
-
-
-def _most(node: NodeProfile) -> int:
-    """Return the number of workers that a machine runs at once; all of them share a CPU quota."""
-    return 1 if node.cpu_quota is not None else node.workers_at_once
-
-
-def _together(nodes: Mapping[str, NodeProfile], plans: Sequence[Plan]) -> list[list[Plan]]:
-    """Return the plans in lists of those that share machines with more workers than these run at once."""
-    total = sum((workers for plan in plans for workers in _workers(nodes, plan)), Counter[str]())
-    crowded = {name for name, count in total.items() if count > _most(nodes[name])}
-    found: list[tuple[set[str], list[Plan]]] = []
-    for plan in plans:
-        names = crowded.intersection(_names([plan]))
-        joined = [each for each in found if each[0] & names] if names else []
-        if not joined:
-            found.append((names, [plan]))
-            continue
-        first, *others = joined
-        for other in others:
-            first[0].update(other[0])
-            first[1].extend(other[1])
-        first[0].update(names)
-        first[1].append(plan)
-        found = [each for each in found if not any(each is other for other in others)]
-    return [members for _, members in found]
-
-
-def _replicas(
-    model: ModelProfile,
-    cluster: ClusterProfile,
-    request: PlanRequest,
-    kind: object,
-    alike: Sequence[Sequence[Plan]],
-) -> Replicas:
-    first, head = alike[0], cluster.nodes[0].name
-    head_s = max(cluster.link(head, name).round_trip_s / 2 for name in _names(first))
-    members: list[Replica] = []
-    for plan in first:
-        forecast, rooms = forecast_plan(model, cluster, request.demand, plan)
-        kv = {
-            RankId(stage, place): RankKv(*room)
-            for stage, ranks in enumerate(rooms)
-            for place, room in enumerate(ranks)
-        }
-        members.append(Replica(plan, StepTable(forecast, head_s), kv))
-    names = tuple(
-        tuple(tuple(rank.node for rank in stage.ranks) for plan in plans for stage in plan.stages)
-        for plans in alike
-    )
-    return Replicas(tuple(members), names, _shares(cluster, first), (kind, head_s))
-
-
-def _shares(cluster: ClusterProfile, plans: Sequence[Plan]) -> Shares:
-    nodes = {node.name: node for node in cluster.nodes}
-    stages = [workers for plan in plans for workers in _workers(nodes, plan)]
-    names = list(dict.fromkeys(_names(plans)))
-    if all(sum(workers[name] for workers in stages) <= _most(nodes[name]) for name in names):
-        return Shares((), ({},) * len(stages))
-    parts = tuple(
-        {place: float(workers[name]) for place, name in enumerate(names) if workers[name]}
-        for workers in stages
-    )
-    return Shares(tuple(float(_most(nodes[name])) for name in names), parts)

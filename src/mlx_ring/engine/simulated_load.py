@@ -136,6 +136,13 @@ class Cohort:
     blocks: list[Change] = field(default_factory=list[Change])
     """Steps for which streams need another block of KV memory."""
 
+    @property
+    def next_change(self) -> int:
+        """Number of the step at which a stream is looked at alone again; 0 if one is now, or if there is none."""
+        if self.single or not self.counted:
+            return 0
+        return min(changes[0][0] for changes in (self.ends, self.blocks) if changes)
+
     def count_in(self, stream: Stream, *, needs_blocks: bool) -> None:
         """Count a stream that has a row in each of the micro-batch's steps in flight."""
         del self.single[stream.id]
@@ -191,6 +198,20 @@ class Sent:
     """Time at which the last stage has drawn its tokens; infinite as long as it is not known."""
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of an instance's steps."""
+
+    sent: int = 0
+    """Number of the last step that was sent ..."""
+    completed: int = 0
+    """... and of the last one that all stages have answered."""
+    prefills: int = 0
+    """Number of prefill steps in flight."""
+    last_s: float = 0.0
+    """Time of the last arrival or answer."""
+
+
 # ---- prompts
 
 
@@ -244,6 +265,29 @@ class Prompts(Prefilling[Stream, Span]):
         super().remove(sequence)
         self._forget()
 
+    @property
+    def sizer(self) -> ChunkSizer:
+        """Sizes of the chunks."""
+        return self._sizer
+
+    def lone_first(self) -> Stream | None:
+        """Return the first prompt if its chunks are the next ones, until it is read; None if others may go between them."""
+        first, *others = self
+        most = self._policy.prefill_chunk
+        if not first.has_begun or any(self._left(other) <= most for other in others):
+            return None
+        return first
+
+    def read(self, first: Stream, tokens: int, step: int) -> Span:
+        """Count the next chunk of the first prompt, which is not its last, as sent."""
+        self._long = None if self._left(first) <= self._policy.prefill_chunk else first.id
+        self._within.clear()
+        self.last_step = step
+        self._sizer.sent(step, tokens, beside_decode=True)
+        span = Span(first.scheduled, tokens)
+        first.feed(tokens)
+        return span
+
     def note_decoding(self, stream: Stream) -> None:
         """Note a stream that decodes from now on, or that has its first token."""
         heapq.heappush(self._newest, (-stream.admitted_at, stream.id))
@@ -273,7 +317,8 @@ class Prompts(Prefilling[Stream, Span]):
             self._within[most] = super()._left_within(most)
         return self._within[most]
 
-    def _has_to_spare(self) -> bool:
+    def has_to_spare(self) -> bool:
+        """Return True if a stream that did not arrive with the prompts is decoding."""
         if self._spares is None:
             self._spares = self._look_for_others()
         return self._spares
@@ -305,15 +350,27 @@ def _drop_first(times: list[tuple[float, int]], holds: Callable[[float, int], bo
         heapq.heappop(times)
 
 
+class CountedKv:
+    """KV cache from the point of view of prompts; what is cached of each is given."""
+
+    def reuse(self, stream: Stream, _running: Mapping[int, Stream]) -> int:
+        """Return the number of tokens that need no prefill if the stream begins now."""
+        if stream.has_begun:
+            return stream.scheduled
+        return stream.request.cached_tokens
+
+    def will_supply(self, _other: Stream, _stream: Stream, _least: int) -> bool:
+        """Return False: no prompt supplies another one."""
+        return False
+
+    def begin(self, stream: Stream, _running: Mapping[int, Stream]) -> None:
+        """Open an admitted stream, with what the prefix cache has of its prompt."""
+        if not stream.has_begun:
+            stream.has_begun = True
+            stream.scheduled = stream.reused = stream.request.cached_tokens
+
+
 # ---- the outcome
-
-
-class Gap(NamedTuple):
-    """Time between two tokens, for some streams at once."""
-
-    at_s: float
-    gap_s: float
-    streams: int
 
 
 @dataclass(slots=True)
@@ -326,7 +383,8 @@ class Outcome:
     """Seconds from the arrival to the first token, of the requests that arrived within the span."""
     request_s: list[float] = field(default_factory=list[float])
     """Seconds of the whole request, of those of them that ended."""
-    gaps: list[Gap] = field(default_factory=list[Gap])
+    gaps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Seconds from token to token, each with the number of streams that waited as long at once."""
     tokens: int = 0
     """Tokens of answers ..."""
     begun: int = 0
@@ -351,6 +409,19 @@ class Outcome:
     elapsed_s: float = 0.0
     """Time of the last event."""
 
+    def note_gap(self, now: float, gap_s: float, streams: int) -> None:
+        """Note the next tokens of some streams, and the seconds since those before."""
+        if self.begin_s <= now <= self.end_s:
+            self.gaps.append((gap_s, streams))
+            self.tokens += streams
+
+    def note_step(self, gap_s: float, rows: int) -> None:
+        """Note a decode step within the span, all rows of which had their last token some seconds before."""
+        self.steps += 1
+        self.rows += rows
+        self.tokens += rows
+        self.gaps.append((gap_s, rows))
+
     @property
     def span_s(self) -> float:
         return max(self.end_s - self.begin_s, 1e-9)
@@ -361,7 +432,7 @@ class Outcome:
 
     def between_tokens_within(self, percent: float) -> float:
         """Return a percentile of the seconds from token to token of all streams."""
-        return percentile(((gap.gap_s, gap.streams) for gap in self.gaps), percent)
+        return percentile(self.gaps, percent)
 
     def busy(self, stage: int) -> float:
         """Return the share of the span in which a stage computed."""
@@ -377,66 +448,3 @@ def percentile(values: Iterable[tuple[float, int]], percent: float) -> float:
         if left <= 0:
             return value
     return 0.0
-
-
-# ---- the service level
-
-_SOONER = 1.1
-"""Factor by which a run may have more tokens than its requests on average."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceLevel:
-    """Times within which a percentage of first tokens, and of further tokens, must come."""
-
-    first_token_s: float | None = None
-    between_tokens_s: float | None = None
-    percent: float = 95.0
-
-    def holds(self, outcome: Outcome) -> bool:
-        """Return True if a run kept it, and requests did not queue up."""
-        return not outcome.is_overrun and not self.broken(outcome)
-
-    def broken(self, outcome: Outcome) -> str:
-        """Return the kind of times that took too long, "first token" or "between tokens"; empty if none did."""
-        if self.first_token_s is not None and self._late(
-            self.first_token_s, [(wait, 1) for wait in outcome.first_token_s]
-        ):
-            return "first token"
-        if self.between_tokens_s is not None and self._late(
-            self.between_tokens_s, [(gap.gap_s, gap.streams) for gap in outcome.gaps]
-        ):
-            return "between tokens"
-        return ""
-
-    def _late(self, limit_s: float, times: Sequence[tuple[float, int]]) -> bool:
-        total = sum(number for _, number in times)
-        late = sum(number for seconds, number in times if seconds > limit_s)
-        return late > self._allowed(total)
-
-    def is_lost(self, measured: int, answer_tokens: float) -> Callable[[Outcome], bool]:
-        """Return a function that tells early that a run cannot keep the level.
-
-        Args:
-            measured: number of measured requests.
-            answer_tokens: mean length of their answers.
-        """
-        allowed = [
-            self._allowed(measured),
-            self._allowed(int(_SOONER * measured * max(0.0, answer_tokens - 1))),
-        ]
-        limits = (self.first_token_s, self.between_tokens_s)
-        seen, late = [0, 0], [0, 0]
-
-        def is_lost(outcome: Outcome) -> bool:
-            first, between = (inf if limit is None else limit for limit in limits)
-            late[0] += sum(wait > first for wait in outcome.first_token_s[seen[0] :])
-            late[1] += sum(gap.streams for gap in outcome.gaps[seen[1] :] if gap.gap_s > between)
-            seen[:] = len(outcome.first_token_s), len(outcome.gaps)
-            return late[0] > allowed[0] or late[1] > allowed[1]
-
-        return is_lost
-
-    def _allowed(self, total: int) -> int:
-        """Return the number of times that may be too long; the percentile is that of the nearest rank."""
-        return total - ceil(self.percent / 100 * total)

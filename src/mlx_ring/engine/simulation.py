@@ -7,8 +7,7 @@ and the account of KV memory are the engine's own. Speculative decoding is off.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -16,14 +15,15 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
 from mlx_ring.engine.kv_budget import KvBudget
 from mlx_ring.engine.prefill import SEQUENCE_TOKENS
-from mlx_ring.engine.shared_stages import Events, SharedMachines, SharedStages, StageLine
+from mlx_ring.engine.shared_stages import EventLine, Events, SharedMachines, SharedStages, StageLine
 from mlx_ring.engine.simulated_load import (
     Cohort,
-    Gap,
+    CountedKv,
     Outcome,
     Prompts,
     Sent,
     SimulatedInstance,
+    StepCounts,
     Stream,
 )
 from mlx_ring.engine.step_times import ChunkSizer
@@ -42,6 +42,7 @@ class Simulation:
         most_waiting: int | None = None,
         is_over: Callable[[Outcome], bool] = lambda _: False,
         ends_early: bool = True,
+        repeats: bool = True,
     ) -> None:
         """Prepare the run.
 
@@ -52,14 +53,20 @@ class Simulation:
             most_waiting: number of waiting requests beyond which they queue up; None for no limit.
             is_over: called at each arrival; the run ends if it returns True.
             ends_early: True if the run also ends once requests queue up.
+            repeats: False to look at every step alone, also at one like the step before. The outcome is the same.
         """
-        self._events = Events()
-        stages = None if shared is None else SharedStages(shared, self._events)
         firsts = accumulate((instance.stages for instance in instances), initial=0)
+        together = None if shared is None else Events()
+        stages = None if shared is None or together is None else SharedStages(shared, together)
+        own = [together or Events() for _ in instances]
         self._instances = [
-            _Instance(instance, first, policy, self._events, stages)
-            for instance, first in zip(instances, firsts, strict=False)
+            _Instance(instance, first, policy, events, stages)
+            for instance, first, events in zip(instances, firsts, own, strict=False)
         ]
+        each = zip(own, self._instances, strict=True)
+        self._lines = [EventLine(events, [instance], repeats=repeats) for events, instance in each]
+        if together is not None:
+            self._lines = [EventLine(together, self._instances, repeats=False)]
         self._stages = sum(instance.stages for instance in instances)
         self._most_waiting = inf if most_waiting is None else most_waiting
         self._is_over = is_over
@@ -75,34 +82,35 @@ class Simulation:
         outcome = Outcome(begin_s, inf if drains or not self._ends_early else requests[-1].at_s)
         for part in (outcome.prefill_s, outcome.decode_s, outcome.link_s):
             part.extend([0.0] * self._stages)
-        instances, events = self._instances, self._events.heap
-        for instance in instances:
+        for instance in self._instances:
             instance.measure(outcome)
-        measured, place, now, is_ended = len(requests) - skipped, 0, 0.0, False
-        while True:
-            arrives = place < len(requests) and (not events or requests[place].at_s <= events[0][0])
-            if not arrives and not events:
+        now, is_ended = 0.0, False
+        for number, request in enumerate(requests, 1):
+            now = request.at_s
+            for line in self._lines:
+                line.run_until(now)
+            queues = sum(len(one.waiting) for one in self._instances) > self._most_waiting
+            outcome.is_overrun |= queues
+            if (queues and self._ends_early) or self._is_over(outcome):
+                outcome.is_overrun = is_ended = True
                 break
-            before, now = now, requests[place].at_s if arrives else events[0][0]
-            for instance in instances:
-                if instance.waiting:
-                    instance.note_waiting(now - before, before)
-            if arrives:
-                place += 1
-                queues = sum(len(one.waiting) for one in instances) > self._most_waiting
-                outcome.is_overrun |= queues
-                if (queues and self._ends_early) or self._is_over(outcome):
-                    outcome.is_overrun = is_ended = True
-                    break
-                _least_loaded(instances, place).add(place, requests[place - 1], now)
-            else:
-                _, _, call, stage, subject = heapq.heappop(events)
-                call(subject, stage, now)
-            if not drains and place == len(requests) and len(outcome.first_token_s) == measured:
-                break
-        outcome.elapsed_s = now if is_ended else max(each.last_s for each in instances)
+            _least_loaded(self._instances, number).add(number, request, now)
+        if not is_ended:
+            self._finish(outcome, inf if drains else len(requests) - skipped)
+        outcome.elapsed_s = now if is_ended else max(each.counts.last_s for each in self._instances)
         outcome.end_s = min(outcome.end_s, outcome.elapsed_s)
         return outcome
+
+    def _finish(self, outcome: Outcome, first_tokens: float) -> None:
+        """Run on without arrivals, until so many first tokens were measured or all is answered."""
+        while len(outcome.first_token_s) != first_tokens:
+            line = min(self._lines, key=EventLine.next_s)
+            if line.next_s() == inf:
+                return
+            if first_tokens == inf:
+                line.run_until(inf)
+            else:
+                line.run_next()
 
 
 def _least_loaded(instances: Sequence[_Instance], number: int) -> _Instance:
@@ -134,25 +142,23 @@ class _Instance:
         self._sizer = ChunkSizer(stages, chunk=policy.prefill_chunk, max_itl_ratio=policy.max_itl_ratio)
         self._batches = MicroBatches[Stream](stages)
         self._cohorts: dict[MicroBatch[Stream], Cohort] = {}
-        self.sent = self.prefills = 0
+        self.counts = StepCounts()
         self._prefilling = Prompts(
             policy,
             stages,
             batches=self._batches,
-            in_flight=self,
+            in_flight=self.counts,
             sizer=self._sizer,
-            kv=self,
+            kv=CountedKv(),
             running=self.running,
         )
-        self._completed = 0
         self._frees = False
         """True while freed KV memory waits for a step."""
         self._asks_for_rows = False
         """True if prompts were admitted or preempted, which may allow decode rows at the next answer."""
+        self._events = events
         self._line = StageLine(instance, first, events, shared, self._on_answer)
         self.outcome = self._line.outcome
-        self.last_s = 0.0
-        """Time of the last arrival or answer."""
 
     def measure(self, outcome: Outcome) -> None:
         """Write what is measured to an outcome."""
@@ -176,7 +182,7 @@ class _Instance:
         """Receive a request."""
         prompt = request.prompt_tokens
         self.waiting[number] = Stream(number, request, prompt, prompt + request.answer_tokens)
-        self.last_s = now
+        self.counts.last_s = now
         self._schedule(now)
 
     # ---- admission, as `Scheduler` has it
@@ -193,9 +199,9 @@ class _Instance:
             while self._send_rows(now):
                 pass
         self._asks_for_rows = has_admitted or self.outcome.preemptions > preempted
-        if self._frees and self._completed == self.sent:
+        if self._frees and self.counts.completed == self.counts.sent:
             idle = [0.0] * self._stages
-            self._send(Sent(self.sent + 1, 0), now, idle, self.outcome.decode_s)
+            self._send(Sent(self.counts.sent + 1, 0), now, idle, self.outcome.decode_s)
 
     def _admit(self, now: float) -> None:
         running = self.running
@@ -250,7 +256,7 @@ class _Instance:
             if (moved := self._batches.remove(stream.id)) is not None:
                 self._move(*moved)
         if stream.has_begun:
-            self._budget.release(stream.id, self.sent + 1)
+            self._budget.release(stream.id, self.counts.sent + 1)
             self._frees = True
         else:
             self._budget.drop(stream.id)
@@ -292,7 +298,7 @@ class _Instance:
 
     def _send_step_of(self, cohort: Cohort, now: float) -> bool:
         number = cohort.sent + 1
-        rows = self._single_rows(cohort, number)
+        rows = [] if number < cohort.next_change else self._single_rows(cohort, number)
         counted, in_flight = cohort.counted, cohort.in_flight
         total = counted + len(rows)
         if not total:
@@ -303,7 +309,7 @@ class _Instance:
                 after = row.in_flight[-1]
         back_s = self._costs.back_s(total) if after is not None and self._stages > 1 else 0.0
         context = (cohort.context + sum(row.scheduled for row in rows)) / total
-        sent = Sent(self.sent + 1, total, cohort, number, counted)
+        sent = Sent(self.counts.sent + 1, total, cohort, number, counted)
         cohort.sent = number
         cohort.context += counted
         in_flight.append(sent)
@@ -321,6 +327,23 @@ class _Instance:
         self._send(sent, now, seconds, self.outcome.decode_s, after, back_s)
         return True
 
+    def repeat(self, until_s: float) -> float:
+        """Answer steps before a time and send the next ones, while they only repeat; return the last time, or 0 for none."""
+        prompts, cohorts, counts = self._prefilling, self._cohorts, self.counts
+        if self._stages > 1 or not cohorts or self._frees or self._budget.being_freed:
+            return 0.0
+        if (self.waiting and len(self.running) < self._policy.max_num_seqs) or prompts.is_almost_read():
+            return 0.0
+        (cohort,) = cohorts.values()
+        if len(cohort.in_flight) < self._policy.steps_ahead:
+            return 0.0
+        before = counts.completed
+        if self._line.repeat(cohort, counts, prompts, until_s, self._policy.steps_ahead):
+            while prompts and self._send_chunks(counts.last_s):
+                while self._send_rows(counts.last_s):
+                    pass
+        return counts.last_s if counts.completed > before else 0.0
+
     def _single_rows(self, cohort: Cohort, number: int) -> list[Stream]:
         """Return the streams that are looked at alone and have a row in the next step."""
         if self._is_limited:
@@ -336,13 +359,15 @@ class _Instance:
 
     def _send_chunks(self, now: float) -> bool:
         """Send the next prefill step; return False if none may go out."""
+        if self._stages == 1 and self._sizer.is_saving and self._prefilling.has_to_spare():
+            return False
         chunks = self._prefilling.next_chunks()
         if not chunks:
             return False
         spans = [span for _, span in chunks]
-        sent = Sent(self.sent + 1, sum(span.tokens for span in spans))
+        sent = Sent(self.counts.sent + 1, sum(span.tokens for span in spans))
         self._prefilling.last_step = sent.step
-        self.prefills += 1
+        self.counts.prefills += 1
         for stream, _ in chunks:
             if stream.scheduled >= stream.fill_to:
                 self._prefilling.remove(stream.id)
@@ -363,13 +388,13 @@ class _Instance:
         after: Sent | None = None,
         back_s: float = 0.0,
     ) -> None:
-        self.sent, self._frees = sent.step, False
+        self.counts.sent, self._frees = sent.step, False
         self._line.send(sent, now, seconds, busy, after, back_s)
 
     # ---- answers
 
     def _on_answer(self, sent: Sent, stage: int, now: float) -> None:
-        self.last_s = now
+        self.counts.last_s = now
         if sent.tokens and sent.cohort is not None:
             self._sizer.record_decode(stage, sent.tokens, sent.tokens, sent.compute_us[stage])
         elif sent.tokens:
@@ -382,11 +407,11 @@ class _Instance:
         if sent.cohort is not None:
             self._answer_cohort(sent, sent.cohort, now)
         elif sent.tokens:
-            self.prefills -= 1
+            self.counts.prefills -= 1
         for stream, generation in sent.single:
             if stream.generation == generation:
                 self._on_token(stream, sent, now)
-        self._completed = sent.step
+        self.counts.completed = sent.step
         self._budget.settle(sent.step)
         self._schedule(now)
 
@@ -397,7 +422,7 @@ class _Instance:
             self.outcome.steps += 1
             self.outcome.rows += sent.tokens
         if sent.counted:
-            self._note_gap(now, now - cohort.answered_at, sent.counted)
+            self.outcome.note_gap(now, now - cohort.answered_at, sent.counted)
         cohort.answered, cohort.answered_at = sent.number, now
 
     def _on_token(self, stream: Stream, sent: Sent, now: float) -> None:
@@ -413,36 +438,12 @@ class _Instance:
             if stream.request.at_s >= outcome.begin_s:
                 outcome.first_token_s.append(now - stream.request.at_s)
         else:
-            self._note_gap(now, now - stream.token_at, 1)
+            outcome.note_gap(now, now - stream.token_at, 1)
         stream.token_at = now
         if not stream.joined and stream.length >= stream.max_length:
             if stream.request.at_s >= outcome.begin_s:
                 outcome.request_s.append(now - stream.request.at_s)
             self._remove(stream)
-
-    def _note_gap(self, now: float, gap_s: float, streams: int) -> None:
-        outcome = self.outcome
-        if outcome.begin_s <= now <= outcome.end_s:
-            outcome.gaps.append(Gap(now, gap_s, streams))
-            outcome.tokens += streams
-
-    # ---- KV, from the point of view of prompts
-
-    def reuse(self, stream: Stream, _running: Mapping[int, Stream]) -> int:
-        """Return the number of tokens that need no prefill if the stream begins now."""
-        if stream.has_begun:
-            return stream.scheduled
-        return stream.request.cached_tokens
-
-    def will_supply(self, _other: Stream, _stream: Stream, _least: int) -> bool:
-        """Return False: what is cached of each prompt is given."""
-        return False
-
-    def begin(self, stream: Stream, _running: Mapping[int, Stream]) -> None:
-        """Open an admitted stream, with what the prefix cache has of its prompt."""
-        if not stream.has_begun:
-            stream.has_begun = True
-            stream.scheduled = stream.reused = stream.request.cached_tokens
 
 
 def _number(stream: Stream) -> int:

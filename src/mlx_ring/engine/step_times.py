@@ -103,9 +103,11 @@ class ChunkTimes:
         kept = self._classes.setdefault(place, deque(maxlen=_OF_A_CLASS))
         kept.append((compute_us, tokens, self._recorded))
         new_us, _, _ = self._middles[place] = _middle(kept)
+        if len(kept) == 1:
+            self._middles = dict(sorted(self._middles.items()))
         oldest, slowest_us = self._recorded - _REMEMBERED, _CONTRADICTS * new_us
         sizes, times_us = list[int](), list[float]()
-        for other, (us, size, _) in sorted(self._middles.items()):
+        for other, (us, size, _) in [*self._middles.items()]:
             contradicts = us > slowest_us if other < place else new_us > _CONTRADICTS * us
             is_old = bool(sizes) and self._classes[other][-1][2] <= oldest
             if contradicts or is_old:
@@ -198,6 +200,8 @@ class ChunkSizer:
         """Slowest stage of each step with chunks beside decode, and the time charged for it."""
         self._draft_us = [RunningMean() for _ in range(stages)]
         """Time that a draft token adds to a decode step, by stage."""
+        self._is_measured = False
+        self._smallest_us = self._largest_us = self._most_us = 0.0
 
     def record(self, timing: StepTiming, *, is_prefill: bool) -> None:
         """Learn from the answer of a stage's first rank; the others of a group wait for each other."""
@@ -212,6 +216,9 @@ class ChunkSizer:
     def record_chunk(self, stage: int, step: int, tokens: int, compute_us: float) -> None:
         """Learn from a prefill step of some tokens on a stage."""
         self._chunk_times[stage].record(tokens, compute_us)
+        self._is_measured = all(times.is_measured for times in self._chunk_times)
+        self._smallest_us, self._largest_us = self._chunk_us(SMALLEST_CHUNK), self._chunk_us(self._chunk)
+        self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
         self._settle(stage, step, compute_us)
 
     def record_decode(self, stage: int, rows: int, tokens: int, compute_us: float) -> None:
@@ -244,19 +251,13 @@ class ChunkSizer:
 
     def _earn(self) -> None:
         """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""
-        slowest = max(
-            plain.value or step.value or 0.0
-            for plain, step in zip(self._decode_us, self._any_decode_us, strict=True)
-        )
+        slowest = 0.0
+        for plain, step in zip(self._decode_us, self._any_decode_us, strict=True):
+            us = plain.value or step.value
+            slowest = us if us is not None and us > slowest else slowest
         self._earned_us = self._left * slowest
+        self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
         self._credit_us = min(self._most_us, self._credit_us + self._earned_us)
-
-    @property
-    def _most_us(self) -> float:
-        """Most time that can be saved, at least that of the smallest chunk."""
-        return max(
-            self._chunk_us(SMALLEST_CHUNK), min(self._chunk_us(self._chunk), _STEPS_SAVED * self._earned_us)
-        )
 
     def _chunk_us(self, tokens: int) -> float:
         """Return the time of a chunk on the slowest stage."""
@@ -264,40 +265,39 @@ class ChunkSizer:
 
     def measured_us(self, tokens: int) -> float | None:
         """Return the time of a chunk on the slowest stage; None until every stage has computed one."""
-        return self._chunk_us(tokens) if all(times.is_measured for times in self._chunk_times) else None
+        return self._chunk_us(tokens) if self._is_measured else None
 
     def _beside_decode(self) -> int:
         """Return the size of a chunk beside decode; 0 until more time is saved."""
-        if not all(times.is_measured for times in self._chunk_times):
+        if not self._is_measured:
             return min(self._chunk, SMALLEST_CHUNK)
-        if self._credit_us < self._chunk_us(SMALLEST_CHUNK) or self._is_saving:
+        if self.is_saving:
             return 0
         most = min(times.most(self._credit_us) for times in self._chunk_times)
         return min(self._chunk, max(SMALLEST_CHUNK, most))
 
     @property
-    def _is_saving(self) -> bool:
-        """True while the time of one step is too little for a chunk, which reads the weights as a step does.
-
-        The time of several steps is then used for one larger chunk.
-        """
-        is_short = self._left < 1.0 or self._earned_us < self._chunk_us(SMALLEST_CHUNK)
+    def is_saving(self) -> bool:
+        """True while too little time is saved for a chunk beside decode, if need be that of several steps for a larger one."""
+        if not self._is_measured or self._credit_us < self._smallest_us:
+            return self._is_measured
+        is_short = self._left < 1.0 or self._earned_us < self._smallest_us
         return is_short and self._credit_us < self._most_us
 
     def sent(self, step: int, tokens: int, *, beside_decode: bool) -> None:
         """Charge the prompt tokens of a step that is sent."""
         if beside_decode:
             costs_us = [times.us(tokens) for times in self._chunk_times]
-            slowest = max(range(self._stages), key=costs_us.__getitem__)
-            self._credit_us -= costs_us[slowest]
-            self._charged[step] = slowest, costs_us[slowest]
+            us = max(costs_us)
+            self._credit_us -= us
+            self._charged[step] = costs_us.index(us), us
 
     def _settle(self, stage: int, step: int, compute_us: float) -> None:
         """Correct the charge of a chunk to its measured time, and forget those of failed steps before it."""
-        for earlier in [
-            one for one, (slowest, _) in self._charged.items() if one <= step and slowest == stage
-        ]:
-            _, charged = self._charged.pop(earlier)
+        for earlier, (slowest, charged) in [*self._charged.items()]:
+            if earlier > step or slowest != stage:
+                continue
+            del self._charged[earlier]
             if earlier == step:
                 # One long stall must not keep prompts waiting for thousands of steps.
                 most_us = _MOST_DEBT * self._most_us

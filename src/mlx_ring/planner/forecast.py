@@ -156,15 +156,22 @@ class StepTable:
         self._forecast = forecast
         self._head_s = head_s
         self._decode: dict[tuple[int, int, int], float] = {}
+        self._last: dict[tuple[int, int], tuple[int, int, float, float]] = {}
+        """The last contexts between which a decode step was interpolated, by stage and rows, and their times."""
         self._chunks: dict[tuple[int, int, int], float] = {}
         self._hops: dict[tuple[int, int], tuple[float, float]] = {}
         self._back: dict[int, float] = {}
 
     def decode_s(self, stage: int, rows: int, context_tokens: float) -> float:
         """Return the seconds of a decode step on a stage, by its rows and their mean context."""
-        low, high = _knots(context_tokens)
-        begin, end = self._decode_at(stage, rows, low), self._decode_at(stage, rows, high)
-        return begin + (end - begin) * (context_tokens - low) / (high - low)
+        key = stage, rows
+        low, high, begin, rise = self._last.get(key, (0, 0, 0.0, 0.0))
+        if not low <= context_tokens < high:
+            low, high = _knots(context_tokens)
+            begin = self._decode_at(stage, rows, low)
+            rise = self._decode_at(stage, rows, high) - begin
+            self._last[key] = low, high, begin, rise
+        return begin + rise * (context_tokens - low) / (high - low)
 
     def _decode_at(self, stage: int, rows: int, context: int) -> float:
         key = stage, rows, context

@@ -23,13 +23,15 @@ from mlx_ring.planner.layer_parts import (
     ACTIVE_COUNTS,
     EXPERT_COUNTS,
     LookBack,
+    WeightFormat,
+    WeightFormats,
     experts_of,
     layer_matrices,
     look_back,
+    read_formats,
 )
 from mlx_ring.planner.mixers import Matrix, Role, mixer_of_layer
 from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, ModelProfile
-from mlx_ring.planner.weight_format import WeightFormat, WeightFormats, read_formats
 
 _FLOAT = 32
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")

@@ -253,6 +253,34 @@ def _seconds(at: object, where: str) -> float:
     return seconds
 
 
+Drawings = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+"""A number for each request of each of several drawings, a row for each drawing."""
+_DRAWINGS, _DRAWN_REQUESTS = (40, 400), 120_000
+"""Fewest and most drawings of which the most typical one is chosen, and about the number of their requests."""
+_WINDOWS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Spans, in mean times between requests, in which those that come close together are counted."""
+_LOADS = (0.35, 0.6, 0.8)
+"""Loads of queues whose waits are compared."""
+
+
+def _crowding(gaps: Drawings) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Yield the variance of the number of requests shortly before each one, for each drawing and several spans."""
+    drawings, count = gaps.shape
+    at = (gaps.cumsum(axis=1) + 4.0 * count * np.arange(drawings)[:, None]).ravel()
+    for window in _WINDOWS:
+        before = np.arange(at.size) - np.searchsorted(at, at - window)
+        yield before.reshape(gaps.shape).astype(np.float64).var(axis=1)
+
+
+def _waits(gaps: Drawings, work: Drawings) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Yield the mean and two percentiles of waits in queues of several loads, for each drawing."""
+    for load in _LOADS:
+        left = (load * work - gaps).cumsum(axis=1)
+        waits = left - np.minimum.accumulate(np.minimum(left, 0.0), axis=1)
+        yield waits.mean(axis=1)
+        yield from np.quantile(waits, (0.9, 0.95), axis=1)
+
+
 @dataclass(frozen=True)
 class Load:
     """Requests and how they arrive."""
@@ -296,6 +324,43 @@ class Load:
         """
         return [each._replace(at_s=each.at_s / rate) for each in islice(self.at_one_per_second(), count)]
 
+    def typical(self, count: int) -> list[SimulatedRequest]:
+        """Return requests that stand for all of the load: of many drawings, the one nearest to their mean.
+
+        They come within `count` seconds. Drawings are compared by how many requests come close together, and by the waits
+        in queues that are served at constant speeds. Lengths are spread evenly. Recorded requests are as they are.
+        """
+        if self.recorded:
+            return list(islice(self.at_one_per_second(), count))
+        random, times = (
+            np.random.default_rng((self.seed, count)),
+            self.burst if self.arrivals == "burst" else 1,
+        )
+        shape = max(_DRAWINGS[0], min(_DRAWINGS[1], _DRAWN_REQUESTS // count)), count
+        gaps = np.ones(shape) if self.arrivals == "even" else np.zeros(shape)
+        if self.arrivals != "even":
+            gaps[:, ::times] = random.exponential(size=gaps[:, ::times].shape)
+        gaps *= count / gaps.sum(axis=1, keepdims=True)
+        prompts, answers = (self._spread(lengths, shape, random) for lengths in (self.prompt, self.answer))
+        work = prompts / (2 * self.mean_prompt) + answers / (2 * self.mean_answer)
+        figures = np.stack([*_crowding(gaps), *_waits(gaps, work)])
+        deviations = figures - figures.mean(axis=1, keepdims=True)
+        deviations /= figures.std(axis=1, keepdims=True) + 1e-12
+        best = int((deviations**2).sum(axis=0).argmin())
+        return [
+            SimulatedRequest(float(at_s), int(prompt), int(answer), self._cached(int(prompt)))
+            for at_s, prompt, answer in zip(gaps[best].cumsum(), prompts[best], answers[best], strict=True)
+        ]
+
+    @staticmethod
+    def _spread(lengths: Lengths, shape: tuple[int, int], random: np.random.Generator) -> Drawings:
+        """Return lengths of drawings, of which each part of the range has as many in any drawing."""
+        places = (random.random(shape).argsort(axis=1) + random.random(shape)) / shape[1]
+        return np.floor(lengths.low + places * (lengths.high + 1 - lengths.low))
+
+    def _cached(self, prompt: int) -> int:
+        return min(prompt - 1, int(self.prefix_hits * prompt))
+
     def at_one_per_second(self) -> Iterator[SimulatedRequest]:
         """Yield the requests without end, one per second on average."""
         random, moments = np.random.default_rng(self.seed), self._moments()
@@ -304,8 +369,7 @@ class Load:
                 prompt, answer, _ = self.recorded[number % len(self.recorded)]
             else:
                 prompt, answer = self.prompt.draw(random), self.answer.draw(random)
-            cached = min(prompt - 1, int(self.prefix_hits * prompt))
-            yield SimulatedRequest(at_s, prompt, answer, cached)
+            yield SimulatedRequest(at_s, prompt, answer, self._cached(prompt))
 
     def _moments(self) -> Iterator[float]:
         """Yield the times of arrival for one request per second."""
