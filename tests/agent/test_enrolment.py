@@ -634,5 +634,11 @@ def test_a_token_is_not_in_the_list_of_processes_while_its_machine_computes(tmp_
             assert itself.is_running()
             assert "join" in itself.cmdline()
             assert token not in " ".join(itself.cmdline())
+        # The variable is for the first time alone: it needs no head now, and refuses no damaged token.
+        within = "env", "MLX_RING_JOIN_TOKEN=old"
+        with joining(str(head.address), folder=tmp_path / "node", within=within) as process:
+            said = tmp_path / "node" / "stderr.txt"
+            await asyncio.to_thread(eventually, lambda: "head" in said.read_text())
+            assert process.poll() is None
 
     with_head(tmp_path, act)

@@ -179,8 +179,9 @@ async def answer_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 
 
 def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(member, "_DISTRUST_PAUSE_S", 0.1)
     address, state = HeadAddress("127.0.0.1", free_pair_of_ports()), tmp_path / "head"
     caplog.set_level(logging.INFO)
 

@@ -284,6 +284,8 @@ NOT_AS_OPENAI = "answers, but not as an OpenAI API does."
         ({"choices": [], "usage": "x"}, NOT_AS_OPENAI),
         ([1], NOT_AS_OPENAI),
         ({"error": "overloaded"}, "Par\noverloaded\n"),
+        ({"error": {"code": 500}}, "Par\n{'code': 500}\n"),
+        ({"error": 5}, "Par\n5\n"),
         ({"error": None, "choices": []}, "Par\n"),
     ],
 )

@@ -87,10 +87,20 @@ def test_replan_pauses_only_where_that_is_allowed(tmp_path: Path) -> None:
     assert "--dry-run and --pause are given; leave one of them out." in both.stderr
 
 
-def test_the_name_of_a_token_is_shown_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["[/laptops]", ":x:"])
+def test_the_name_of_a_token_is_shown_as_it_is(name: str, tmp_path: Path) -> None:
     state = "--state-dir", str(tmp_path / "state")
-    assert run_in_process("token", "create", "--name", "[/laptops]", *state, folder=tmp_path).returncode == 0
-    assert "[/laptops]" in run_in_process("token", "list", *state, folder=tmp_path).stdout
+    assert run_in_process("token", "create", "--name", name, *state, folder=tmp_path).returncode == 0
+    assert name in run_in_process("token", "list", *state, folder=tmp_path).stdout
+
+
+def test_the_variable_of_a_join_token_is_no_setting(tmp_path: Path) -> None:
+    shown = run_in_process(
+        *("token", "list", "--state-dir", str(tmp_path / "state")),
+        folder=tmp_path,
+        environment={"MLX_RING_JOIN_TOKEN": "secret"},
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 61])

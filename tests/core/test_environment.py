@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import pytest
 
-from mlx_ring.core.environment import worker_environment
+from mlx_ring.core.environment import restart_without, worker_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="large pages are requested only on Linux")
+
+
+def test_no_flag_with_a_secret_is_left_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr("os.execve", lambda *given: started.append(given))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    words = ["python", "-m", "x", "join", "--token", "old", "--token=older", "head", "--token", "new"]
+    monkeypatch.setattr("sys.orig_argv", words)
+    restart_without("new", "--token", "SECRET")
+    ((_, command, environment),) = started
+    assert command == [sys.executable, "-m", "x", "join", "head"]
+    assert cast("dict[str, str]", environment)["SECRET"] == "new"
 
 
 def test_workers_request_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _LEAVE_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.0
+_DISTRUST_PAUSE_S = 15.0
+"""Pause after another program, or the head of another cluster, has answered at the head's address: it may stay there."""
 _SILENCE_S = 5.0
 """Seconds without an answer after which the head counts as lost."""
 
@@ -130,6 +132,7 @@ async def stay_registered(
             if not has_answered or not isinstance(error, HandshakeFailed):
                 raise
             failures.record(f"{str(error).removesuffix('.')}; asking again")
+            pause_s = _DISTRUST_PAUSE_S
         except (RingError, OSError) as error:
             failures.record(f"The head at {head} cannot be reached, asking again: {error}")
         finally:

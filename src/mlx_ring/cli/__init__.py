@@ -19,4 +19,4 @@ def table_console() -> Console:
     """
     from rich.console import Console  # slow to import, and few commands print a table
 
-    return Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False)
+    return Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -371,7 +371,8 @@ def _check(response: httpx.Response) -> None:
 
 def _message_of(error: Any) -> str:
     """Return the message of an error, which some servers write as a text alone."""
-    return error if isinstance(error, str) else str(error["message"])
+    message = error.get("message") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return str(error if message is None else message)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -195,7 +195,15 @@ def key_to_send(settings: Settings) -> str | None:
     Raises:
         ConfigError: an HTTP header cannot carry it.
     """
-    key = settings.api_key[0] if settings.api_key else None
+    return checked_key(settings.api_key[0] if settings.api_key else None)
+
+
+def checked_key(key: str | None) -> str | None:
+    """Return a key that an HTTP header can carry, or None as it is.
+
+    Raises:
+        ConfigError: an HTTP header cannot carry it.
+    """
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError(
             "--api-key must be printable ASCII characters, as MLX_RING_API_KEY too: an HTTP header carries no others."

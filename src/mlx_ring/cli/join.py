@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _HEAD_FILE = "head"
 TOKEN_VARIABLE = "MLX_RING_JOIN_TOKEN"  # noqa: S105 - a name, not a secret
 """Variable for a join token, which does not appear in a list of processes as a flag does."""
+_GIVEN = "MLX_RING_GIVEN_JOIN_TOKEN"
+"""The same for the token of a flag, when this process has started itself again without that."""
 _TRY_S = 2.0
 
 
@@ -45,7 +47,7 @@ def join(
         str | None,
         typer.Option(
             help="Join token that `mlx-ring serve --nodes N` or `token create` prints; needed once. "
-            f"{TOKEN_VARIABLE} by default."
+            f"{TOKEN_VARIABLE} by default, as long as this machine is no member."
         ),
     ] = None,
     listen: Annotated[
@@ -58,9 +60,9 @@ def join(
     The first time needs a token. Later this machine joins without one, and rejoins when the head restarts.
     """
     if token is not None:
-        restart_without(token, "--token", TOKEN_VARIABLE)
-    by_variable = take_variable(TOKEN_VARIABLE) or None
-    token = by_variable if token is None else token
+        restart_without(token, "--token", _GIVEN)
+    given, for_first_time = take_variable(_GIVEN), take_variable(TOKEN_VARIABLE)
+    token = given or token
     settings = load_settings(flags)
     quieten_grpc()
     enable_grpc_logs()
@@ -73,12 +75,14 @@ def join(
     state = state_folder(settings.state_dir)
     folder = node_folder(state)
     address = _head_address(head, folder)
+    if token is None and load_credentials(folder) is None:
+        token = for_first_time
+        if not token:
+            raise ConfigError(
+                "This machine is not a member yet: give --token, which `mlx-ring token create` prints on the head."
+            )
     if token is not None:
         enrol(str(address), token, folder)
-    elif load_credentials(folder) is None:
-        raise ConfigError(
-            "This machine is not a member yet: give --token, which `mlx-ring token create` prints on the head."
-        )
     _serve(settings, state, address, listen)
 
 

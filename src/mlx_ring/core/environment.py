@@ -67,11 +67,13 @@ def restart_without(secret: str, flag: str, variable: str) -> None:
 
     Return if this process was not started with the flag, or cannot be started again.
     """
-    words = sys.orig_argv[1:]
-    for given in ([flag, secret], [f"{flag}={secret}"]):
-        places = [place for place in range(len(words)) if words[place : place + len(given)] == given]
-        for place in reversed(places):
-            del words[place : place + len(given)]
+    words: list[str] = []
+    given = iter(sys.orig_argv[1:])
+    for word in given:
+        if word == flag:
+            next(given, None)
+        elif not word.startswith(f"{flag}="):
+            words.append(word)
     if secret and len(words) < len(sys.orig_argv) - 1:
         with contextlib.suppress(OSError):
             os.execve(sys.executable, [sys.executable, *words], {**os.environ, variable: secret})  # noqa: S606 - no shell is wanted

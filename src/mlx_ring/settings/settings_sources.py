@@ -89,8 +89,8 @@ def _number_range(noun: str, constraints: list[object]) -> str:
 
 log = logging.getLogger(__name__)
 
-_FOREIGN_VARIABLES = {"mlx_ring_verbose"}
-"""Variables of MLX itself: its ring backend reads this one."""
+_FOREIGN_VARIABLES = {"mlx_ring_verbose", "mlx_ring_join_token"}
+"""Variables that are no settings: MLX's ring backend reads the first one, and `mlx-ring join` the second one."""
 _CONFIG_VARIABLE = "config"
 
 

@@ -268,7 +268,7 @@ def test_the_defaults_are_the_documented_ones(
     assert seen[0][2] == Workload(32, Range(128, 128), Range(64, 64), concurrency=4)
 
 
-def test_the_key_of_this_machine_s_settings_is_sent_unless_another_is_given(
+def test_the_key_of_this_machine_s_settings_is_sent_to_its_server_unless_another_is_given(
     bench: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run(connect: command.Connect, *_: object) -> dict[str, Any]:
@@ -281,7 +281,10 @@ def test_the_key_of_this_machine_s_settings_is_sent_unless_another_is_given(
     monkeypatch.setenv("MLX_RING_API_KEY", "own")
     bench()
     bench("--api-key", "other")
-    assert keys == [None, "own", "other"]
+    elsewhere = "--url", "http://10.0.0.9:8000"
+    bench(*elsewhere)
+    bench(*elsewhere, "--api-key", "theirs")
+    assert keys == [None, "own", "other", None, "theirs"]
 
 
 def test_a_real_server_is_measured_from_another_process(tiny_model: Path, tmp_path: Path) -> None:

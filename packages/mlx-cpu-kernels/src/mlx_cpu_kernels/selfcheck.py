@@ -254,11 +254,14 @@ def _products_with(
 
 
 def _large_products() -> Iterator[Sample]:
-    """Yield products that are large enough for several threads."""
-    for bits, rows, columns in ((4, 1, 1536), (4, 20, 64)):
-        options: dict[str, Any] = {"bits": bits, "group_size": 64}
-        matrix = _matrices(520, columns, **options)
-        yield "quantized_matmul", (_numbers(rows, columns), *matrix), options
+    """Yield products that are large enough for several threads, and those of many rows, of which one has an outlier."""
+    cases = ((1, 1536, 64, False), (20, 64, 64, False), (50, 96, 32, True), (150, 192, 64, True))
+    for rows, columns, group_size, has_outlier in cases:
+        options: dict[str, Any] = {"bits": 4, "group_size": group_size}
+        matrix, x = _matrices(520, columns, **options), _numbers(rows, columns)
+        if has_outlier:
+            x[rows - 10, 3] = 1e4
+        yield "quantized_matmul", (x, *matrix), options
 
 
 def _layers() -> Iterator[Sample]:

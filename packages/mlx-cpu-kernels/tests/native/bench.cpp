@@ -103,8 +103,7 @@ void bench(const Shape& shape, const std::vector<int64_t>& rows_list, Sgemm sgem
 int main(int count, char** arguments) {
   Sgemm sgemm = load_sgemm(count > 1 ? arguments[1] : nullptr);
   if (const char* set = std::getenv("MLX_CPU_KERNELS_BENCH_SET"))
-    using enum InstructionSet;
-    for (InstructionSet s : {scalar, avx2, avx512, amx})
+    for (InstructionSet s : {InstructionSet::scalar, InstructionSet::avx2, InstructionSet::avx512, InstructionSet::amx})
       if (std::string(name(s)) == set) set_instruction_set(s);
   std::printf("%s\n", name(instruction_set()));
   print_memory_speed();

@@ -19,8 +19,9 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.heads import API_KEY, CACERT, key_to_send, trust
+from mlx_ring.cli.heads import API_KEY, CACERT, checked_key, key_to_send, trust
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.addresses import is_loopback
 from mlx_ring.settings.settings_sources import load_settings
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
@@ -196,8 +197,10 @@ def bench(
     degrees = decimal("--temperature", temperature, 0, 2)
     timeout_s = decimal("--timeout", timeout, 0.1, 86_400)
     warming = whole("--warmup", warmup, 0, 10_000)
-    settings = load_settings({"api_key": api_key})
-    presented = key_to_send(settings)
+    # The settings are those of this machine's server. Another one gets only what a flag says.
+    is_own = is_loopback(urlsplit(where).hostname or "")
+    settings = load_settings({"api_key": api_key}) if is_own else None
+    presented = checked_key(api_key) if settings is None else key_to_send(settings)
     files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
     if plot is not None:
         check_matplotlib(plot)
@@ -207,7 +210,9 @@ def bench(
 
     options = RequestOptions("chat" if named == "chat" else "completions", degrees)
     outputs = Outputs(*files, progress=progress and sys.stderr.isatty())
-    connect = Connect(where, presented, timeout_s, trust(cacert, settings.ssl_certfile))
+    connect = Connect(
+        where, presented, timeout_s, trust(cacert, None if settings is None else settings.ssl_certfile)
+    )
     report = asyncio.run(_run(connect, model, workload, options, warming, outputs))
     raise typer.Exit(_exit_code(report))
 

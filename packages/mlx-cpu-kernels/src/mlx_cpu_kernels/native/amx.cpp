@@ -10,7 +10,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <vector>
+#include <memory>
 
 #include "avx512_vector.h"
 #include "byte_digits.h"
@@ -340,14 +340,11 @@ class Strip {
     const int64_t columns = smaller(vectors * kTileColumns, w_.columns - v * kTileColumns);
     const int64_t groups = columns / size, first_group = v * kTileColumns / size;
     const int64_t places = x_.tiles() * tiles_ * groups;
-    alignas(64) int32_t integers[2][kDigits * kSums] = {};
+    alignas(64) int32_t integers[2][kDigits * kSums];
     Place multiplied, added;
     float* to = sums_;
     Float sums[kTile];
     begin_sums(to, v == 0, sums);
-    _tile_zero(4);
-    _tile_zero(5);
-    _tile_zero(6);
     for (int64_t i = 0; i < places + 2; i++) {
       const int64_t vector = size == 32 ? multiplied.group / 2 : multiplied.group * kSteps;
       const int64_t half = size == 32 ? multiplied.group % 2 : 0;
@@ -356,11 +353,9 @@ class Strip {
       multiplied = after(multiplied, groups);
       int32_t* stored = integers[(i + 1) % 2];
       const int64_t at = first_group + added.group;
-      // In the first two rounds the integers are zeros: nothing has been multiplied yet.
-      const bool is_begun = i >= 2;
-      const Float x_sum = is_begun ? V::load(x_.sums(added.t) + at * kTile) : V::zero();
-      const Group group{integers[i % 2], V::load(x_.scales(added.t) + at * kTile), x_sum,
-                        scales_ + at * kStrip + added.tile * kTile, biases_ + at * kStrip + added.tile * kTile};
+      const Group group{integers[i % 2], V::load(x_.scales(added.t) + at * kTile),
+                        V::load(x_.sums(added.t) + at * kTile), scales_ + at * kStrip + added.tile * kTile,
+                        biases_ + at * kStrip + added.tile * kTile};
       _tile_loadd(0, weights, kTileColumns);
       multiply_digit<0>(stored, digits);
       add_rows<0, 4>(group, sums);
@@ -369,7 +364,11 @@ class Strip {
       multiply_digit<2>(stored, digits);
       if constexpr (kSteps == 2) multiply_more(weights + kTileBytes, digits + kDigits * kTileBytes);
       add_rows<10, 16>(group, sums);
-      if (!is_begun || ++added.group < groups) continue;
+      if (i < 2) {  // nothing was stored yet: what was added is forgotten
+        begin_sums(to, v == 0, sums);
+        continue;
+      }
+      if (++added.group < groups) continue;
       added.group = 0;
 #pragma GCC unroll 16
       for (int m = 0; m < kTile; m++) V::store(to + m * kTile, sums[m]);
@@ -412,19 +411,32 @@ R some_rows(const R& rows, int64_t begin, int64_t count) {
   return {at(rows.values, rows.type, begin * rows.stride), rows.type, rows.stride, count};
 }
 
+// Rows that digits do not hold. No container of the standard library: its functions are not of this file alone.
+struct Others {
+  explicit Others(int64_t most) : rows(new int64_t[most]) {}
+  std::unique_ptr<int64_t[]> rows;
+  int64_t count = 0;
+};
+
+// Where the others are in the memory of x or y.
 template <class R>
-std::vector<int64_t> indices(const R& rows, const std::vector<int64_t>& chosen) {
-  std::vector<int64_t> found;
-  for (int64_t i : chosen) found.push_back(rows.index ? rows.index[i] : i);
-  return found;
+R other_rows(const R& all, const Others& others, Others& indices) {
+  for (int64_t i = 0; i < others.count; i++) indices.rows[i] = all.index ? all.index[others.rows[i]] : others.rows[i];
+  return {all.values, all.type, all.stride, others.count, indices.rows.get()};
 }
 
-// Products of one format with the rows of x that digits hold. Returns the other rows.
+// Rows of x that are multiplied at once, of equal numbers as far as whole tiles allow.
+int64_t rows_at_once(int64_t rows, const Quantized& w) {
+  const int64_t most = std::clamp(kMostDigits / (kDigits * w.columns) / kTile * kTile, kLeastRows, kMostRows);
+  const int64_t blocks = (rows + most - 1) / most;
+  return round_up((rows + blocks - 1) / blocks, kTile);
+}
+
+// Products of one format with the rows of x that digits hold; notes the others.
 template <int bits>
-std::vector<int64_t> multiply_fitting(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+void multiply_fitting(const Rows& x, const RowsProduct* products, int count, Threads& threads, Others& others) {
   const Quantized& first = products[0].w;
-  const int64_t most = std::clamp(round_up(kMostDigits / (kDigits * first.columns), kTile), kLeastRows, kMostRows);
-  std::vector<int64_t> others;
+  const int64_t most = rows_at_once(x.count, first);
   bool fits[kMostRows];
   for (int64_t begin = 0; begin < x.count; begin += most) {
     const int64_t rows = smaller(most, x.count - begin);
@@ -433,42 +445,46 @@ std::vector<int64_t> multiply_fitting(const Rows& x, const RowsProduct* products
     threads.parallel_for(digits.tiles(), 1, [&](int64_t tile, int64_t end) {
       for (; tile < end; tile++) digits.convert<bits>(some, tile, fits + tile * kTile);
     });
+    const int64_t before = others.count;
+    for (int64_t i = 0; i < rows; i++)
+      if (!fits[i]) others.rows[others.count++] = begin + i;
+    if (others.count - before == rows) continue;
     for (int i = 0; i < count; i++) {
-      const auto& [w, y] = products[i];
-      const MutableRows to = some_rows(y, begin, rows);
+      const Quantized& w = products[i].w;
+      const MutableRows to = some_rows(products[i].y, begin, rows);
       threads.parallel_for(w.rows, kStrip, [&](int64_t row, int64_t end) {
         Tiles tiles(w.group_size == 32 ? 32 : 64);
         Strip<bits> strip(w, digits);
         for (; row < end; row += kStrip) strip.multiply(row, to, fits);
       });
     }
-    for (int64_t i = 0; i < rows; i++)
-      if (!fits[i]) others.push_back(begin + i);
   }
-  return others;
 }
 
-std::vector<int64_t> multiply_fitting(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
+void multiply_fitting(const Rows& x, const RowsProduct* products, int count, Threads& threads, Others& others) {
   switch (products[0].w.bits) {
     case 2:
-      return multiply_fitting<2>(x, products, count, threads);
+      return multiply_fitting<2>(x, products, count, threads, others);
     case 3:
-      return multiply_fitting<3>(x, products, count, threads);
+      return multiply_fitting<3>(x, products, count, threads, others);
     case 4:
-      return multiply_fitting<4>(x, products, count, threads);
+      return multiply_fitting<4>(x, products, count, threads, others);
     case 5:
-      return multiply_fitting<5>(x, products, count, threads);
+      return multiply_fitting<5>(x, products, count, threads, others);
     case 6:
-      return multiply_fitting<6>(x, products, count, threads);
+      return multiply_fitting<6>(x, products, count, threads, others);
     default:
-      return multiply_fitting<8>(x, products, count, threads);
+      return multiply_fitting<8>(x, products, count, threads, others);
   }
 }
 
-// Whether the product is faster so. A tile takes as long for one row of x as for 16, and for 32 columns as for 64.
-bool pays(const Rows& x, const Quantized& w) {
-  const int64_t least = w.group_size == 32 ? 48 : w.group_size == 64 ? 7 : 5;
-  return w.mode == Mode::affine && x.count >= least && w.rows >= kTile;
+// Whether the product is faster so. A tile takes as long for one row of x as for 16, and for 32 columns as for 64. With
+// few rows of x, each thread needs some strips: AVX-512 shares fewer rows of the matrix among threads.
+bool pays(const Rows& x, const Quantized& w, const Threads& threads) {
+  if (w.mode != Mode::affine || w.rows < kTile || w.columns == 0 || x.count < 5) return false;
+  const int64_t at_once = smaller(x.count, rows_at_once(x.count, w));
+  const bool has_strips = threads.count() == 1 || w.rows >= 2 * kStrip * threads.count();
+  return at_once >= (w.group_size == 32 ? 48 : !has_strips ? 32 : w.group_size == 64 ? 7 : 5);
 }
 
 }  // namespace
@@ -476,24 +492,23 @@ bool pays(const Rows& x, const Quantized& w) {
 void multiply_transposed_by_amx(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
   for (int begin = 0, end; begin < count; begin = end) {
     const Quantized& w = products[begin].w;
-    const bool by_tiles = pays(x, w);
-    end = begin + 1;
+    const bool by_tiles = pays(x, w, threads);
     auto joins = [&](const Quantized& other) {
-      return pays(x, other) == by_tiles && (!by_tiles || same_format(w, other));
+      return pays(x, other, threads) == by_tiles && (!by_tiles || same_format(w, other));
     };
+    end = begin + 1;
     while (end < count && joins(products[end].w)) end++;
     if (!by_tiles) {
       avx512_kernels.multiply_transposed(x, products + begin, end - begin, threads);
       continue;
     }
-    const auto others = multiply_fitting(x, products + begin, end - begin, threads);
-    if (others.empty()) continue;
-    const auto x_rows = indices(x, others);
-    const Rows rest{x.values, x.type, x.stride, int64_t(others.size()), x_rows.data()};
+    Others others(x.count);
+    multiply_fitting(x, products + begin, end - begin, threads, others);
+    if (others.count == 0) continue;
+    Others x_indices(others.count), y_indices(others.count);
+    const Rows rest = other_rows(x, others, x_indices);
     for (int i = begin; i < end; i++) {
-      const auto& [matrix, y] = products[i];
-      const auto y_rows = indices(y, others);
-      const RowsProduct product{matrix, {y.values, y.type, y.stride, rest.count, y_rows.data()}};
+      const RowsProduct product{products[i].w, other_rows(products[i].y, others, y_indices)};
       avx512_kernels.multiply_transposed(rest, &product, 1, threads);
     }
   }
