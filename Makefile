@@ -4,9 +4,9 @@
 BIN := .venv/bin
 ARGS ?=
 # Tests run in several processes. All tests of a file run in the same one, so that they share fixtures.
-# Most tests wait for other processes, so eight keep two cores busy. More would fill a laptop's memory with servers.
+# Most tests wait for other processes, so six keep two cores busy; each takes seconds to find the tests. Those of several
+# machines wait longer.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-SIDE_BY_SIDE := -n 8 $(BY_FILE)
 # Tests that start no processes. tests/process_marks.py marks the others.
 WITHOUT_PROCESSES := not conformance and not faults and not processes
 # Tests of which `make test` runs only some cases.
@@ -43,12 +43,12 @@ demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARG
 	@touch $@
 
 test: .venv/.compiled-tests ## install, and run the tests (ARGS="-k scheduler"; ARGS="-n 0" for one process)
-	$(BIN)/pytest -m "not conformance and not faults and not machines" $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/pytest -m "not conformance and not faults and not machines" -n 6 $(BY_FILE) $(ARGS)
 	@echo "Not included: most tests of several machines (make test-machines), most faults (make faults), and conformance"
 	@echo "tests of every architecture and client (make conformance)."
 
 test-machines: .venv/.compiled-tests ## test clusters of several machines, made of network namespaces, ssh and MPI (Linux, as root)
-	$(BIN)/pytest -m "machines and not faults" $(SIDE_BY_SIDE) $(ARGS) tests/end_to_end
+	$(BIN)/pytest -m "machines and not faults" -n 8 $(BY_FILE) $(ARGS) tests/end_to_end
 
 test-fast: .venv/.compiled-tests ## run the quick tests: no processes, no long computation
 	$(BIN)/pytest -m "$(WITHOUT_PROCESSES) and not slow" $(FAST) $(ARGS)
