@@ -1,8 +1,8 @@
 // Products of several rows by AMX, which multiplies 16 rows of bytes with 16 others in 16 cycles.
 //
-// x becomes signed digits (byte_digits.h), and the weights are unpacked to bytes. For 16 rows of the matrix, 16 rows of
-// x and a group of columns, three products of tiles give the sums of the digits' products as integers, without an
-// error. These become float32, multiplied by the scales of both, while the processor multiplies the next tiles.
+// x becomes signed digits (byte_digits.h), and the weights are unpacked to bytes. Tiles have 16 rows of the matrix, 16
+// rows of x, and a group of columns. Three products of them give the sums of the digits' products as integers, without
+// an error. These become float32, multiplied by the scales of both, while the processor multiplies the next tiles.
 //
 // The matrix is taken in strips of 64 rows and pieces of 256 columns. Their bytes, and the digits of 16 rows of x, stay
 // in the first cache. The digits of all rows of x that are multiplied at once stay in the second one. All code here has
@@ -78,10 +78,10 @@ Int order_of_columns() {
   return _mm512_load_si512(order);
 }
 
-// The values of `words` words, of 64 at most, as bytes; zeros follow.
+// The packed values of the first `count` words, of 64 values at most, as bytes; zeros follow.
 template <int bits>
-inline Int unpack(const uint32_t* from, int words) {
-  const Int packed = _mm512_maskz_loadu_epi32(__mmask16((1u << words) - 1), from);
+inline Int unpack(const uint32_t* from, int count) {
+  const Int packed = _mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
   if constexpr (bits == 8) {
     return packed;
   } else if constexpr (bits == 4) {
@@ -331,9 +331,9 @@ class Strip {
     for (int m = 0; m < kTile; m++) sums[m] = is_first ? V::zero() : V::load(from + m * kTile);
   }
 
-  // Adds the products of a piece to the sums of all tiles. Three places are in work at a time: one is multiplied, the
-  // integers of the one before are stored, and those of the one before that become float32. What takes the sums is
-  // always inlined, and no lambda, which keeps them in registers.
+  // Adds the products of a piece to the sums of all tiles. Three places are in work at a time. One is
+  // multiplied, the integers of the one before are stored, and those of the one before that become float32. The sums
+  // stay in registers: no lambda takes them, and functions that do are always inlined.
   template <int size>
   void add_piece(int64_t v, int64_t vectors) const {
     constexpr int kSteps = size == 128 ? 2 : 1;  // tiles of a group

@@ -69,7 +69,7 @@ inline float integers_of_group(float largest) { return largest >= kLeast ? kLarg
 
 // Whether digits hold a row whose groups have these largest magnitudes; beyond the end they are zero. A row of tiny or
 // of huge numbers does not fit. NaN does, the sums of its groups keep it. Where weights have a bias, a weight of zero
-// is the sum of two numbers, and so are the sums of groups: there must be no outliers among the groups, either.
+// is the sum of two numbers, and so are the sums of groups. Then there must be no outliers among the groups, either.
 template <class V>
 inline bool row_fits(const float* magnitudes, int64_t groups, bool has_biases) {
   float largest = 0;

@@ -15,7 +15,7 @@ namespace mlx_cpu_kernels {
 namespace {
 
 #if defined(__x86_64__)
-// Whether the processor has AMX for bytes, and the system allows it to this process: its registers take 8 kB of every
+// Whether the processor has AMX for bytes, and the system allows it to this process. Its registers take 8 kB of every
 // thread that uses them, so Linux is asked first (Documentation/arch/x86/xstate.rst).
 bool has_amx() {
 #if defined(__linux__)
