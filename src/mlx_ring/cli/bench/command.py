@@ -19,7 +19,7 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.heads import API_KEY, CACERT, checked_key, key_to_send, trust
+from mlx_ring.cli.heads import CACERT, checked_key, key_to_send, trust
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import is_loopback
 from mlx_ring.settings.settings_sources import load_settings
@@ -122,7 +122,13 @@ def bench(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model to ask; the first one served by default.")
     ] = None,
-    api_key: Annotated[str | None, API_KEY] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="API key of the server; MLX_RING_API_KEY by default, for a server on this machine.",
+        ),
+    ] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     requests: Annotated[str, typer.Option(metavar="N", help="Number of requests.")] = "32",
     concurrency: Annotated[
