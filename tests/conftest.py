@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests import alone, order, process_marks
+from tests import alone, hangs, order, process_marks
 from tests.examples import register_profiles
 from tests.once import once, use_folder
 from tests.other_python import other_python
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (alone, order, process_marks):
+    for plugin in (alone, hangs, order, process_marks):
         config.pluginmanager.register(plugin)
     if config.getoption("--thorough"):
         settings.load_profile("thorough")
