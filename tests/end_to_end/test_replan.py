@@ -38,6 +38,8 @@ AUTO = ("--strategy", "auto", *FLAGS[2:], "--learn-speeds", "off")
 
 SLOW_PROMPT_FLOPS = 1e8
 """Speed of products at which prompts take most of a request's time on every machine, so that each further stage pays."""
+SLOW_TO_COMPUTE = 0.002
+"""Factor of speed at which computing takes long compared to the sums of a group, also when a busy machine sums slowly."""
 
 
 def join_faster(
@@ -135,16 +137,15 @@ def test_model_moves_to_a_group_that_shares_its_layers_and_no_answer_changes(
             _, found, token = line.partition("--token ")
             if found and not tokens:
                 tokens.append(token.split()[0])
-                join_faster(stack, port, tokens[0], tmp_path / "node-1", 0.001)
+                join_faster(stack, port, tokens[0], tmp_path / "node-1", SLOW_TO_COMPUTE / 20)
 
         stack.callback(end_head_members, tmp_path)
         head = running_head("demo", 2, tmp_path, port, *AUTO, *TRUSTED, *flags, on_line=read)
-        # Computing takes long compared to the sums of a group.
-        give_faster_profile(tmp_path / "state", 0.02)
+        give_faster_profile(tmp_path / "state", SLOW_TO_COMPUTE)
         server = stack.enter_context(head)
         texts, before = expected(server), {node["id"] for node in nodes(server)}
         assert [len(stage["ranks"]) for stage in stages_of(server)] == [1]
-        join_faster(stack, port, tokens[0], tmp_path / "node-2", 0.02, *TRUSTED)
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", SLOW_TO_COMPUTE, *TRUSTED)
         eventually(lambda: len(nodes(server)), lambda count: count == 3)
         (new,) = {node["id"] for node in nodes(server)} - before
         proposal = replan(server, dry_run=True)["proposal"]
@@ -170,11 +171,11 @@ def test_ranks_of_one_machine_spread_over_another_that_joins(tmp_path: Path) -> 
             _, found, token = line.partition("--token ")
             if found and not tokens:
                 tokens.append(token.split()[0])
-                join_faster(leaving, port, tokens[0], tmp_path / "node-1", 0.02, *TRUSTED)
+                join_faster(leaving, port, tokens[0], tmp_path / "node-1", SLOW_TO_COMPUTE, *TRUSTED)
 
         stack.callback(end_head_members, tmp_path)
         head = running_head("demo", 2, tmp_path, port, *AUTO, "--tp", "2", *TRUSTED, on_line=read)
-        give_faster_profile(tmp_path / "state", 0.02, cores=1)
+        give_faster_profile(tmp_path / "state", SLOW_TO_COMPUTE, cores=1)
         server = stack.enter_context(head)
 
         def homes() -> set[str]:
@@ -186,7 +187,7 @@ def test_ranks_of_one_machine_spread_over_another_that_joins(tmp_path: Path) -> 
         leaving.close()
         eventually(homes, lambda found: len(found) == 1, pause_s=0.5)
         assert expected(server) == texts
-        join_faster(stack, port, tokens[0], tmp_path / "node-2", 0.02, *TRUSTED)
+        join_faster(stack, port, tokens[0], tmp_path / "node-2", SLOW_TO_COMPUTE, *TRUSTED)
         eventually(lambda: [each["state"] for each in nodes(server)].count("attending") == 2, pause_s=0.5)
         proposal = replan(server, dry_run=True)["proposal"]
         assert (proposal["way"], len(set(proposal["planned"]["stages"][0]["nodes"]))) == ("beside", 2)
