@@ -7,6 +7,7 @@
 - `tokens`: greedy answers in float32 by workers on the GPU, under several splits, beside mlx-lm's on the CPU. Scores
   closer than 1e-4 may change places.
 - `nccl`: a sum in a group of one rank; CUDA only.
+- `products`: products with 4-bit weights, by MLX's own operation and by that of workers.
 - `speed`: decode and prefill of random models with 1 and 8 billion weights beside mlx-lm in one process, and beside the
   time that reading the weights takes. Memory: what MLX has held at most, and what the driver counts.
 - `plan`: the same speeds and memory as the planner predicts and promises from this machine's profile.
@@ -48,7 +49,7 @@ from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile
 from mlx_ring.planner.request import Demand, PlanRequest
 
-PARTS = ("tokens", "nccl", "speed", "plan")
+PARTS = ("tokens", "nccl", "products", "speed", "plan")
 TIE = 1e-4
 """Difference of two tokens' scores up to which they may change places in float32."""
 SPLITS: dict[str, dict[str, Any]] = {
@@ -275,6 +276,9 @@ def check(report: Report, parts: Sequence[str], machine: str) -> None:
         check_tokens(report, {name: BUILT_IN / name for name in ("demo", "demo-moe")})
     if "nccl" in parts and device["nccl"]:
         check_nccl(report)
+    if "products" in parts:
+        for name, values in run_apart("products").items():
+            report.add("products", name, values)
     if "speed" not in parts and "plan" not in parts:
         return
     with tempfile.TemporaryDirectory(prefix="mlx-ring-gpu-") as scratch:

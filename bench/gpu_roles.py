@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,6 +147,46 @@ def bandwidth_role() -> float:
     return values.nbytes / best
 
 
+def products_role() -> dict[str, dict[str, float]]:
+    """Return microseconds and errors of products with 4-bit weights: MLX's own, and those of mlx-ring's workers.
+
+    The errors are parts of the largest result.
+    """
+    import mlx.core as mx
+
+    from mlx_ring.worker.platform.device import choose_products, own_product
+
+    choose_products("auto", 1)
+    weights = mx.quantize((0.02 * mx.random.normal((12288, 4096))).astype(mx.bfloat16), bits=4)
+    exact = mx.dequantize(*weights, bits=4).astype(mx.float32)
+    found: dict[str, dict[str, float]] = {}
+    for sequences, tokens in ((1, 1), (4, 1), (8, 1), (32, 1), (1, 128), (1, 512), (1, 2048)):
+        x = mx.random.normal((sequences, tokens, 4096)).astype(mx.bfloat16)
+        right = x.astype(mx.float32) @ exact.T
+        values: dict[str, float] = {}
+        for name, multiply in (("mlx", own_product), ("mlx-ring", mx.quantized_matmul)):
+            product = partial(multiply, x, *weights, bits=4)
+            error = mx.abs(product() - right).max() / mx.abs(right).max()
+            values |= {
+                f"{name} error": cast("float", error.item()),
+                f"{name} us": 1e6 * _median_seconds(product),
+            }
+        found[f"{sequences} x {tokens} rows"] = values
+    return found
+
+
+def _median_seconds(compute: Callable[[], Any], rounds: int = 7, repeats: int = 10) -> float:
+    """Return the median time of one of several results that are computed together."""
+    import mlx.core as mx
+
+    times: list[float] = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        mx.eval([compute() for _ in range(repeats)])
+        times.append((time.perf_counter() - started) / repeats)
+    return statistics.median(times)
+
+
 def nccl_role() -> dict[str, Any]:
     """Join a group of one rank by the variables that workers set, and sum in it."""
     from mlx_ring.core.environment import set_for_libraries
@@ -177,6 +218,7 @@ ROLES: dict[str, Callable[..., Any]] = {
     "stock": stock_role,
     "bandwidth": bandwidth_role,
     "nccl": nccl_role,
+    "products": products_role,
 }
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 
 import mlx_ring
+from mlx_cpu_kernels import SpeedReport
 from mlx_ring.core.environment import library_variable
 from mlx_ring.host.process import UsableMemory
 from mlx_ring.worker.platform import device
@@ -128,3 +132,124 @@ def test_kernels_compiled_for_a_gpu_are_kept_in_the_users_cache(
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/mine")
     device.keep_compiled_kernels()
     assert library_variable("MLX_PTX_CACHE_DIR") == "/mine"
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"group_size": 64, "bits": 4},
+        {"group_size": 32, "bits": 3},
+        {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    ],
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (64,),
+        (1, 64),
+        (2, 1, 64),
+        (3, 1, 64),
+        (1, 5, 64),
+        (7, 64),
+        (9, 1, 64),
+        (2, 5, 64),
+        (1, 300, 64),
+        (128, 2, 64),
+    ],
+)
+def test_products_for_nvidia_gpus_are_those_of_mlx(
+    shape: Sequence[int], quantization: dict[str, Any]
+) -> None:
+    mx.random.seed(7)
+    for dtype, tolerance in ((mx.float32, 1e-5), (mx.float16, 5e-3)):
+        weights = mx.quantize(mx.random.normal((96, 64)).astype(dtype), **quantization)
+        x = mx.random.normal(shape).astype(dtype)
+        expected = device.own_product(x, *weights, transpose=True, **quantization)
+        product = device.multiply_on_cuda(x, *weights, transpose=True, **quantization)
+        assert (product.shape, product.dtype) == (expected.shape, expected.dtype)
+        assert bool((mx.abs(product - expected) <= tolerance * mx.abs(expected).max()).all())
+
+
+def test_products_for_nvidia_gpus_read_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, ...]] = []
+
+    def counted(x: mx.array, *others: Any, **named: Any) -> mx.array:
+        taken.append(tuple(x.shape))
+        return own(x, *others, **named)
+
+    own = device.own_product
+    monkeypatch.setattr(device, "own_product", counted)
+    with_free_memory(64 << 30, monkeypatch)
+    weights = mx.quantize(mx.random.normal((96, 64)), bits=4)
+    for shape in (
+        (1, 1, 64),
+        (2, 1, 64),
+        (5, 1, 64),
+        (1, 5, 64),
+        (8, 1, 64),
+        (1, 40, 64),
+        (256, 1, 64),
+        (1, 512, 64),
+    ):
+        device.multiply_on_cuda(mx.zeros(shape), *weights, bits=4)
+    assert taken == [(1, 1, 64), (2, 1, 64), (8, 64), (1, 8, 64), (8, 64), (1, 40, 64)]
+
+
+def nothing_faster(_threads: int, *, kernels: bool) -> SpeedReport:
+    return SpeedReport(f"MLX's own, kernels: {kernels}")
+
+
+def with_free_memory(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process compute on a GPU that had so much memory when it started."""
+    monkeypatch.setattr(device, "compiles_kernels", lambda: True)
+    monkeypatch.setattr(device, "free_memory", lambda: free_bytes)
+    monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)
+    monkeypatch.setattr(device, "room", device.Room())
+    monkeypatch.setattr(device, "speed_up", nothing_faster)
+    device.choose_products("auto", 1)
+
+
+def test_weights_are_dequantized_only_where_memory_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 0
+
+    def counted(x: mx.array, *others: Any, **named: Any) -> mx.array:
+        nonlocal taken
+        taken += 1
+        return own(x, *others, **named)
+
+    own = device.own_product
+    monkeypatch.setattr(device, "own_product", counted)
+    layer = nn.QuantizedLinear(512, 512, bits=4)
+    x = mx.zeros((256, 512))
+    mx.eval(layer.parameters(), x)
+    # Of 512 * 512 weights of two bytes, 0.4 are dequantized at once.
+    copies = int(0.4 * 2 * 512 * 512)
+    for free, products in ((copies - 1, 1), (copies, 0)):
+        with_free_memory(mx.get_active_memory() + free, monkeypatch)
+        device.expect_copies([layer, nn.Linear(512, 512)])
+        taken = 0
+        assert cast("mx.array", layer(x)).shape == (256, 512)
+        assert taken == products
+
+
+def test_products_that_mlx_must_judge_are_its_own() -> None:
+    # Weights of several matrices, those that are not transposed, and those of another type than x.
+    weights = mx.quantize(mx.random.normal((2, 64, 64)), bits=4)
+    single = mx.quantize(mx.random.normal((64, 64)), bits=4)
+    half = mx.quantize(mx.random.normal((64, 64)).astype(mx.bfloat16), bits=4)
+    x = mx.random.normal((2, 5, 64))
+    for of_mlx, transpose in ((weights, True), (single, False), (half, True)):
+        expected = device.own_product(x, *of_mlx, transpose=transpose, bits=4)
+        assert mx.array_equal(device.multiply_on_cuda(x, *of_mlx, transpose, bits=4), expected)
+
+
+def test_only_processes_with_an_nvidia_gpu_replace_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "quantized_matmul", mx.quantized_matmul)
+    monkeypatch.setattr(device, "speed_up", nothing_faster)
+    device.choose_products("auto", 1)
+    assert mx.quantized_matmul is not device.multiply_on_cuda
+    monkeypatch.setattr(device, "compiles_kernels", lambda: True)
+    device.choose_products("off", 1)
+    assert mx.quantized_matmul is not device.multiply_on_cuda
+    device.choose_products("auto", 1)
+    assert mx.quantized_matmul is device.multiply_on_cuda
