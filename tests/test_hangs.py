@@ -1,4 +1,4 @@
-"""Tests that hang end their process."""
+"""Tests that hang fail."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PLUGINS = ("-p", "tests.hangs", "-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
 HANGING = """
+import asyncio
+import ctypes
 import threading
 import pytest
 import tests.hangs
-tests.hangs._FURTHER_S = 0.3
+tests.hangs._AGAIN_S, tests.hangs._END_S = 0.2, 1.0
 stopped = threading.Event()
 
 @pytest.mark.timeout(0.2)
-def test_that_waits_for_a_thread():
+def test_whose_cleanup_waits_for_a_thread():
     thread = threading.Thread(target=stopped.wait, daemon=True)
     thread.start()
     try:
@@ -23,14 +27,26 @@ def test_that_waits_for_a_thread():
     finally:
         thread.join()
 
-def test_after_it():
+async def never_answered():
+    await asyncio.get_running_loop().create_future()
+
+@pytest.mark.timeout(0.2)
+def test_whose_task_waits():
+    asyncio.run(never_answered())
+
+@pytest.mark.timeout(0.2)
+def test_that_waits_outside_python():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+def test_after_them():
     pass
 """
 
 
-def test_a_test_that_does_not_end_after_its_limit_fails_with_the_stacks_of_its_threads(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a mutex of zeros is one of glibc")
+def test_tests_that_hang_fail_with_what_they_wait_for_and_others_run(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING)
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *PLUGINS, "-n", "1", "--rootdir", tmp_path, tmp_path],
@@ -41,6 +57,8 @@ def test_a_test_that_does_not_end_after_its_limit_fails_with_the_stacks_of_its_t
         text=True,
         timeout=60,
     )
-    assert "1 failed, 1 passed" in run.stdout, run.stdout
-    assert "crashed while running 'test_hanging.py::test_that_waits_for_a_thread'" in run.stdout
-    assert "in test_that_waits_for_a_thread" in run.stderr
+    assert "3 failed, 1 passed" in run.stdout, run.stdout
+    assert "thread.join()" in run.stdout
+    assert "await asyncio.get_running_loop().create_future()" in run.stdout
+    assert "crashed while running 'test_hanging.py::test_that_waits_outside_python'" in run.stdout
+    assert "in test_that_waits_outside_python" in run.stderr
