@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_ring.core.errors import ProtocolError
 
-PROFILE_VERSION = 7
+PROFILE_VERSION = 8
 """Version of the measurements: machines with profiles of another version are measured again."""
 
 _STEADY_SPREAD = 0.25
