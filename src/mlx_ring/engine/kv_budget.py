@@ -410,6 +410,12 @@ def fitting_context(limits: Mapping[RankId, RankKv], wanted: int, *, insisted: b
 
 def _too_little(limits: Mapping[RankId, RankKv], capacity: int, wanted: int) -> str:
     rank, kv = min(limits.items(), key=lambda item: item[1].limit_bytes - sequence_bytes(item[1], wanted))
+    if capacity < BLOCK:
+        return (
+            f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.1f} MB, but even {BLOCK} tokens need "
+            f"{sequence_bytes(kv, BLOCK) / 1e6:.1f} MB there. Raise --kv-cache-memory or the machine's --memory-limit, "
+            "or serve a smaller model."
+        )
     return (
         f"The KV cache of stage {rank.stage} may take {kv.limit_bytes / 1e6:.0f} MB, but one request of "
         f"{wanted} tokens needs {sequence_bytes(kv, wanted) / 1e6:.0f} MB there: {capacity} tokens fit. "
