@@ -42,7 +42,6 @@ from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.stage_folder import require_layers
 from mlx_ring.worker.head_tap import find_heads, override
-from mlx_ring.worker.platform.device import expect_copies
 from mlx_ring.worker.shard import StageModel
 
 if TYPE_CHECKING:
@@ -201,8 +200,6 @@ class StageLoading:
         parameters |= self._held
         model.load_weights(list(parameters.items()), strict=False)
         model.eval()
-        modules = cast("list[tuple[str, nn.Module]]", model.named_modules())
-        expect_copies(module for path, module in modules if stage.needs(f"{path}.weight"))
         self.stage = stage
         """Stage, whose weights are in memory once all parts are done."""
 

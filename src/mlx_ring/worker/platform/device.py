@@ -11,12 +11,12 @@ import contextlib
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_cpu_kernels import SpeedReport, speed_up
 from mlx_ring.core.environment import library_variable, package_version, set_for_libraries
@@ -32,9 +32,12 @@ _TILE_ROWS, _ROWS_TO_FILL = 8, 3
 """Numbers of rows from which MLX with CUDA multiplies tiles of rows with quantized weights, and from which rows are added."""
 _ROWS_TO_DEQUANTIZE = 256
 """Number of rows from which a product of dequantized weights is faster with CUDA."""
-_COPIES_AT_ONCE = 0.4
-"""Part of a chunk's dequantized weights that exist at the same time, because MLX starts operations ahead. It is that of
-activations, measured on an H200 with MLX 0.32.4."""
+_COPIES_AT_ONCE, _MOST_COPIES_BYTES = 0.4, 11 << 30
+"""Dequantized weights that exist at the same time because MLX starts operations ahead: a part of all, as measured of
+activations on an H200, and at most those of 11 graphs of 1 GB, which is the largest limit of MLX 0.32."""
+_RESERVE_BYTES = 1 << 30
+_LOOK_S = 0.1
+"""Seconds for which the GPU's free memory is not asked again."""
 own_product = mx.quantized_matmul
 """The product of MLX itself."""
 
@@ -54,32 +57,28 @@ def choose_products(mode: str, threads: int) -> SpeedReport:
     if mode == "off":
         return SpeedReport("MLX's own (OpenBLAS is switched off by --blas off)")
     if compiles_kernels():
-        room.free_bytes = free_memory()
         mx.quantized_matmul = multiply_on_cuda
     return speed_up(threads, kernels=mode == "auto")
 
 
 @dataclass(slots=True)
-class Room:
+class _Room:
     """Memory of a GPU for dequantized weights."""
 
     free_bytes: int = 0
-    """Bytes that this process may use, as it was when the process started."""
-    copies_bytes: int = 0
-    """Bytes of a chunk's dequantized weights that exist at the same time."""
+    looked_at: float = -math.inf
 
-    def suffices(self) -> bool:
-        return mx.get_active_memory() + self.copies_bytes <= self.free_bytes
+    def has(self, copy_bytes: int, bits: float) -> bool:
+        """Report whether weights of so many bits may be dequantized for a chunk, one matrix of which takes so many bytes."""
+        now = time.monotonic()
+        if now - self.looked_at > _LOOK_S:
+            self.free_bytes, self.looked_at = free_memory() + mx.get_cache_memory(), now
+        # Weights are a part of what is held.
+        copies = min(_MOST_COPIES_BYTES, _COPIES_AT_ONCE * mx.get_active_memory() * 16 / bits)
+        return max(copy_bytes, copies) + _RESERVE_BYTES <= self.free_bytes
 
 
-room = Room()
-
-
-def expect_copies(layers: Iterable[nn.Module]) -> None:
-    """Note the layers of this process, whose quantized weights are dequantized for chunks of prompts if memory allows it."""
-    quantized = (layer for layer in layers if isinstance(layer, nn.QuantizedLinear))
-    weights = sum(layer.weight.nbytes * 8 // layer.bits for layer in quantized)
-    room.copies_bytes = int(_COPIES_AT_ONCE * weights * mx.bfloat16.size)
+room = _Room()
 
 
 def multiply_on_cuda(
@@ -101,19 +100,23 @@ def multiply_on_cuda(
     of dequantized weights. docs/nvidia.md has figures.
     """
     own = partial(own_product, group_size=group_size, bits=bits, mode=mode)
-    rows = math.prod(x.shape[:-1])
-    dtypes = {x.dtype, scales.dtype} if mode == "affine" else {x.dtype}
-    if rows < _ROWS_TO_FILL or w.ndim != 2 or not transpose or stream is not None or len(dtypes) > 1:  # noqa: PLR2004 - a matrix
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    if rows < _ROWS_TO_FILL or w.ndim != 2 or not transpose or stream is not None:  # noqa: PLR2004 - a matrix
         return own(x, w, scales, biases, transpose, stream=stream)
-    if rows >= _ROWS_TO_DEQUANTIZE and room.suffices():
-        return x @ mx.dequantize(w, scales, biases, group_size, bits, mode, dtype=x.dtype).T
-    together = x if x.shape[-2] == rows else x.reshape(rows, x.shape[-1])
-    if rows >= _TILE_ROWS:
-        product = own(together, w, scales, biases)
-    else:
+    together = x if x.shape[-2] == rows else x.reshape(rows, width)
+    is_affine = mode == "affine" and scales.dtype == x.dtype
+    # In float32, MLX would round the factors of a product of other weights than quantized ones.
+    if is_affine and rows >= _ROWS_TO_DEQUANTIZE and x.dtype != mx.float32:
+        numbers = w.shape[0] * width
+        if room.has(numbers * x.dtype.size, w.nbytes * 8 / numbers):
+            return x @ mx.dequantize(w, scales, biases, group_size, bits, mode, dtype=x.dtype).T
+    # Tiles have 64 columns or a group.
+    if is_affine and rows < _TILE_ROWS and width % max(64, group_size or 64) == 0:
         nothing = [(0, 0)] * (together.ndim - 2)
         padded = mx.pad(together, [*nothing, (0, _TILE_ROWS - rows), (0, 0)])
         product = own(padded, w, scales, biases)[..., :rows, :]
+    else:
+        product = own(together, w, scales, biases)
     return product if together is x else product.reshape(*x.shape[:-1], -1)
 
 
