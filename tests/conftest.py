@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (alone, hangs, order, process_marks):
+    for plugin in (hangs, alone, order, process_marks):
         config.pluginmanager.register(plugin)
     if config.getoption("--thorough"):
         settings.load_profile("thorough")

@@ -1,9 +1,9 @@
-"""Let a test that hangs fail with all that it waits for, whatever it does with the exception of its time limit.
+"""End a process whose test neither ends nor fails, and show where its tasks and threads wait.
 
-At the limit, pytest-timeout raises an exception in the main thread. Here it comes again each minute: the first may end
-nothing, as where its handling waits for a thread that has stopped. It also shows the tasks of a running loop. A wait
-outside Python gets no exception: after five minutes its process ends with the stacks of its threads. xdist counts the
-test as failed, and continues in another process.
+At a test's limit, pytest-timeout raises an exception in the main thread. That does not end a wait outside Python, nor a
+cleanup that waits for a thread or a task. So five minutes later the process ends with the stacks of its threads; xdist
+counts the test as failed, and continues in another process. As many minutes are for ending what a failed test has
+started. A test's wait for others, where it runs alone, does not count.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
+import pytest_timeout
 
-_AGAIN_S, _END_S = 60.0, 300.0
-"""Seconds from one exception to the next, and from the limit to the end of the process."""
+_END_S = 300.0
+"""Seconds from the limit to the end of the process."""
 _errors = pytest.StashKey[int]()
+_is_debugged = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,26 +34,42 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_errors])
 
 
+def pytest_enter_pdb() -> None:
+    global _is_debugged  # noqa: PLW0603 - a debugger is there until the process ends
+    _is_debugged = True
+
+
 def limit_of(item: pytest.Item) -> float:
-    """Return the seconds after which a test fails; 0 if it has no limit."""
-    mark = item.get_closest_marker("timeout")
-    usual = item.config.getoption("timeout")
-    return float((mark.args[0] if mark else item.config.getini("timeout") if usual is None else usual) or 0)
+    """Return the seconds after which pytest-timeout lets a test fail; 0 if it has no limit."""
+    settings: Any = getattr(pytest_timeout, "_get_item_settings")(item)  # noqa: B009 - it is private
+    return settings.timeout or 0.0
+
+
+def _end_after(seconds: float, item: pytest.Item) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_errors])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     if limit := limit_of(item):
-        faulthandler.dump_traceback_later(limit + _END_S, exit=True, file=item.config.stash[_errors])
+        _end_after(limit + _END_S, item)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.hookimpl(wrapper=True, optionalhook=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Limit what follows a failure, too: pytest has dropped the end of the process, and pytest-timeout the limit."""
+    if limit_of(item) and not _is_debugged and not item.config.getoption("usepdb"):
+        _end_after(limit_of(item) + _END_S, item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(settings: Any) -> Generator[None, object, object]:
-    """Repeat the signal of pytest-timeout's timer, and show tasks before its handler raises."""
+    """Show tasks before pytest-timeout's handler raises."""
     result = yield
     if settings.method == "signal":
         fail = cast("Callable[[int, FrameType | None], None]", signal.getsignal(signal.SIGALRM))
@@ -62,7 +80,6 @@ def pytest_timeout_set_timer(settings: Any) -> Generator[None, object, object]:
             fail(number, frame)
 
         signal.signal(signal.SIGALRM, show_tasks_and_fail)
-        signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN_S)
     return result
 
 
