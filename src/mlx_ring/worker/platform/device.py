@@ -33,8 +33,8 @@ _TILE_ROWS, _ROWS_TO_FILL = 8, 3
 _ROWS_TO_DEQUANTIZE = 256
 """Number of rows from which a product of dequantized weights is faster with CUDA."""
 _COPIES_AT_ONCE, _MOST_COPIES_BYTES = 0.4, 11 << 30
-"""Dequantized weights that exist at the same time because MLX starts operations ahead: a part of all, as measured of
-activations on an H200, and at most those of 11 graphs of 1 GB, which is the largest limit of MLX 0.32."""
+"""Dequantized weights that exist at the same time, because MLX starts operations ahead: a part of all, and their most bytes.
+The part is that of activations on an H200. The most are 11 graphs of 1 GB, the largest that MLX 0.32 makes."""
 _RESERVE_BYTES = 1 << 30
 _LOOK_S = 0.1
 """Seconds for which the GPU's free memory is not asked again."""
