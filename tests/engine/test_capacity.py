@@ -301,7 +301,7 @@ def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_
 @pytest.mark.slow
 def test_unlike_replicas_serve_what_the_router_gives_them() -> None:
     """Take a machine that is much slower. The router counts tokens, not seconds, so it gives that one too many."""
-    load, level = Load(Lengths(100, 100), Lengths(15, 15)), ServiceLevel(0.6, 0.2)
+    load, level = Load(Lengths(200, 200), Lengths(20, 20)), ServiceLevel(0.6, 0.2)
     slow, fast = (
         measured(cluster_of(node), load=load, level=level, most_running=32) for node in UNLIKE.nodes
     )
