@@ -228,7 +228,7 @@ def _listed(names: set[str], flag: str, folder: Path) -> set[str]:
 
 
 def test_models_list_shows_built_in_models_with_their_architecture(tmp_path: Path) -> None:
-    done = run_cli("models", "list", folder=tmp_path, environment={"HF_HOME": str(tmp_path / "cache")})
+    done = run_in_process("models", "list", folder=tmp_path)
     assert done.returncode == 0
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
     assert rows["demo"][1:3] == ["built-in", "qwen3"]

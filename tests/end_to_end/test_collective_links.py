@@ -23,7 +23,7 @@ from mlx_ring.rpc.hello import make_hello
 
 pytestmark = pytest.mark.alone(loops=True)
 KINDS = ("ring", "allreduce")
-TOKENS = 24
+TOKENS = 16
 LENGTHS = (1, 7, 20, 33, 70)
 Answers = dict[tuple[int, ...], list[int]]
 

@@ -23,7 +23,6 @@ MODELS, STAGES = ("demo", "demo-moe", *RANDOM_MODELS), (1, 2, 3, 5)
 SPLITS = [
     ("demo", 1),
     ("demo", 3),
-    ("demo-moe", 2),
     ("demo-moe", 5),
     ("random-qwen3", 2),
     ("random-qwen3-moe", 3),

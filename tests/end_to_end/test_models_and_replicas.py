@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, run_cli, serving
+from tests.processes import Server, run_cli, run_in_process, serving
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
@@ -124,7 +124,7 @@ def test_unloaded_model_frees_its_workers_and_is_loaded_again_on_request(
     server: Server, tmp_path: Path
 ) -> None:
     before = text(server, "second")
-    done = run_cli("models", "unload", "second", "--url", server.url, folder=tmp_path)
+    done = run_in_process("models", "unload", "second", "--url", server.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert states(server)["second"] == "unloaded"
     assert len(instances(server)) == 2
@@ -133,13 +133,13 @@ def test_unloaded_model_frees_its_workers_and_is_loaded_again_on_request(
 
 
 def test_model_that_the_command_did_not_name_is_loaded_and_served(server: Server, tmp_path: Path) -> None:
-    done = run_cli("models", "load", "demo", "--url", server.url, folder=tmp_path)
+    done = run_in_process("models", "load", "demo", "--url", server.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert text(server, "demo")
-    wrong = run_cli("models", "load", "no-such-model", "--url", server.url, folder=tmp_path)
+    wrong = run_in_process("models", "load", "no-such-model", "--url", server.url, folder=tmp_path)
     assert wrong.returncode == 1
     assert "There is no model 'no-such-model'" in wrong.stderr
-    done = run_cli("models", "unload", "demo", "--url", server.url, folder=tmp_path)
+    done = run_in_process("models", "unload", "demo", "--url", server.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -183,7 +183,7 @@ def test_explicit_context_length_is_kept_and_refuses_another_model(
         assert [each["instance"] for each in instances(server)] == [before["instance"]]
         info = server.http.get("/model/info").json()
         assert (info["context_length"], info["kept_context_length"]) == (4096, 4096)
-        assert run_cli("models", "unload", first, "--url", server.url, folder=tmp_path).returncode == 0
+        assert run_in_process("models", "unload", first, "--url", server.url, folder=tmp_path).returncode == 0
         assert text(server, "second")
         assert "does not fit beside second" in answer(server, first).json()["error"]["message"]
         assert server.stop() == 0

@@ -18,7 +18,7 @@ from tests.end_to_end.loopback_cluster import running_cluster
 from tests.end_to_end.reference import WholeModel
 from tests.machines import free_pair_of_ports
 from tests.once import once
-from tests.processes import Server, run_cli, serving
+from tests.processes import Server, run_in_process, serving
 from tests.smollm2 import CONTEXT, smollm2, write_smollm2_folder
 
 from mlx_ring.models.model_source import find_model
@@ -69,10 +69,12 @@ def expected(shared: Path, folder: Path) -> Expected:
     prompts = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
 
     def answer() -> dict[str, Any]:
-        whole = WholeModel(write_smollm2_folder(made / "model"))
+        whole = WholeModel(write_smollm2_folder(made / "model"), is_dequantized=True)
         return {"answers": [whole.greedy(prompt, COUNT) for prompt in prompts]}
 
-    return Expected(prompts=prompts, **once(made, answer), whole=WholeModel(made / "model"))
+    return Expected(
+        prompts=prompts, **once(made, answer), whole=WholeModel(made / "model", is_dequantized=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,8 +224,7 @@ def test_its_format_is_named(server: Server) -> None:
 
 def test_models_list_shows_the_file(tmp_path: Path, server: Server) -> None:
     assert server.http.get("/v1/models").json()["data"][0]["id"] == NAME
-    environment = {"HF_HOME": str(tmp_path / "hub"), "COLUMNS": "300"}
-    done = run_cli("models", "list", folder=tmp_path, environment=environment)
+    done = run_in_process("models", "list", folder=tmp_path, environment={"COLUMNS": "300"})
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith(str(smollm2()))]
     assert row.split()[1:] == ["file", "llama", "97", "MB", "30", "8,192"]

@@ -37,6 +37,8 @@ from mlx_ring.planner.request import (
 )
 
 SMALL = Load(Lengths(64, 64), Lengths(16, 16))
+SHORT = Load(Lengths(64, 64), Lengths(4, 4))
+"""A load that is simulated in half the time."""
 MODEL = model_of(8)
 ONE = cluster_of(node_of("a"))
 
@@ -142,9 +144,10 @@ def test_a_model_that_does_not_fit_is_a_plan_error() -> None:
 
 @pytest.mark.slow
 def test_alike_replicas_are_measured_once_and_the_head_limits_very_many() -> None:
-    one = measured()
+    one = measured(load=SHORT)
     few, hundreds = (
-        measured(cluster_of(*(node_of(f"node-{number}") for number in range(count)))) for count in (4, 400)
+        measured(cluster_of(*(node_of(f"node-{number}") for number in range(count))), load=SHORT)
+        for count in (4, 400)
     )
     assert few.requests_per_s == pytest.approx(4 * one.requests_per_s)
     assert few.stages == ("4 x node-0 0-7",)
@@ -213,8 +216,8 @@ def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
 
 @pytest.mark.slow
 @given(
-    prompt=st.integers(8, 400),
-    answer=st.integers(2, 60),
+    prompt=st.integers(8, 200),
+    answer=st.integers(2, 20),
     first_token_s=st.floats(0.3, 4),
     between_s=st.floats(0.05, 0.5),
 )
@@ -281,16 +284,15 @@ WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
 # ---- unlike replicas
 
 UNLIKE = cluster_of(node_of("a"), node_of("b", gb_s=400, tflops=16))
-LONGER = Load(Lengths(400, 400), Lengths(60, 60))
 BOTH = [WHOLE, instance(b=8)]
 
 
 @pytest.mark.slow
 def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_is_named() -> None:
     """Let a machine that is several times as fast keep the time between tokens with many more requests."""
-    level = ServiceLevel(2.0, 0.06)
-    found = measured(UNLIKE, load=LONGER, level=level, most_running=None, loaded=BOTH)
-    given = measured(UNLIKE, load=LONGER, level=level, most_running=found.max_num_seqs, loaded=BOTH)
+    load, level = Load(Lengths(400, 400), Lengths(12, 12)), ServiceLevel(1.0, 0.02)
+    found = measured(UNLIKE, load=load, level=level, most_running=None, loaded=BOTH)
+    given = measured(UNLIKE, load=load, level=level, most_running=found.max_num_seqs, loaded=BOTH)
     assert found.holds
     assert given.max_num_seqs == found.max_num_seqs
     assert given.requests_per_s == pytest.approx(found.requests_per_s)
@@ -299,7 +301,7 @@ def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_
 @pytest.mark.slow
 def test_unlike_replicas_serve_what_the_router_gives_them() -> None:
     """Take a machine that is much slower. The router counts tokens, not seconds, so it gives that one too many."""
-    load, level = Load(Lengths(200, 200), Lengths(30, 30)), ServiceLevel(0.6, 0.2)
+    load, level = Load(Lengths(200, 200), Lengths(20, 20)), ServiceLevel(0.6, 0.2)
     slow, fast = (
         measured(cluster_of(node), load=load, level=level, most_running=32) for node in UNLIKE.nodes
     )
@@ -335,8 +337,8 @@ def test_one_machine_serves_no_more_with_several_workers(
 
 @pytest.mark.slow
 @given(
-    prompt=st.integers(8, 300),
-    answer=st.integers(2, 40),
+    prompt=st.integers(8, 200),
+    answer=st.integers(2, 20),
     between_s=st.floats(0.05, 0.5),
     layers=st.lists(st.sampled_from([[8], [4, 4], [2, 6], [3, 2, 3]]), min_size=1, max_size=2),
 )
@@ -371,12 +373,12 @@ def test_power_and_price_of_a_machine_count_once_however_many_workers_it_has() -
 
 @pytest.mark.slow
 def test_machines_with_as_many_instances_are_alike_and_measured_once() -> None:
-    pair = measured(loaded=[WHOLE] * 2)
-    pairs = measured(TWO, loaded=[WHOLE, instance(b=8)] * 2)
+    pair = measured(load=SHORT, loaded=[WHOLE] * 2)
+    pairs = measured(TWO, load=SHORT, loaded=[WHOLE, instance(b=8)] * 2)
     assert (pair.stages, pairs.stages) == (("2 x a 0-7",), ("4 x a 0-7",))
     assert pairs.replicas == 4
     assert pairs.requests_per_s == pytest.approx(2 * pair.requests_per_s)
-    uneven = measured(TWO, rate=20.0, loaded=[WHOLE, instance(b=8), WHOLE])
+    uneven = measured(TWO, load=SHORT, rate=20.0, loaded=[WHOLE, instance(b=8), WHOLE])
     assert (uneven.replicas, uneven.stages) == (3, ("2 x a 0-7", "b 0-7"))
 
 

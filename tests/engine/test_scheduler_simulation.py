@@ -117,10 +117,11 @@ def test_chunks_of_a_long_prompt_overlap(stages: int) -> None:
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_long_prompt_keeps_the_itl_ratio_of_running_streams(stages: int, ratio: float) -> None:
     bench = Bench(stages, replace(PLAIN, max_itl_ratio=ratio))
-    arrivals = [(0.0, bench.request(8, 3000)) for _ in range(4)]
+    arrivals = [(0.0, bench.request(8, 1000)) for _ in range(4)]
     arrivals.append((2.0, bench.request(2000, 1)))
     result = bench.simulation.run(arrivals)
     ended_s = result.sequences[5].end_s
+    assert all(result.sequences[number].end_s > ended_s for number in range(1, 5)), "they run until it ends"
     quiet = max(gap for number in range(1, 5) for gap in result.sequences[number].gaps_s(1.0, 2.0))
     for number in range(1, 5):
         gaps = list(result.sequences[number].gaps_s(2.1, ended_s))

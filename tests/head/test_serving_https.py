@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 from tests.certificates import write_certificate
-from tests.processes import run_cli, serving
+from tests.processes import run_cli, run_in_process, serving
 
 
 def test_commands_reach_an_https_server_if_they_trust_its_certificate(
@@ -21,12 +21,12 @@ def test_commands_reach_an_https_server_if_they_trust_its_certificate(
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, verify=trusted, timeout=60)
         assert answer.status_code == 200
         url = ("--url", server.url)
-        done = run_cli("cluster", "status", *url, "--cacert", str(certificate), folder=tmp_path)
+        done = run_in_process("cluster", "status", *url, "--cacert", str(certificate), folder=tmp_path)
         assert done.returncode == 0, done.stderr
         load = ("--requests", "2", "--prompt-tokens", "4", "--output-tokens", "4", "--no-progress")
         done = run_cli("bench", *url, *load, "--cacert", str(certificate), folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        done = run_cli("chat", *url, folder=tmp_path)
+        done = run_in_process("chat", *url, folder=tmp_path)
         assert done.returncode == 2
         assert "is not trusted here" in " ".join(done.stdout.split())
         assert "--cacert" in done.stdout

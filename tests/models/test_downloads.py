@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from threading import Event
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT, FakeHub, running_hub
 from tests.models.gguf.writing import write_gguf_of
+from tests.processes import run_in_process
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.core.environment import inherited_environment
@@ -79,7 +81,17 @@ def start(*typed: str, endpoint: str, home: Path) -> subprocess.Popen[str]:
 
 
 def mlx_ring(*typed: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own."""
+    """Run a command in this process, with the hub's address where the hub's client keeps it."""
+    urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    with (
+        patch.object(constants, "ENDPOINT", endpoint),
+        patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls),
+    ):
+        return run_in_process(*typed, folder=home, environment={"MLX_RING_STATE_DIR": str(home / "state")})
+
+
+def mlx_ring_beside(*typed: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own: one that another process hinders, or whose whole output counts."""
     process = start(*typed, endpoint=endpoint, home=home)
     output, errors = process.communicate()
     return subprocess.CompletedProcess(typed, process.returncode, output, errors)
@@ -98,7 +110,7 @@ class OtherHub(FakeHub):
 
 def test_a_model_is_pulled_checked_again_and_removed(tiny_model: Path, home: Path) -> None:
     with running_hub(tiny_model) as (endpoint, requested):
-        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        pulled = mlx_ring_beside("pull", "someone/tiny", endpoint=endpoint, home=home)
         assert pulled.returncode == 0, pulled.stderr
         assert pulled.stdout.startswith("someone/tiny is complete: ")
         requested.clear()
@@ -206,7 +218,7 @@ def test_a_damaged_file_of_a_served_model_stays(tiny_model: Path, home: Path) ->
     (snapshot / "tokenizer_config.json").write_text("{}")
     hold_folder(snapshot)
     with running_hub(tiny_model) as (endpoint, _):
-        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        refused = mlx_ring_beside("pull", "someone/tiny", endpoint=endpoint, home=home)
     release(snapshot)
     assert "It stays, because a server uses it" in refused.stderr
     assert (snapshot / "tokenizer_config.json").read_text() == "{}"
@@ -436,13 +448,13 @@ def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_config
 ) -> None:
     plan = ("plan", "someone/tiny", "--machine", "m4-mac-mini-16")
     nowhere = "http://127.0.0.1:9"
-    refused = mlx_ring(*plan, endpoint=nowhere, home=home)
+    refused = mlx_ring_beside(*plan, endpoint=nowhere, home=home)
     assert refused.stderr.startswith("mlx-ring: someone/tiny is not on this machine and cannot be fetched (")
     assert len(refused.stderr.splitlines()) == 1, "no line of the hub's client"
     put_in_cache(home, tiny_model, "someone/tiny")
     for file in home.rglob("*.safetensors"):
         file.unlink()
-    kept = mlx_ring(*plan, endpoint=nowhere, home=home)
+    kept = mlx_ring_beside(*plan, endpoint=nowhere, home=home)
     assert (kept.returncode, kept.stderr) == (0, "")
 
 

@@ -309,13 +309,14 @@ class Cluster:
     def run(self, ratios: tuple[float, ...], seconds: float) -> None:
         """Let time pass, while the machines' steps take these multiples of the predicted time."""
         end = self.clock.now + seconds
+        found = self.found(ratios)
         while self.clock.now < end:
-            found = self.found(ratios)
             gain = 0.0 if found is None else found.gain
             if self.patience.look(gain, 5.0, is_measured=True, has_changed=False) and found is not None:
                 self.loaded = stages_of(found.planned)
                 self.patience.moved()
                 self.moves.append(self.clock.now)
+                found = self.found(ratios)
             self.clock.now += LOOK_S
 
 

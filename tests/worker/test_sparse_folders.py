@@ -100,15 +100,26 @@ def middle_and_last(folder: ModelFolder) -> list[LayerRange]:
     return [LayerRange(1, folder.num_layers - 1), LayerRange(folder.num_layers - 1, folder.num_layers)]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE], ids=["dense", "experts"])
-@pytest.mark.parametrize("bits", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bits", "config", "tied"),
+    [
+        (0, QWEN3, False),
+        (0, QWEN3_MOE, True),
+        pytest.param(4, QWEN3, True, marks=pytest.mark.slow),
+        pytest.param(4, QWEN3_MOE, False, marks=pytest.mark.slow),
+        pytest.param(0, QWEN3, True, marks=pytest.mark.thorough),
+        pytest.param(0, QWEN3_MOE, False, marks=pytest.mark.thorough),
+        pytest.param(4, QWEN3, False, marks=pytest.mark.thorough),
+        pytest.param(4, QWEN3_MOE, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_every_cut_of_a_random_model_has_all_its_tensors(
     tmp_path: Path,
+    bits: int,
     config: dict[str, Any],
     tied: bool,  # noqa: FBT001 - an example's column
-    bits: int,
 ) -> None:
+    """Write models in which every two of the three properties meet, without `--thorough`."""
     path = write_random_model(tmp_path / "model", {**config, "tie_word_embeddings": tied})
     if bits:
         quantize(path, bits)
