@@ -8,24 +8,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import (
-    dequantize_model,
-    load_model,  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
-)
+from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
 from tests.end_to_end.equality import TIE
 
 
 class WholeModel:
-    """A model as mlx-lm loads and runs it, in float32.
+    """A model as mlx-lm loads and runs it, in float32."""
 
-    With `is_dequantized`, quantized weights become the numbers for which they stand: MLX multiplies those faster on a CPU.
-    """
-
-    def __init__(self, folder: Path, *, is_dequantized: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self._model: Any = load_model(folder, lazy=True)[0]
         self._model.set_dtype(mx.float32)
-        if is_dequantized:
-            self._model = dequantize_model(self._model)
         mx.eval(self._model.parameters())
 
     def greedy(self, prompt: Sequence[int], count: int, kv_bits: int | None = None) -> list[int]:

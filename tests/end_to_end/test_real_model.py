@@ -69,12 +69,10 @@ def expected(shared: Path, folder: Path) -> Expected:
     prompts = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
 
     def answer() -> dict[str, Any]:
-        whole = WholeModel(write_smollm2_folder(made / "model"), is_dequantized=True)
+        whole = WholeModel(write_smollm2_folder(made / "model"))
         return {"answers": [whole.greedy(prompt, COUNT) for prompt in prompts]}
 
-    return Expected(
-        prompts=prompts, **once(made, answer), whole=WholeModel(made / "model", is_dequantized=True)
-    )
+    return Expected(prompts=prompts, **once(made, answer), whole=WholeModel(made / "model"))
 
 
 @pytest.mark.parametrize(

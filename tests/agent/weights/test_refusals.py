@@ -59,7 +59,7 @@ def test_wrong_bytes_are_refused_and_fetched_from_another_node(
 def test_the_wrong_node_is_found_among_several_that_sent_a_tensor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manifest = write_pieces(tmp_path / "model", [96 * MB])
+    manifest = write_pieces(tmp_path / "model", [200 * MB])
     fetch_from_bad_and_good(manifest, tmp_path)
     assert "bad sends this node no more weights" in warnings_of(caplog)
     assert "good sends this node no more weights" not in warnings_of(caplog)
