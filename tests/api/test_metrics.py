@@ -156,6 +156,25 @@ def test_counters_survive_the_loss_and_unload_of_a_model(api: Api) -> None:
     assert unloaded("model_state", state="unloaded", model_name="org/twin") == 1
 
 
+def test_replica_that_took_the_place_of_another_has_its_own_number_alone(api: Api) -> None:
+    ended = Meter()
+    ended.generated_tokens = 7
+    api.service.meters.insert(0, ended)
+    api.chat()
+    page = MetricsPage(api)
+    moved = {"instance": "1"}
+    assert len(page.all("instance_up")) == page("instance_up", **moved) == 1
+    assert len(page.all("instance_info")) == page("instance_info", **moved) == 1
+    assert page("generation_tokens_total", instance="0") == 7
+    assert page("generation_tokens_total", **moved) > 0
+    workers = page.all("worker_weight_bytes", **moved)
+    assert len(workers) == 2
+    assert workers == page.all("worker_weight_bytes")
+    assert len(page.all("stage_steps_total", **moved)) == 2
+    api.post("/models/unload", {"model": "org/twin"})
+    assert [*MetricsPage(api).all("instance_up").values()] == [0, 0]
+
+
 def test_error_counters_start_at_zero(api: Api) -> None:
     page = MetricsPage(api)
     assert page("instance_losses_total", error="WorkerLost", **MODEL) == 0
