@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
+from starlette.types import Message
 from tests.api.twins import TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
 
@@ -68,3 +71,32 @@ def test_post_has_a_span_with_its_route_and_status() -> None:
 def test_refused_requests_and_gets_have_no_span() -> None:
     assert not spans_of("POST", "/v1/completions", "guessed")
     assert not spans_of("GET", "/v1/models", "secret")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_is_no_error_of_the_server(*, stream: bool) -> None:
+    tracing = RecordingTracer()
+    app = build_app(TwinCatalog(TwinService(automatic=False)), make_api_settings(), tracing)
+    body = json.dumps({"prompt": "x", "stream": stream}).encode()
+    messages: list[Message] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/completions",
+        "headers": headers,
+    }
+    asyncio.run(app({**scope, "query_string": b"", "client": ("127.0.0.1", 1)}, receive, send))
+    (span,) = tracing.spans
+    status = sent[0]["status"] if sent else 499
+    assert (span.attributes["http.response.status_code"], span.error) == (status, "")
+    assert (status == 499) == (not stream)
