@@ -107,11 +107,12 @@ class TracingMiddleware:
         if span is None:
             await self._app(scope, receive, send)
             return
-        answer, token = _Answer(), TRACEPARENT.set(span.traceparent)
+        answer = _Answer()
+        # The guard and the access log write their lines afterwards, with the id of the trace.
+        TRACEPARENT.set(span.traceparent)
         try:
             await answer.run(self._app, scope, receive, send)
         finally:
-            TRACEPARENT.reset(token)
             _close(span, scope, answer.status)
 
     def _open(self, scope: Scope) -> Span | None:
