@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -73,6 +76,18 @@ def test_request_is_counted_in_every_metric_it_belongs_to(api: Api) -> None:
     assert len(page.all("worker_weight_bytes", **MODEL)) == 2
     assert all(steps > 1 for steps in page.all("stage_steps_total", node="here", **MODEL).values())
     assert page("instance_up", **MODEL) == page("model_state", model_name="org/twin", state="ready") == 1
+
+
+def test_uptime_follows_the_monotonic_clock(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uptimes() -> list[float]:
+        health = [api.get(path).json()["uptime_s"] for path in ("/health", "/health/live")]
+        return [MetricsPage(api)("uptime_seconds"), *health]
+
+    clock = SimpleNamespace(monotonic=partial(float, int(time.monotonic()) + 1000))
+    monkeypatch.setattr("mlx_ring.api.context.time", clock)
+    before = uptimes()
+    clock.monotonic = partial(float, clock.monotonic() + 3600)
+    assert uptimes() == pytest.approx([uptime_s + 3600 for uptime_s in before])
 
 
 NOT_MEASURED = {"read_tokens": "a rate on the page; metrics have `prompt_tokens` and `prefix_cache_hits`"}
@@ -154,6 +169,25 @@ def test_counters_survive_the_loss_and_unload_of_a_model(api: Api) -> None:
             assert page.all(name) == before.all(name)
         assert page("instance_up", **MODEL) == 0
     assert unloaded("model_state", state="unloaded", model_name="org/twin") == 1
+
+
+def test_replica_that_took_the_place_of_another_has_its_own_number_alone(api: Api) -> None:
+    ended = Meter()
+    ended.generated_tokens = 7
+    api.service.meters.insert(0, ended)
+    api.chat()
+    page = MetricsPage(api)
+    moved = {"instance": "1"}
+    assert len(page.all("instance_up")) == page("instance_up", **moved) == 1
+    assert len(page.all("instance_info")) == page("instance_info", **moved) == 1
+    assert page("generation_tokens_total", instance="0") == 7
+    assert page("generation_tokens_total", **moved) > 0
+    workers = page.all("worker_weight_bytes", **moved)
+    assert len(workers) == 2
+    assert workers == page.all("worker_weight_bytes")
+    assert len(page.all("stage_steps_total", **moved)) == 2
+    api.post("/models/unload", {"model": "org/twin"})
+    assert [*MetricsPage(api).all("instance_up").values()] == [0, 0]
 
 
 def test_error_counters_start_at_zero(api: Api) -> None:

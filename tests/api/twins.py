@@ -243,6 +243,10 @@ class TwinService:
         return [] if self.state == "unloaded" else [self]
 
     @property
+    def meter(self) -> Meter:
+        return self.meters[-1]
+
+    @property
     def info(self) -> InstanceInfo:
         workers = tuple(self._worker(stage) for stage in range(self.stages))
         return InstanceInfo(name="twin-1", epoch=1, layers=4 * self.stages, workers=workers)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,11 +16,13 @@ from huggingface_hub import constants
 from tests.core.fake_hub import COMMIT
 from tests.eventually import run_tasks_until
 
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import Conflict, ModelCorrupt, ModelUnsupported, NotReady
 from mlx_ring.head import models
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.models import Catalog
 from mlx_ring.head.served_model import prepare_model
+from mlx_ring.host.energy import EnergyPerToken, PartEnergy
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.fetching import Fetches
 from mlx_ring.models.model_folder import PullProgress
@@ -286,3 +289,44 @@ def test_a_model_whose_kv_cannot_be_quantized_is_refused_before_it_is_loaded(
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt_oss"}))
     with pytest.raises(ModelUnsupported, match=r"cannot use a quantized KV cache: leave out --kv-bits\."):
         prepare_model(load_settings({"model": str(folder), "kv_bits": "8"}))
+
+
+@dataclass(eq=False)
+class CountedModel:
+    """Model without instances, whose meters have counted tokens."""
+
+    meters: Sequence[Meter]
+    instances: Sequence[object] = ()
+
+
+def test_energy_per_token_is_that_of_the_last_minute_although_nobody_asked_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = joules = 0.0
+    meter, rounds = Meter(), 0
+
+    def energy(*_: object) -> dict[str, Sequence[PartEnergy]]:
+        return {"a": (PartEnergy("cpu", joules),)}
+
+    async def pause(_: float) -> None:
+        """Let ten idle seconds pass at 20 W."""
+        nonlocal now_s, joules, rounds
+        now_s, joules, rounds = now_s + 10.0, joules + 200.0, rounds + 1
+        if rounds > 20:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(models, "EnergyPerToken", lambda: EnergyPerToken(lambda: now_s))
+    monkeypatch.setattr(models, "computing_energy", energy)
+    monkeypatch.setattr(asyncio, "sleep", pause)
+
+    async def act() -> float | None:
+        nonlocal now_s, joules
+        catalog: Any = make_catalog()
+        catalog._hosted = [CountedModel([meter])]
+        with pytest.raises(asyncio.CancelledError):
+            await catalog.keep_learning()
+        now_s, joules = now_s + 2.0, joules + 120.0
+        meter.generated_tokens = 100
+        return catalog.cluster().joules_per_token
+
+    assert asyncio.run(act()) == pytest.approx((60 * 20 + 120) / 100)

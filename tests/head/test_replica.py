@@ -495,3 +495,8 @@ def test_a_model_is_loaded_once_all_ends_of_its_instances_are_over() -> None:
         await hosted.stop("It is unloaded.")
 
     asyncio.run(run())
+
+
+def test_metrics_find_the_meter_of_each_instance() -> None:
+    meter = Meter()
+    assert make_replica(FakeMachines(), meter).service.meter is meter

@@ -240,3 +240,23 @@ def test_energy_without_tokens_is_not_divided() -> None:
     assert each.update({"a": parts(60.0)}, 3) is None
     clock.now_s = 31.0
     assert each.update({"a": parts(70.0)}, 4) == 60.0  # the idle time before it counts, too
+
+
+def test_energy_per_token_of_a_long_pause_without_samples_is_unknown() -> None:
+    clock = Steps()
+    each = EnergyPerToken(clock)
+    each.update({"a": parts(0.0)}, 0)
+    clock.now_s = 8 * 3600.0
+    assert each.update({"a": parts(20 * clock.now_s)}, 100) is None
+    clock.now_s += 2.0
+    assert each.update({"a": parts(20 * clock.now_s + 80.0)}, 140) == pytest.approx(3.0)
+
+
+def test_energy_per_token_is_unknown_until_every_machine_has_reported_again() -> None:
+    clock = Steps()
+    each = EnergyPerToken(clock)
+    each.update({"a": parts(1.0), "b": parts(4.0)}, 0)
+    clock.now_s = 0.5
+    assert each.update({"a": parts(1.0), "b": parts(4.0)}, 10) is None
+    assert each.update({"a": parts(11.0), "b": parts(4.0)}, 10) is None
+    assert each.update({"a": parts(11.0), "b": parts(14.0)}, 10) == 2.0

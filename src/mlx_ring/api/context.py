@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -36,6 +37,13 @@ class ApiContext:
     formats: ChatFormats = field(default_factory=ChatFormats)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     journal: Journal | None = None
+    began_s: float = field(default_factory=time.monotonic)
+    """Start of the server, by the monotonic clock."""
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the server started, whatever the wall clock does. While the machine sleeps, none pass."""
+        return time.monotonic() - self.began_s
 
     async def read(self, request: Request, schema: type[BodyT]) -> BodyT:
         settings = self.settings

@@ -152,6 +152,11 @@ class ServedInstance(Protocol):
         """Engine, used only while `error` is None."""
         ...
 
+    @property
+    def meter(self) -> Meter:
+        """Meter of its replica, one of the model's `meters`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -251,7 +256,7 @@ class ModelService(Protocol):
 
     @property
     def meters(self) -> Sequence[Meter]:
-        """Meters of the replicas in their order, unloaded ones included."""
+        """Meters of the replicas by number, including ended ones."""
         ...
 
     @property

@@ -67,7 +67,8 @@ class Recoveries:
             meter: measurements of the replica.
             clock: seconds.
         """
-        self._model, self._meter, self._clock = model, meter, clock
+        self._model, self._clock = model, clock
+        self.meter = meter
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
         """Times of losses in a row without success. The instance had served only for a moment, or had not computed
         everything again, and no answer has continued since."""
@@ -153,7 +154,7 @@ class Recoveries:
 
     def _end(self) -> None:
         self._phase = None
-        self._meter.record_recovery(self._parts)
+        self.meter.record_recovery(self._parts)
         parts = [part for part in ("detect", "plan", "load", "replay") if part in self._parts]
         log.info(
             "Recovered %s in %.2f s: %s; %d %s resumed",
@@ -300,6 +301,11 @@ class InstanceService:
         if self._engine is None:
             raise NotReady(LOADING)
         return self._engine
+
+    @property
+    def meter(self) -> Meter:
+        """Measurements of its replica."""
+        return self.recoveries.meter
 
     def runs(self, home: object) -> bool:
         """Return True if a request's owner is its engine, lost or not."""

@@ -149,19 +149,22 @@ class Catalog:
         served = self._own(model).served
         return sizes_of(served.folder, served.names[0], machines)
 
-    def _views(self) -> tuple[ClusterView, list[InstanceView]]:
+    def _look(self) -> tuple[ClusterView, list[InstanceView], float | None]:
+        """Return the machines, the instances and the joules per token of the last minute, of which this is a sample."""
         cluster_view = ClusterView(node_name()) if self._machines is None else self._machines.cluster_view()
         views = (service.view(hosted.model_id) for hosted in self._hosted for service in hosted.instances)
-        return cluster_view, [view for view in views if view is not None]
+        known = [view for view in views if view is not None]
+        tokens = sum(meter.generated_tokens for hosted in self._hosted for meter in hosted.meters)
+        return cluster_view, known, self._energy.update(computing_energy(cluster_view, known), tokens)
 
     async def keep_learning(self) -> None:
-        """Learn from time to time how long the machines' steps take."""
+        """Learn from time to time how long the machines' steps take, and sample their energy."""
         while True:
             await asyncio.sleep(_LEARN_EVERY_S)
             await self._learn()
 
     async def _learn(self) -> None:
-        cluster_view, views = self._views()
+        cluster_view, views, _ = self._look()
         try:
             await asyncio.to_thread(self._speeds.learn, views, [*cluster_view.membership.members.values()])
         except Exception:
@@ -169,10 +172,9 @@ class Catalog:
 
     def cluster(self) -> ClusterParts:
         """Return every node, and every instance with the state of its stages."""
-        cluster_view, views = self._views()
+        cluster_view, views, joules_per_token = self._look()
         ratios = self._speeds.by_node(cluster_view.membership.members.values())
         nodes = node_statuses(cluster_view, views, dict(hello_versions(make_hello())), ratios)
-        tokens = sum(meter.generated_tokens for hosted in self._hosted for meter in hosted.meters)
         return ClusterParts(
             nodes=nodes,
             missing_machines=cluster_view.missing,
@@ -181,7 +183,7 @@ class Catalog:
             hung_backends=hung_backend_statuses(cluster_view.hung),
             proposals=self.replanning.proposals(),
             no_proposals=self.replanning.refusals(),
-            joules_per_token=self._energy.update(computing_energy(cluster_view, views), tokens),
+            joules_per_token=joules_per_token,
         )
 
     async def ready(self, model: ModelService) -> None:

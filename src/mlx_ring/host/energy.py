@@ -24,8 +24,8 @@ Part = Literal["cpu", "gpu", "memory"]
 PARTS: tuple[Part, ...] = get_args(Part)
 _POWER_S = 2.0
 """Time of which the mean power is returned, if readings are that frequent: GPUs count in steps of up to 0.1 s."""
-_WINDOW_S, _SAMPLE_S = 60.0, 1.0
-"""Time of which the energy per token is returned, and least time between its samples."""
+_WINDOW_S, _SAMPLE_S, _STALE_S = 60.0, 1.0, 120.0
+"""Time of which the energy per token is returned, least time between its samples, and age from which one is too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ class EnergyMeter:
 @dataclass(frozen=True, slots=True)
 class _Sample:
     at_s: float
-    joules: Mapping[str, float]
+    joules: Mapping[str, Mapping[str, float]]
+    """Energy of each machine's parts."""
     tokens: int
 
 
@@ -211,7 +212,9 @@ class EnergyPerToken:
         self._samples: deque[_Sample] = deque()
 
     def update(self, machines: Mapping[str, Sequence[PartEnergy] | None], tokens: int) -> float | None:
-        """Return joules per token, or None if no token was generated or a machine does not count.
+        """Return joules per token, or None if no token was generated or a machine did not count meanwhile.
+
+        The result is as exact as the calls are frequent: a call that follows a pause of two windows begins anew.
 
         Args:
             machines: energy of each machine that computes; None if the part that computes is not counted.
@@ -221,18 +224,22 @@ class EnergyPerToken:
         if not counted or len(counted) < len(machines):
             self._samples.clear()
             return None
-        joules = {f"{node} {used.part}": used.joules for node, parts in counted.items() for used in parts}
+        joules = {node: {used.part: used.joules for used in parts} for node, parts in counted.items()}
         now = _Sample(self._clock(), joules, tokens)
         if self._samples and not _continues(self._samples[-1], now):
             self._samples.clear()
         while len(self._samples) > 1 and self._samples[1].at_s <= now.at_s - _WINDOW_S:
             self._samples.popleft()
+        if self._samples and self._samples[0].at_s < now.at_s - _STALE_S:
+            self._samples.popleft()
         first = self._samples[0] if self._samples else now
         if first is now or now.at_s - self._samples[-1].at_s >= _SAMPLE_S:
             self._samples.append(now)
-        if tokens <= first.tokens:
+        used = [sum(now.joules[node].values()) - sum(first.joules[node].values()) for node in joules]
+        # A machine whose next report has not arrived yet has used energy, too.
+        if tokens <= first.tokens or min(used) <= 0:
             return None
-        return (sum(now.joules.values()) - sum(first.joules.values())) / (tokens - first.tokens)
+        return sum(used) / (tokens - first.tokens)
 
 
 def _continues(before: _Sample, now: _Sample) -> bool:
@@ -240,5 +247,9 @@ def _continues(before: _Sample, now: _Sample) -> bool:
     return (
         before.joules.keys() == now.joules.keys()
         and before.tokens <= now.tokens
-        and all(before.joules[name] <= joules for name, joules in now.joules.items())
+        and all(_grows(before.joules[node], joules) for node, joules in now.joules.items())
     )
+
+
+def _grows(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    return before.keys() == now.keys() and all(before[part] <= joules for part, joules in now.items())

@@ -87,7 +87,7 @@ def test_disconnect_is_logged(lines: Lines) -> None:
     with serving(service) as url, httpx.stream("POST", f"{url}/v1/chat/completions", json=CHAT):
         pass
     (line,) = lines()
-    assert (fields(line)["status"], fields(line)["ended"]) == (200, "client left")
+    assert (fields(line)["status"], fields(line)["ended"]) == (200, "client_left")
 
 
 def test_access_log_can_be_switched_off(lines: Lines) -> None:

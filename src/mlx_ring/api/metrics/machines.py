@@ -50,7 +50,11 @@ class LinkCounts:
 
 
 def instance_families(replicas: Sequence[MeteredReplica], models: Sequence[ModelService]) -> Iterator[Metric]:
-    """Yield the metrics of models and their instances."""
+    """Yield the metrics of models and their instances.
+
+    A number that another replica has replaced is no instance that is down, so it has no `instance_up`.
+    """
+    loaded = {model.model_id for model in models if model.instances}
     yield gauge(
         "model_state",
         "1 for the current state of a model.",
@@ -61,7 +65,11 @@ def instance_families(replicas: Sequence[MeteredReplica], models: Sequence[Model
         "instance_up",
         "Whether an instance answers requests.",
         MODEL,
-        [(each.labels, float(each.stats is not None)) for each in replicas],
+        [
+            (each.labels, float(each.stats is not None))
+            for each in replicas
+            if each.instance is not None or each.labels[0] not in loaded
+        ],
     )
     yield gauge(
         "instance_info",

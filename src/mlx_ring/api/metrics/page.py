@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from itertools import chain
@@ -17,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.journal import Journal
 from mlx_ring.api.metrics.machines import (
     LinkCounts,
     backend_families,
@@ -38,7 +36,6 @@ from mlx_ring.api.metrics.requests import (
 )
 from mlx_ring.api.middleware.telemetry import HttpMeter
 from mlx_ring.api.openapi import RouteDoc, documented_get
-from mlx_ring.api.service import ModelCatalog
 
 _END = b"# EOF\n"
 """Last line in the OpenMetrics format."""
@@ -49,33 +46,31 @@ _DOC: RouteDoc[Response] = RouteDoc("Export metrics for Prometheus", None, {"tex
 class MetricsCollector:
     """Collector of all metrics, as Prometheus' client defines it."""
 
-    def __init__(self, catalog: ModelCatalog, http: HttpMeter, journal: Journal | None) -> None:
-        self._catalog, self._journal = catalog, journal
-        self._http = http
+    def __init__(self, context: ApiContext, http: HttpMeter) -> None:
+        self._context, self._http = context, http
         self._links = LinkCounts()
         self._version = version("mlx-ring")
 
     def collect(self) -> Iterator[Metric]:
-        models = list(self._catalog.models)
+        catalog = self._context.catalog
+        models = list(catalog.models)
         replicas = [replica for model in models for replica in replicas_of(model)]
         workers = workers_now(replicas)
         yield gauge(
             "build_info", "Constant 1, labelled with the version.", ("version",), [((self._version,), 1.0)]
         )
-        yield gauge(
-            "uptime_seconds", "Time since the head started.", (), [((), time.time() - models[0].created)]
-        )
+        yield gauge("uptime_seconds", "Time since the head started.", (), [((), self._context.uptime_s)])
         yield gauge("head_tasks", "Running coroutines of the head.", (), [((), len(asyncio.all_tasks()))])
         yield from request_families(replicas, models)
         yield from step_families(replicas)
         yield from instance_families(replicas, models)
         yield from worker_families(replicas, workers, self._links)
-        cluster = self._catalog.cluster()
+        cluster = catalog.cluster()
         yield from node_families(cluster.nodes, workers)
         yield from energy_families(cluster)
         yield from backend_families(cluster.hung_backends)
-        yield from link_families(self._catalog.links)
-        yield from journal_families(self._journal)
+        yield from link_families(catalog.links)
+        yield from journal_families(self._context.journal)
         yield from http_families(self._http)
 
 
@@ -101,7 +96,7 @@ async def encode_families(families: Iterable[Metric], encode: Callable[[Collecto
 
 def routes(context: ApiContext, http: HttpMeter) -> Router:
     router = Router()
-    collector = MetricsCollector(context.catalog, http, context.journal)
+    collector = MetricsCollector(context, http)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
 

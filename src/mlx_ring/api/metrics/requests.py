@@ -179,9 +179,10 @@ class MeteredReplica:
 
 
 def replicas_of(model: ModelService) -> Iterator[MeteredReplica]:
-    instances = list(model.instances)
+    """Yield each replica that the model has or had, with its own meter, whose place is the replica's number."""
+    instances = {instance.meter: instance for instance in model.instances}
     for number, meter in enumerate(model.meters):
-        instance = instances[number] if number < len(instances) else None
+        instance = instances.get(meter)
         stats = None if instance is None or instance.error is not None else instance.engine.stats()
         yield MeteredReplica((model.model_id, str(number)), meter, instance, stats)
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _POLLED = ("/health", "/metrics", "/page", "/favicon.ico")
 """Paths that machines poll, and the page's files: logged at the debug level."""
 _LONGEST_PATH = 200
-_LEFT = "client left"
+_LEFT = "client_left"
 
 
 class Counted(Protocol):

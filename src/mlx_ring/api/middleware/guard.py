@@ -32,7 +32,7 @@ from mlx_ring.api.page.routes import wants_page
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import PLAYBACK
 from mlx_ring.core.errors import BodiesFull, Draining, Refused, RingError, Unauthenticated
-from mlx_ring.core.traces import CLIENT, REQUEST_ID, REQUEST_TASK, client_at, new_request_id
+from mlx_ring.core.traces import CLIENT, REQUEST_ID, REQUEST_TASK, TRACEPARENT, client_at, new_request_id
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that use no model. Draining neither refuses nor awaits them, because a page's request may last forever."""
@@ -137,6 +137,7 @@ class Guard:
         headers = Headers(scope=scope)
         request_id = scope["request_id"] = _given_id(headers) or new_request_id()
         REQUEST_ID.set(request_id)
+        TRACEPARENT.set("")
         request_notes()  # the tasks of this request share them
         origin = headers.get("origin")
         started = False

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_ring.core.engine_stats import Distribution
@@ -42,7 +43,10 @@ class _Answer:
     status: int = _LEFT
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application answer. If it raises before it sends a status, the status is 500."""
+        """Let the application answer. If it raises before it sends a status, the status is 500.
+
+        A client that left is no error of the application.
+        """
 
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -51,6 +55,8 @@ class _Answer:
 
         try:
             await app(scope, receive, send_observed)
+        except ClientDisconnect:
+            raise
         except Exception:
             self.status = _SERVER_ERROR if self.status == _LEFT else self.status
             raise
@@ -101,11 +107,12 @@ class TracingMiddleware:
         if span is None:
             await self._app(scope, receive, send)
             return
-        answer, token = _Answer(), TRACEPARENT.set(span.traceparent)
+        answer = _Answer()
+        # The guard and the access log write their lines afterwards, with the id of the trace.
+        TRACEPARENT.set(span.traceparent)
         try:
             await answer.run(self._app, scope, receive, send)
         finally:
-            TRACEPARENT.reset(token)
             _close(span, scope, answer.status)
 
     def _open(self, scope: Scope) -> Span | None:

@@ -5,7 +5,6 @@ At `/` browsers get the page, and programs get JSON.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from importlib.metadata import version
 from typing import Literal, NotRequired
@@ -152,7 +151,7 @@ def routes(context: ApiContext) -> Router:
 
     async def live(_: Request) -> Alive:
         """Answer as long as the process runs."""
-        return {"status": "alive", "uptime_s": _uptime_s(context.default.created)}
+        return {"status": "alive", "uptime_s": int(context.uptime_s)}
 
     async def ready(request: Request) -> Ready | Response:
         error = _serving_error(context)
@@ -211,7 +210,7 @@ def _health(context: ApiContext, error: RingError | None) -> Health:
         "models": [_model(model) for model in context.catalog.models],
         "context_length": service.context_length,
         "kv_bytes": sum(worker.memory["kv_bytes"] for worker in workers),
-        "uptime_s": _uptime_s(service.created),
+        "uptime_s": int(context.uptime_s),
         "version": version("mlx-ring"),
         "requests": _requests(service) if service.error is None else None,
     }
@@ -257,10 +256,6 @@ def _requests(model: ModelService) -> RequestCounts:
 
 def _gigabytes(count: int) -> float:
     return round(count / _GIGABYTE, 3)
-
-
-def _uptime_s(created: int) -> int:
-    return max(0, int(time.time()) - created)
 
 
 def _add_service(router: Router, context: ApiContext) -> None:
