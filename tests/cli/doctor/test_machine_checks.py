@@ -221,3 +221,28 @@ def test_python_that_rosetta_translates_is_named_with_what_to_install() -> None:
     assert "Apple silicon" in finding.fix
     assert "Install mlx:" in judge_installed(versions, is_translated=False).fix
     assert judge_installed({"mlx": "0.32.4"}, is_translated=False).level == "ok"
+
+
+def test_a_state_folder_within_a_folder_closed_to_this_user_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    exists = Path.exists
+
+    def look(path: Path) -> bool:
+        if closed in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    def refuse(dir: Path) -> None:  # noqa: A002 - tempfile's interface
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    closed.mkdir()
+    monkeypatch.setattr(Path, "exists", look)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    found = check_state_folder(closed / "state")
+    assert (found.level, found.value) == (
+        "broken",
+        f"{closed / 'state'} cannot be written (Permission denied)",
+    )
+    assert f"Make {closed} writable" in found.fix

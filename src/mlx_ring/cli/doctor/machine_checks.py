@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx_cpu_kernels.build import advice
 from mlx_ring.cli.doctor import Finding
 from mlx_ring.core.environment import package_version
+from mlx_ring.core.folders import is_there
 from mlx_ring.host.energy import find_counters
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.process import UsableMemory, usable_memory
@@ -250,7 +251,7 @@ def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
 
 def _nearest(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if is_there(path))
 
 
 def _gib(nbytes: int) -> str:
