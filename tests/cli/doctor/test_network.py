@@ -22,8 +22,6 @@ from mlx_ring.cli.doctor.network import (
     check_port,
     check_round_trip,
     check_throughput,
-    firewall_is_on,
-    firewall_remedy,
     judge_link,
 )
 from mlx_ring.cluster.control import open_control
@@ -114,31 +112,6 @@ def test_errno_65_at_an_address_of_the_lan_means_local_network_privacy(
 )
 def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[InterfaceKind], level: str) -> None:
     assert check_lan([LanAddress("x", 1, "10.0.0.1", kind) for kind in kinds]).level == level
-
-
-@pytest.mark.parametrize(
-    ("name", "output", "active"),
-    [
-        ("ufw", "Status: active\n\nTo   Action\n", True),
-        ("ufw", "Status: inactive\n", False),
-        ("firewalld", "running\n", True),
-        ("firewalld", "not running\n", False),
-        ("iptables", "-P INPUT ACCEPT\n-A INPUT -p icmp -j DROP\n", True),
-        ("iptables", "-P INPUT ACCEPT\n", False),
-        ("nftables", "chain input {\n type filter hook input priority filter; policy drop;\n}", True),
-        ("nftables", "chain input {\n type filter hook input priority filter; policy accept;\n}", False),
-        ("macOS's firewall", "Firewall is enabled. (State = 1)", True),
-        ("macOS's firewall", "Firewall is disabled. (State = 0)", False),
-    ],
-)
-def test_a_firewall_s_state_is_read_from_its_output(name: str, output: str, active: bool) -> None:  # noqa: FBT001 - a parameter
-    assert firewall_is_on(name, output) is active
-
-
-def test_remedy_for_macos_s_firewall_names_the_program_and_for_others_the_ports() -> None:
-    allowed = firewall_remedy(["macOS's firewall"], "TCP port 50051")
-    assert f"--unblockapp {Path(sys.executable).resolve()}`" in allowed
-    assert firewall_remedy(["ufw"], "TCP port 50051") == "Let other machines reach TCP port 50051."
 
 
 def test_throughput_is_measured_with_a_head_and_refused_to_a_removed_machine(

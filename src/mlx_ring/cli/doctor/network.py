@@ -1,4 +1,4 @@
-"""Diagnosis of the network: addresses, ports, names, firewalls, the speed of links, and a head with its certificate.
+"""Diagnosis of the network: addresses, ports, names, the speed of links, and a head with its certificate.
 
 `examine` does all checks of `mlx-ring doctor`, those of the machine alone first, so that a problem comes before its
 consequences.
@@ -9,11 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
-import shlex
-import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -32,6 +28,7 @@ from mlx_ring.cli.doctor.machine_checks import (
     check_disk,
     check_energy,
     check_fast_links,
+    check_firewall,
     check_installed,
     check_memory,
     check_mlx,
@@ -52,7 +49,7 @@ from mlx_ring.rpc.tls.credentials import Anchor, load_credentials
 from mlx_ring.rpc.tls.peers import HEAD_NAME
 from mlx_ring.settings.config import Settings
 
-_CONNECT_S, _ASK_S = 3.0, 10.0
+_CONNECT_S = 3.0
 _TRIES = 5
 _SLOW_MS = 5.0
 """Slow round trip. A cable takes a tenth of it; every token crosses each link once."""
@@ -164,66 +161,6 @@ def _connect_ms(host: str, port: int) -> float:
     begin = time.perf_counter()
     with closing(socket.create_connection((host, port), timeout=_CONNECT_S)):
         return (time.perf_counter() - begin) * 1000
-
-
-def check_firewall(ports: Sequence[int]) -> Finding:
-    """Check whether a firewall is active. Only a try from another machine would show what its rules block."""
-    active = [name for name, output in _firewalls() if firewall_is_on(name, output)]
-    needed = (
-        f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353; and, from the machines of the cluster, every TCP port, "
-        "because agents, workers and links listen on free ones"
-    )
-    if not active:
-        return Finding("ok", "firewall", "none was found on this machine")
-    return Finding("note", "firewall", f"{', '.join(active)} is on", firewall_remedy(active, needed))
-
-
-def firewall_remedy(active: Sequence[str], needed: str) -> str:
-    """Return what to do about active firewalls, of which macOS's allows programs and not ports."""
-    if _OF_MACOS not in active:
-        return f"Let other machines reach {needed}."
-    python = shlex.quote(str(Path(sys.executable).resolve()))
-    return (
-        "macOS asks once for each Python, in a window that nobody sees over ssh. Allow this one by "
-        f"`sudo {_SOCKET_FILTER} --add {python} --unblockapp {python}`, and again after an update of Python."
-    )
-
-
-def _firewalls() -> list[tuple[str, str]]:
-    """Return each firewall with the output of its program. None of the programs changes anything."""
-    commands = _MAC_FIREWALLS if sys.platform == "darwin" else _LINUX_FIREWALLS
-    return [(name, _ask(command)) for name, command in commands if shutil.which(command[0])]
-
-
-_OF_MACOS = "macOS's firewall"
-_SOCKET_FILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-_MAC_FIREWALLS = ((_OF_MACOS, (_SOCKET_FILTER, "--getglobalstate")),)
-_LINUX_FIREWALLS = (
-    ("ufw", ("ufw", "status")),
-    ("firewalld", ("firewall-cmd", "--state")),
-    ("nftables", ("nft", "list", "chains")),
-    ("iptables", ("iptables", "-S", "INPUT")),
-)
-_ACTIVE = {
-    _OF_MACOS: r"State = [12]",
-    "ufw": r"^Status: active",
-    "firewalld": r"^running",
-    "nftables": r"hook input .*policy (drop|reject)",
-    "iptables": r"^-P INPUT DROP|-j (DROP|REJECT)",
-}
-
-
-def firewall_is_on(name: str, output: str) -> bool:
-    """Return True if a firewall's program reports that it is active."""
-    return re.search(_ACTIVE[name], output, re.MULTILINE) is not None
-
-
-def _ask(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
 
 
 _BOUNDS = ProbeBounds(largest_bytes=1 << 20)
