@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import psutil
 import pytest
-from tests.machines import free_pair_of_ports
+from tests.machines import free_pair_of_ports, running_head
 from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import clean_environment
 
 from mlx_ring.agent.enrolment import join
-from mlx_ring.cli.doctor import Finding
+from mlx_ring.cli.doctor import Finding, network
 from mlx_ring.cli.doctor.network import (
     check_lan,
     check_name,
@@ -29,6 +35,7 @@ from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import InterfaceKind, LanAddress
+from mlx_ring.host.running import Running
 from mlx_ring.rpc.link_probe import LinkMeasure
 
 HOLD = """
@@ -59,6 +66,87 @@ def test_the_process_that_holds_a_port_is_named() -> None:
         port = int(output.readline())
         assert f"(pid {holder.pid})" in check_port(port, "HTTP").value
         holder.communicate("\n", timeout=30)
+
+
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operating system hide all listeners, as from a user who did not start them."""
+    monkeypatch.setattr(network, "_listeners", lambda: iter(((1, None),)))
+
+
+def test_the_own_process_that_holds_a_port_is_found_where_only_root_may_list_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deny(_kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", deny)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = check_port(server.getsockname()[1], "HTTP")
+    assert (finding.level, f"(pid {os.getpid()})" in finding.value) == ("broken", True)
+
+
+@pytest.mark.usefixtures("denied")
+@pytest.mark.parametrize("purpose", ["HTTP", "members of the cluster"])
+def test_a_port_with_a_hidden_holder_is_a_note_with_the_command_to_ask(
+    purpose: network.Purpose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_none(_port: int, _purpose: str) -> bool:
+        return False
+
+    monkeypatch.setattr(network, "_answers_as_head", is_none)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = check_port(port, purpose)
+    assert (finding.level, finding.value) == ("note", "held by a process that only root may see")
+    assert f"`sudo lsof -nP -iTCP:{port} -sTCP:LISTEN`" in finding.fix
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_head_that_is_recorded_on_this_machine_holds_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = check_port(port, "HTTP", [Running("head", 4711, 0.0, "", f"http://10.0.0.1:{port}")])
+    assert (finding.level, finding.value) == ("ok", "mlx-ring listens there already (pid 4711)")
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers in turn as a head whose model is not ready, and as another program."""
+
+    answers: ClassVar[list[tuple[int, bytes]]] = []
+
+    def do_GET(self) -> None:
+        status, body = self.answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - name in http.server's interface
+        """Write nothing."""
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_hidden_head_is_recognized_by_its_health_and_another_server_is_not() -> None:
+    health = {"status": "loading", "world_size": 1, "pipeline": None, "version": "1"}
+    Health.answers = [(503, json.dumps(health).encode()), (200, b'{"status": "ok"}'), (200, b"<html>")]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        levels = [check_port(server.server_port, "HTTP").level for _ in range(3)]
+        server.shutdown()
+    assert levels == ["ok", "note", "note"]
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_hidden_head_is_recognized_at_both_ports_of_its_cluster(tmp_path: Path) -> None:
+    async def act() -> list[Finding]:
+        async with running_head(tmp_path / "head") as head:
+            port = head.address.port
+            return [
+                await asyncio.to_thread(check_port, port, "members of the cluster"),
+                await asyncio.to_thread(check_port, port + 1, "machines that join"),
+            ]
+
+    assert [found.value for found in asyncio.run(act())] == ["mlx-ring listens there already"] * 2
 
 
 def test_a_name_that_does_not_resolve_is_broken() -> None:
