@@ -30,9 +30,8 @@ from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused
-from mlx_ring.core.logs import FailureLog
 from mlx_ring.host.addresses import HeadAddress
-from mlx_ring.rpc.channels import open_aio_channel
+from mlx_ring.rpc.channels import FailureLog, open_aio_channel
 from mlx_ring.rpc.methods import HAVE
 from mlx_ring.rpc.protos import weights_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials, require_credentials

@@ -156,9 +156,44 @@ def test_a_profile_made_without_native_kernels_is_measured_again_once_they_are_t
 def test_another_number_of_threads_has_its_own_profile(
     tmp_path: Path, measured: list[ProfileOptions]
 ) -> None:
-    recall(tmp_path)
-    recall(tmp_path, ProfileOptions("auto", 1))
-    assert len(measured) == 2
+    others = [ProfileOptions("auto", threads) for threads in (1, 3)]
+    for options in (OPTIONS, *others, OPTIONS, *others):
+        recall(tmp_path, options)
+    assert measured == [OPTIONS, *others]
+    again = recall(tmp_path, others[0], again=True).seconds
+    assert [recall(tmp_path, options).seconds for options in (OPTIONS, *others)] == [1.0, again, 3.0]
+
+
+def test_profiles_of_another_version_are_dropped_with_the_next_measurement(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    store.save(replace(KEY, mlx="another"), made_up_profile())
+    store.save(KEY, made_up_profile())
+    store.save(replace(KEY, blas_threads=7), made_up_profile())
+    kept = json.loads((tmp_path / PROFILE_FILE).read_text())
+    assert [each["key"]["blas_threads"] for each in (kept, *kept["others"])] == [7, KEY.blas_threads]
+    assert "others" not in kept["others"][0]
+
+
+def test_the_profile_of_a_gpu_is_that_of_any_number_of_threads(tmp_path: Path) -> None:
+    store, on_gpu = ProfileStore(tmp_path), made_up_profile().model_copy(update={"device": "gpu"})
+    store.save(KEY, on_gpu)
+    other = replace(KEY, blas_threads=7)
+    assert store.load(other) == on_gpu
+    assert store.load(replace(other, cores=KEY.cores + 1)) is None
+    store.save(other, on_gpu)
+    assert json.loads((tmp_path / PROFILE_FILE).read_text())["others"] == []
+
+
+@pytest.mark.parametrize("others", [None, "many", [None, 1, {}, {"key": {}}]])
+def test_unreadable_other_profiles_are_ignored(others: object, tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    store.save(KEY, made_up_profile())
+    kept: dict[str, Any] = json.loads((tmp_path / PROFILE_FILE).read_text())
+    (tmp_path / PROFILE_FILE).write_text(json.dumps(kept | {"others": others}))
+    assert store.load(KEY) == made_up_profile()
+    assert store.load(replace(KEY, blas_threads=7)) is None
+    store.save(replace(KEY, blas_threads=7), made_up_profile())
+    assert store.load(KEY) == made_up_profile()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(ProfileKey)])

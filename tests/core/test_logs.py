@@ -186,6 +186,47 @@ def test_stderr_has_all_lines_if_the_file_cannot_be_written(tmp_path: Path) -> N
     assert done.stderr.splitlines()[-1].endswith("a: once")
 
 
+FULL_DISK = """
+import resource
+log = logging.getLogger('a')
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+log.info('before')
+for outage in range(2):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SPACE, most))
+    for number in range(50):
+        log.info('lost %d', number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    for number in range(50):
+        log.info('kept %d in %d', number, outage)
+"""
+
+
+@pytest.mark.parametrize("space", ["1", "os.path.getsize(log_file) + 30"])
+def test_a_full_disk_is_reported_once_per_outage_and_the_file_has_all_later_lines(
+    space: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "worker-1-0.log"
+    code = f"import os; log_file = {str(file)!r}\n" + FULL_DISK.replace("SPACE", space)
+    shown = run(CONFIGURE + code, tmp_path).stderr.splitlines()
+    assert all(TAG.match(line) for line in shown)
+    (problem, again) = [line for line in shown if " a: " not in line]
+    assert "WARNING" in problem
+    assert f"The log file {file} cannot be written (File too large)" in problem
+    assert again.split(": ", 1)[1] == problem.split(": ", 1)[1]
+    written = file.read_text()
+    kept = [f"a: kept {number} in {outage}" for outage in range(2) for number in range(50)]
+    assert [line.partition(" epoch=- ")[2] for line in written.splitlines() if "kept" in line] == kept
+    assert all(TAG.match(line) for line in written.splitlines() if "kept" in line)
+
+
+def test_a_full_disk_is_an_object_in_json_and_not_reported_to_a_closed_stderr(tmp_path: Path) -> None:
+    code = FULL_DISK.replace("SPACE", "1").replace("'lost %d', number", "'lost'")
+    as_json = run(CONFIGURE.replace("log_dir=", "log_format='json', log_dir=") + "pass\n" + code, tmp_path)
+    messages = [json.loads(line)["message"] for line in as_json.stderr.splitlines()]
+    assert sum("cannot be written" in message for message in messages) == 2
+    assert run(QUIET + "pass\n" + code, tmp_path / "other").stderr == ""
+
+
 PEOPLE = CONFIGURE.replace("log_dir=", "is_for_people=True, log_dir=")
 CHILD = "2026-11-20T22:45:08.123 {} node=n process=worker-0-0 rank=0 epoch=1 mlx_ring.worker: {}"
 PASS_ON = (

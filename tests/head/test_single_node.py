@@ -14,7 +14,7 @@ from mlx_ring.core.errors import Conflict, NotReady, WorkerStuck
 from mlx_ring.head import single_node as subject
 from mlx_ring.head.move_order import MoveOrder
 from mlx_ring.head.moves import Moves
-from mlx_ring.head.single_node import SingleNode
+from mlx_ring.head.single_node import SingleNode, profile_command
 from mlx_ring.host.machine import node_name
 from mlx_ring.settings.config import Settings
 
@@ -170,3 +170,26 @@ def test_only_a_built_in_model_is_loaded_while_native_kernels_are_compiled(
 
     asyncio.run(run())
     assert ends == ["cancelled", "compiled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "models", "command"),
+    [
+        (Settings(), 1, "mlx-ring profile --blas-threads 7"),
+        (Settings(stages=2), 1, "mlx-ring profile --blas-threads 3"),
+        (Settings(stages=2, replicas=2), 1, "mlx-ring profile --blas-threads 1"),
+        (Settings(), 3, "mlx-ring profile --blas-threads 2"),
+        (Settings(stages=2, nodes=2), 1, "mlx-ring profile --blas-threads 7"),
+        (Settings(stages=2, blas_threads=5), 1, "mlx-ring profile --blas-threads 5"),
+        (
+            Settings(tp=2, blas="openblas", state_dir=Path("/my state")),
+            1,
+            "mlx-ring profile --blas-threads 3 --blas openblas --state-dir '/my state'",
+        ),
+    ],
+)
+def test_the_command_to_measure_a_machine_has_the_threads_of_its_workers(
+    settings: Settings, models: int, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_ring.host.machine.usable_cores", lambda: 8)
+    assert profile_command(settings, models) == command

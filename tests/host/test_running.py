@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from mlx_ring.host.running import (
     arguments_digest,
     end_running,
     note_absence,
+    own_place,
     recorded,
     remove_abandoned,
     running_here,
@@ -259,6 +260,90 @@ def test_another_program_is_left_alone(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@linux
+def test_records_of_other_machines_and_containers_are_neither_listed_nor_deleted(tmp_path: Path) -> None:
+    with started(tmp_path, "agent") as process:
+        (record,) = running_here(tmp_path)
+        machine, boot, namespace = record.place.split()
+        foreign = {
+            f"{machine} {boot} pid:[1]",  # a container
+            f"- {boot} pid:[1]",
+            f"another-machine another-boot {namespace}",
+            f"- another-boot {namespace}",
+        }
+        for place in foreign:
+            write(tmp_path, replace(record, place=place))
+            assert running_here(tmp_path) == []
+        process.kill()
+        process.wait()
+        for place in foreign:
+            write(tmp_path, replace(record, place=place))
+            assert running_here(tmp_path) == []
+            assert list(running_folder(tmp_path).iterdir())
+
+
+@linux
+def test_records_of_ended_processes_here_are_deleted_also_after_another_boot_and_from_before_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "machine-id").write_text("abc\n")
+    monkeypatch.setattr(running, "_MACHINE_ID", tmp_path / "machine-id")
+    _, boot, namespace = own_place().split()
+    ended = Running("head", 2**30, 1.0, "")
+    for place in ("", f"abc {boot} {namespace}", f"other-id {boot} {namespace}", f"abc before {namespace}"):
+        running_folder(tmp_path).mkdir(exist_ok=True)
+        write(tmp_path, replace(ended, place=place))
+        assert running_here(tmp_path) == []
+        assert not list(running_folder(tmp_path).iterdir()), place
+
+
+@pytest.mark.parametrize("dropped", [("place",), ("place", "away", "start_mark", "ending_s")])
+def test_records_of_earlier_and_later_versions_are_read(tmp_path: Path, dropped: tuple[str, ...]) -> None:
+    with started(tmp_path, "agent") as process:
+        (file,) = running_folder(tmp_path).iterdir()
+        content = json.loads(file.read_text())
+        earlier = {name: value for name, value in content.items() if name not in dropped}
+        for text in (earlier, content | {"a_later_field": 1}):
+            file.write_text(json.dumps(text))
+            assert [found.pid for found in running_here(tmp_path)] == [process.pid]
+
+
+def test_a_record_that_cannot_be_deleted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    running_folder(tmp_path).mkdir()
+    write(tmp_path, Running("head", 2**30, 1.0, ""))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert running_here(tmp_path) == []
+    assert list(running_folder(tmp_path).iterdir())
+
+
+def test_a_folder_of_records_that_cannot_be_read_is_named_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    assert running_here(tmp_path / "nothing") == []
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(
+        ConfigError, match=r"running cannot be read \(Permission denied\): correct its .*--state-dir"
+    ):
+        running_here(tmp_path)
+    note_absence(tmp_path, "its battery is low")
+    monkeypatch.undo()
+
+
+def test_a_process_is_recorded_beside_records_that_cannot_be_read(tmp_path: Path) -> None:
+    (running_folder(tmp_path) / "head-1.json").mkdir(parents=True)  # reading it is an error, also for root
+    with recorded(tmp_path, "agent"):
+        assert (running_folder(tmp_path) / f"agent-{os.getpid()}.json").is_file()
+    with pytest.raises(ConfigError, match=r"head-1.json cannot be read"):
+        running_here(tmp_path)
 
 
 def test_unreadable_records_are_ignored(tmp_path: Path) -> None:

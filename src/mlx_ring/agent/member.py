@@ -31,7 +31,7 @@ from mlx_ring.agent.weights.store import WeightStore
 from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.core.errors import ConfigError, HandshakeFailed, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import AGENT_LOCK, REVOKED_FILE, node_folder, weights_folder
-from mlx_ring.core.logs import FailureLog, configure_logging
+from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.interfaces import Trust
@@ -44,6 +44,7 @@ from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
     AGENT_MESSAGE_BYTES,
+    FailureLog,
     add_secure_port,
     limit_silence,
     make_aio_server,

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -238,8 +239,12 @@ class ProfileKey:
         return cast("dict[str, Any]", json.loads(json.dumps(asdict(self))))
 
 
+_OTHERS = "others"
+"""Field with what is kept for other numbers of threads."""
+
+
 class ProfileStore:
-    """One machine's profile, the last that was measured."""
+    """One machine's profiles: the last that was measured for each number of threads."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / PROFILE_FILE
@@ -261,31 +266,52 @@ class ProfileStore:
         return count if isinstance(count, int) else 1
 
     def _read(self, key: ProfileKey) -> dict[str, Any] | None:
-        """Return the content of the file; None if it cannot be read or has another key."""
+        """Return what is kept under the key; None if nothing is, or the file cannot be read."""
+        return next((kept for kept in self._all() if _is_of(kept, key)), None)
+
+    def _all(self) -> list[dict[str, Any]]:
+        """Return what is kept, the last measurement first. It contains the others, which earlier versions ignore."""
         try:
-            kept: Any = json.loads(self._file.read_text("utf-8"))
+            last: Any = json.loads(self._file.read_text("utf-8"))
         except (OSError, ValueError):
-            return None
-        if not isinstance(kept, dict):
-            return None
-        content = cast("dict[str, Any]", kept)
-        return content if content.get("key") == key.as_json() else None
+            return []
+        if not isinstance(last, dict):
+            return []
+        content = cast("dict[str, Any]", last)
+        others: Any = content.get(_OTHERS)
+        entries = [content, *(cast("list[Any]", others) if isinstance(others, list) else ())]
+        return [each for each in entries if isinstance(each, dict)]
 
     def save(self, key: ProfileKey, profile: MachineProfile, measurements: int = 1) -> None:
         """Replace the kept profile, the steadiest of some measurements.
 
-        A folder that cannot be written to is logged, and is no error.
+        Profiles of this machine with other numbers of threads stay. A folder that cannot be written to is logged, and
+        is no error.
         """
         kept = {
             "key": key.as_json(),
             "measurements": measurements,
             "profile": profile.model_dump(mode="json"),
+            _OTHERS: [
+                {name: value for name, value in other.items() if name != _OTHERS}
+                for other in self._all()
+                if _is_of(other, key, with_any_threads=True) and not _is_of(other, key)
+            ],
         }
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _replace(self._file, json.dumps(kept, indent=1))
         except OSError as error:
             log.warning("Cannot keep the profile: %s cannot be written: %s", self._file, error.strerror)
+
+
+def _is_of(kept: Mapping[str, Any], key: ProfileKey, *, with_any_threads: bool = False) -> bool:
+    """Report whether this was kept under the key. The number of BLAS threads does not matter to a GPU."""
+    theirs, ours, profile = kept.get("key"), key.as_json(), kept.get("profile")
+    on_gpu = isinstance(profile, dict) and cast("dict[str, Any]", profile).get("device") == "gpu"
+    if isinstance(theirs, dict) and (with_any_threads or on_gpu):
+        theirs = cast("dict[str, Any]", theirs) | {"blas_threads": ours["blas_threads"]}
+    return theirs == ours
 
 
 def recall(store: ProfileStore, options: ProfileOptions) -> MachineProfile | None:

@@ -36,5 +36,7 @@ class ApiSettings:
     """URLs by which other machines reach the server; empty if they cannot."""
     join_refusal: str
     """Reason why no other machine can join; empty if others can."""
+    profile_command: str
+    """Command that measures the head's machine as its workers use it."""
     keep_alive_s: float = 10.0
     """Silence after which a stream sends a comment, so that proxies keep the connection."""

@@ -103,7 +103,7 @@ def typed_path(name: str) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Report whether a path exists; False also for a name that is longer than any may be."""
+    """Report whether a path exists; False also for a name longer than any may be, or in a folder closed to this user."""
     try:
         return path.exists()
     except OSError:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -256,6 +256,36 @@ class _StderrHandler(logging.Handler):
         write_to_stderr(self.format(record))
 
 
+class _LogFile(RotatingFileHandler):
+    """Rotating file that reports once per outage, such as a full disk, that it cannot be written. An empty line ends one."""
+
+    _is_out = _has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._has_failed = False
+        super().emit(record)
+        self._is_out = self._has_failed
+
+    def format(self, record: logging.LogRecord) -> str:
+        # The line before may be incomplete after an outage.
+        return "\n" * self._is_out + super().format(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - name in logging's interface
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self.close()  # drops buffered lines; the next one opens the file again
+        self._has_failed = True
+        if not self._is_out:
+            text = f"The log file {self.baseFilename} cannot be written ({reason_of(error)}): its lines are lost until it can."
+            note = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+            for each in logging.getLogger().handlers:
+                if each is not self and each.level <= note.levelno:
+                    each.handle(note)
+
+
 class _EarlyHandler(_StderrHandler):
     """Handler that shows lines from before a log is set up, and keeps them for the log's file."""
 
@@ -361,10 +391,10 @@ def _is_routine(line: str) -> bool:
     return found is not None and found[2] in ("DEBUG", "INFO")
 
 
-def _file_handler(path: Path) -> RotatingFileHandler:
+def _file_handler(path: Path) -> logging.Handler:
     for folder in reversed(path.parents):
         folder.mkdir(exist_ok=True, mode=0o700)  # lines name clients, and the state folder may be made here
-    return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8")
+    return _LogFile(path, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8")
 
 
 def _make_central(handlers: Sequence[logging.Handler], formatter: TagFormatter, level: str) -> None:
@@ -401,31 +431,3 @@ def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
         name,
         exc_info=(arguments.exc_type, arguments.exc_value, arguments.exc_traceback),
     )
-
-
-class FailureLog:
-    """Log lines about a peer that cannot be reached: the first failures, then one at growing distances."""
-
-    _AT_ONCE = 3
-    _FIRST_S, _LONGEST_S = 10.0, 600.0
-    """Time between two later lines; it doubles after each."""
-
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._log, self._clock = logger, clock
-        self.end()
-
-    def end(self) -> None:
-        """Record that the peer has answered."""
-        self._failures, self._next_s, self._distance_s = 0, 0.0, self._FIRST_S
-
-    def record(self, sentence: str) -> None:
-        """Log a failure, unless one was logged a moment ago."""
-        self._failures += 1
-        now_s = self._clock()
-        if self._failures > self._AT_ONCE and now_s < self._next_s:
-            return
-        if self._failures > self._AT_ONCE:
-            sentence = f"{sentence} (try {self._failures})"
-            self._distance_s = min(self._LONGEST_S, 2 * self._distance_s)
-        self._next_s = now_s + self._distance_s
-        self._log.warning("%s", sentence)

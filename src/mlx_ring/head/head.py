@@ -39,7 +39,7 @@ from mlx_ring.head.models import Catalog
 from mlx_ring.head.nodes import Machines
 from mlx_ring.head.replica import Watcher
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode
+from mlx_ring.head.single_node import USES_ONE_MACHINE, SingleNode, profile_command, workers_here
 from mlx_ring.head.uvicorn_connection import ConnectionLimits
 from mlx_ring.host.addresses import HeadAddress, is_loopback, listening_url, scoped_host
 from mlx_ring.host.head_announcement import HeadAnnouncement
@@ -49,7 +49,7 @@ from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.process import usable_cores
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings
-from mlx_ring.settings.rank_settings import crowding_remark, rank_shares
+from mlx_ring.settings.rank_settings import crowding_remark
 from mlx_ring.settings.settings_sources import api_keys, bodies_mb
 
 
@@ -84,19 +84,20 @@ def http_config(
     journal: Journal | None = None,
 ) -> HttpConfig:
     """Build the HTTP server's configuration from the settings."""
-    app = build_app(catalog, api_settings(settings, urls), tracing, admission, journal)
+    app = build_app(catalog, api_settings(settings, urls, len(catalog.models)), tracing, admission, journal)
     limits = ConnectionLimits(
         settings.max_connections, settings.http_timeout_keep_alive, settings.client_timeout_s
     )
     return HttpConfig(app, limits, tls)
 
 
-def api_settings(settings: Settings, urls: Sequence[str] = ()) -> ApiSettings:
+def api_settings(settings: Settings, urls: Sequence[str] = (), models: int = 1) -> ApiSettings:
     """Return the settings of the HTTP API.
 
     Args:
         settings: settings of the head.
         urls: URLs by which other machines reach it.
+        models: number of models with which it starts.
 
     Raises:
         ConfigError: The file of API keys cannot be read.
@@ -116,6 +117,7 @@ def api_settings(settings: Settings, urls: Sequence[str] = ()) -> ApiSettings:
         access_log=settings.access_log == "on",
         urls=tuple(urls),
         join_refusal=USES_ONE_MACHINE if settings.nodes == 1 else "",
+        profile_command=profile_command(settings, models),
     )
 
 
@@ -296,11 +298,7 @@ class Head:
             run_dir = cleanup.enter_context(make_run_folder(settings.run_dir))
             if remark := crowding_remark(settings, usable_cores()):
                 log.warning("%s", remark)
-            single_node = SingleNode(
-                settings,
-                run_dir,
-                settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * len(declared),
-            )
+            single_node = SingleNode(settings, run_dir, workers_here(settings, len(declared)))
             cleanup.push_async_callback(single_node.stop)
             return single_node
         # A single machine starts without them.

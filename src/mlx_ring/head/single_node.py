@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import time
 from collections.abc import Generator, Mapping, Sequence
 from itertools import count
@@ -32,11 +33,30 @@ from mlx_ring.models.model_source import LocalModel
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
+from mlx_ring.settings.rank_settings import rank_shares
 
 USES_ONE_MACHINE = (
     "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
 )
 """Reason why no other machine can join."""
+
+
+def workers_here(settings: Settings, models: int) -> int:
+    """Return the number of workers that share the cores of the head's machine, for the models with which it starts."""
+    if settings.nodes != 1:
+        return 1
+    return settings.stages * len(rank_shares(settings)) * (settings.replicas or 1) * models
+
+
+def profile_command(settings: Settings, models: int) -> str:
+    """Return the command that measures the head's machine with the threads of its workers."""
+    threads = settings.blas_threads or share_cores(workers_here(settings, models))
+    words = ["mlx-ring", "profile", "--blas-threads", str(threads)]
+    if settings.blas != "auto":
+        words += ["--blas", settings.blas]
+    if settings.state_dir is not None:
+        words += ["--state-dir", str(settings.state_dir.expanduser().absolute())]
+    return shlex.join(words)
 
 
 class SingleNode:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ _OURS = ("mlx_ring", "mlx-ring")
 _CLOCK_S = 2.0
 """Tolerance for a process's start if only the clock shows it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_ID, _PID_NAMESPACE = Path("/etc/machine-id"), Path("/proc/self/ns/pid")
 _START_TICKS = 19
 """Index of a process's start in `/proc/PID/stat`, after its name; `man 5 proc` counts it as 22."""
 END_WAIT_S = 30.0
@@ -53,6 +54,8 @@ class Running:
     """Mark that distinguishes it from later processes of the same number whatever the clock; empty if the system has none."""
     away: str = ""
     """Reason for which an agent is not in its cluster just now; empty while it is."""
+    place: str = ""
+    """Place in which its number is valid, from `own_place`; empty in records of earlier versions."""
 
 
 RUN_FOLDER = "mlx-ring-"
@@ -65,7 +68,7 @@ def _own(kind: ProcessKind, url: str = "", ending_s: float = 0.0) -> Running:
     """Return the record of this process."""
     own = psutil.Process()
     digest, mark = arguments_digest(sys.argv[1:]), start_mark(own.pid)
-    return Running(kind, own.pid, own.create_time(), digest, url, ending_s, mark)
+    return Running(kind, own.pid, own.create_time(), digest, url, ending_s, mark, place=own_place())
 
 
 @contextlib.contextmanager
@@ -74,7 +77,8 @@ def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.
     record = _own(kind, url, ending_s)
     path = _path(state, record)
     try:
-        running_here(state)
+        with contextlib.suppress(ConfigError):  # other records that cannot be read
+            running_here(state)
         write_private(path, json.dumps(asdict(record)).encode())
     except (OSError, ConfigError) as error:
         # A process that cannot write there still serves.
@@ -88,9 +92,9 @@ def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.
 
 def note_absence(state: Path, why: str) -> None:
     """Add to this process's record why the machine is not in its cluster; an empty reason: it is."""
-    for record in running_here(state):
-        if record.pid == os.getpid():
-            with contextlib.suppress(OSError, ConfigError):
+    with contextlib.suppress(OSError, ConfigError):
+        for record in running_here(state):
+            if record.pid == os.getpid():
                 write_private(_path(state, record), json.dumps(asdict(replace(record, away=why))).encode())
 
 
@@ -130,15 +134,58 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def running_here(state: Path) -> list[Running]:
-    """Return the running processes; records of ended ones are deleted."""
+    """Return the running processes of this machine and PID namespace. Delete the records of ended ones.
+
+    Other machines and containers may have the same state folder. Their records stay.
+
+    Raises:
+        ConfigError: the records cannot be read.
+    """
     found: list[Running] = []
-    for path in sorted(running_folder(state).glob("*.json")):
+    for path in _records(running_folder(state)):
         record = _read(path)
+        if record is not None and not _is_of_here(record):
+            continue
         if record is not None and _process(record) is not None:
             found.append(record)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that is mounted read-only
+                path.unlink(missing_ok=True)
     return found
+
+
+def _records(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.match("[!.]*.json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}): correct its permissions, or choose another state folder "
+            "with --state-dir."
+        ) from error
+
+
+def own_place() -> str:
+    """Return the machine's id ("-" if unknown), its boot and the PID namespace; empty on systems other than Linux.
+
+    A process number is only valid in such a place.
+    """
+    try:
+        boot, namespace = _BOOT_ID.read_text().strip(), _PID_NAMESPACE.readlink()
+    except OSError:
+        return ""
+    with contextlib.suppress(OSError):
+        return f"{_MACHINE_ID.read_text().strip() or '-'} {boot} {namespace}"
+    return f"- {boot} {namespace}"
+
+
+def _is_of_here(record: Running) -> bool:
+    """Report whether this process can see that one, or could before this machine was started again."""
+    own, theirs = own_place().split(), record.place.split()
+    if not own or not theirs:
+        return True
+    return theirs[1:] == own[1:] or (own[0] != "-" and (theirs[0], theirs[-1]) == (own[0], own[-1]))
 
 
 def end_running(state: Path) -> list[str]:
@@ -248,10 +295,16 @@ def _path(state: Path, record: Running) -> Path:
 
 
 def _read(path: Path) -> Running | None:
-    """Read a record; None if it cannot be read."""
+    """Read a record, without fields of later versions; None if it is none.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    known = {field.name for field in fields(Running)}
     try:
-        return Running(**json.loads(read_private(path) or b"null"))
-    except (ValueError, TypeError):
+        content = json.loads(read_private(path) or b"null")
+        return Running(**{name: value for name, value in content.items() if name in known})
+    except (ValueError, TypeError, AttributeError):
         return None
 
 

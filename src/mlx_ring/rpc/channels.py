@@ -274,3 +274,31 @@ async def limit_silence(coming: AsyncIterator[T], silence_s: float) -> AsyncIter
             return
         silence.end()
         yield one
+
+
+class FailureLog:
+    """Log lines about a peer that cannot be reached: the first failures, then one at growing distances."""
+
+    _AT_ONCE = 3
+    _FIRST_S, _LONGEST_S = 10.0, 600.0
+    """Time between two later lines; it doubles after each."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = logger, clock
+        self.end()
+
+    def end(self) -> None:
+        """Record that the peer has answered."""
+        self._failures, self._next_s, self._distance_s = 0, 0.0, self._FIRST_S
+
+    def record(self, sentence: str) -> None:
+        """Log a failure, unless one was logged a moment ago."""
+        self._failures += 1
+        now_s = self._clock()
+        if self._failures > self._AT_ONCE and now_s < self._next_s:
+            return
+        if self._failures > self._AT_ONCE:
+            sentence = f"{sentence} (try {self._failures})"
+            self._distance_s = min(self._LONGEST_S, 2 * self._distance_s)
+        self._next_s = now_s + self._distance_s
+        self._log.warning("%s", sentence)

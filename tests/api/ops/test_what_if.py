@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.api.clients import Api, refusal
+from tests.default_settings import make_api_settings
 
 from mlx_ring.core.errors import ModelNotFound, NotReady
 from mlx_ring.core.types import LayerRange
@@ -95,7 +96,9 @@ def test_a_cluster_without_measurements_is_no_reason_to_try_again() -> None:
     api = Api()
     api.catalog.is_measured = False
     reply = api.post("/cluster/what-if", {})
-    assert "No machine of the cluster is measured" in refusal(reply, 409)[1]
+    command = make_api_settings().profile_command
+    assert command.startswith("mlx-ring profile --blas-threads ")
+    assert f"No machine of the cluster is measured: run `{command}` on" in refusal(reply, 409)[1]
     assert "retry-after" not in reply.headers
     api.service.error = NotReady("The model is being loaded; ask again in a moment.")
     reply = api.post("/cluster/what-if", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,18 @@ import pytest
 
 from mlx_cpu_kernels import build
 from mlx_cpu_kernels.trial import Verdict
+from mlx_ring.cli.doctor import machine_checks
 from mlx_ring.cli.doctor.machine_checks import (
     GIB,
     check_disk,
     check_energy,
     check_fast_links,
+    check_firewall,
     check_memory,
     check_mlx,
     check_state_folder,
+    firewall_is_on,
+    firewall_remedy,
     judge_installed,
     judge_memory,
     judge_products,
@@ -221,3 +226,119 @@ def test_python_that_rosetta_translates_is_named_with_what_to_install() -> None:
     assert "Apple silicon" in finding.fix
     assert "Install mlx:" in judge_installed(versions, is_translated=False).fix
     assert judge_installed({"mlx": "0.32.4"}, is_translated=False).level == "ok"
+
+
+def test_a_state_folder_within_a_folder_closed_to_this_user_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    exists = Path.exists
+
+    def look(path: Path) -> bool:
+        if closed in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    def refuse(dir: Path) -> None:  # noqa: A002 - tempfile's interface
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    closed.mkdir()
+    monkeypatch.setattr(Path, "exists", look)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    found = check_state_folder(closed / "state")
+    assert (found.level, found.value) == (
+        "broken",
+        f"{closed / 'state'} cannot be written (Permission denied)",
+    )
+    assert f"Make {closed} writable" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "active"),
+    [
+        ("ufw", "Status: active\n\nTo   Action\n", True),
+        ("ufw", "Status: inactive\n", False),
+        ("firewalld", "running\n", True),
+        ("firewalld", "not running\n", False),
+        ("iptables", "-P INPUT ACCEPT\n-A INPUT -p icmp -j DROP\n", True),
+        ("iptables", "-P INPUT ACCEPT\n", False),
+        ("nftables", "chain input {\n type filter hook input priority filter; policy drop;\n}", True),
+        ("nftables", "chain input {\n type filter hook input priority filter; policy accept;\n}", False),
+        ("macOS's firewall", "Firewall is enabled. (State = 1)", True),
+        ("macOS's firewall", "Firewall is disabled. (State = 0)", False),
+    ],
+)
+def test_a_firewall_s_state_is_read_from_its_output(name: str, output: str, active: bool) -> None:  # noqa: FBT001 - a parameter
+    assert firewall_is_on(name, output) is active
+
+
+def test_remedy_for_macos_s_firewall_names_the_program_and_for_others_the_ports() -> None:
+    allowed = firewall_remedy(["macOS's firewall"], "TCP port 50051")
+    assert f"--unblockapp {Path(sys.executable).resolve()}`" in allowed
+    assert firewall_remedy(["ufw"], "TCP port 50051") == "Let other machines reach TCP port 50051."
+
+
+def install(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the programs are Linux's")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for the only programs that are found."""
+    folder = tmp_path / "bin"
+
+    def find(name: str) -> str | None:
+        return shutil.which(name, path=str(folder))
+
+    monkeypatch.setattr(machine_checks, "_program", find)
+    return folder
+
+
+@linux
+def test_firewalls_that_only_root_may_ask_are_a_note_with_the_commands(
+    programs: Path, tmp_path: Path
+) -> None:
+    assert check_firewall((8100,), tmp_path).level == "ok"
+    install(programs, "nft", 'echo "Operation not permitted (you must be root)" >&2; exit 1')
+    install(programs, "iptables", "exit 4")
+    found = check_firewall((8100,), tmp_path)
+    assert (found.level, found.value) == ("note", "unknown, because nft, iptables gave no answer")
+    assert "`sudo nft list chains`, `sudo iptables -S INPUT`" in found.fix
+    assert "TCP ports 8100" in found.fix
+
+
+@linux
+def test_a_firewall_that_is_off_is_none_also_if_its_program_says_so_by_its_exit_code(
+    programs: Path, tmp_path: Path
+) -> None:
+    install(programs, "firewall-cmd", "echo 'not running' >&2; exit 252")
+    install(programs, "nft", "exit 0")
+    assert check_firewall((8100,), tmp_path).level == "ok"
+    install(programs, "firewall-cmd", "echo running")
+    assert check_firewall((8100,), tmp_path).value == "firewalld is on"
+
+
+@linux
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("ENABLED=yes", "ufw is on"),
+        ("  ENABLED='yes'", "ufw is on"),
+        ("ENABLED=no", "unknown, because ufw gave no answer"),
+        ("#ENABLED=yes", "unknown, because ufw gave no answer"),
+    ],
+)
+def test_ufw_s_own_file_is_read_where_ufw_does_not_answer(
+    line: str, value: str, programs: Path, tmp_path: Path
+) -> None:
+    install(programs, "ufw", 'echo "ERROR: You need to be root to run this script" >&2; exit 1')
+    (tmp_path / "etc/ufw").mkdir(parents=True)
+    (tmp_path / "etc/ufw/ufw.conf").write_text(f"# ufw\n{line}\nLOGLEVEL=low\n")
+    assert check_firewall((8100,), tmp_path).value == value
+    install(programs, "ufw", "echo 'Status: inactive'")
+    assert check_firewall((8100,), tmp_path).level == "ok"

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import psutil
 import pytest
-from tests.machines import free_pair_of_ports
+from tests.machines import free_pair_of_ports, running_head
 from tests.namespaces import lan, skip_without_namespaces
 from tests.processes import clean_environment
 
 from mlx_ring.agent.enrolment import join
-from mlx_ring.cli.doctor import Finding
+from mlx_ring.cli.doctor import Finding, network
 from mlx_ring.cli.doctor.network import (
     check_lan,
     check_name,
     check_port,
     check_round_trip,
     check_throughput,
-    firewall_is_on,
-    firewall_remedy,
     judge_link,
 )
 from mlx_ring.cluster.control import open_control
@@ -31,6 +35,7 @@ from mlx_ring.cluster.security.records import Members
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import InterfaceKind, LanAddress
+from mlx_ring.host.running import Running
 from mlx_ring.rpc.link_probe import LinkMeasure
 
 HOLD = """
@@ -61,6 +66,87 @@ def test_the_process_that_holds_a_port_is_named() -> None:
         port = int(output.readline())
         assert f"(pid {holder.pid})" in check_port(port, "HTTP").value
         holder.communicate("\n", timeout=30)
+
+
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operating system hide all listeners, as from a user who did not start them."""
+    monkeypatch.setattr(network, "_listeners", lambda: iter(((1, None),)))
+
+
+def test_the_own_process_that_holds_a_port_is_found_where_only_root_may_list_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deny(_kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", deny)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = check_port(server.getsockname()[1], "HTTP")
+    assert (finding.level, f"(pid {os.getpid()})" in finding.value) == ("broken", True)
+
+
+@pytest.mark.usefixtures("denied")
+@pytest.mark.parametrize("purpose", ["HTTP", "members of the cluster"])
+def test_a_port_with_a_hidden_holder_is_a_note_with_the_command_to_ask(
+    purpose: network.Purpose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_none(_port: int, _purpose: str) -> bool:
+        return False
+
+    monkeypatch.setattr(network, "_answers_as_head", is_none)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = check_port(port, purpose)
+    assert (finding.level, finding.value) == ("note", "held by a process that only root may see")
+    assert f"`sudo lsof -nP -iTCP:{port} -sTCP:LISTEN`" in finding.fix
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_head_that_is_recorded_on_this_machine_holds_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = check_port(port, "HTTP", [Running("head", 4711, 0.0, "", f"http://10.0.0.1:{port}")])
+    assert (finding.level, finding.value) == ("ok", "mlx-ring listens there already (pid 4711)")
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers in turn as a head whose model is not ready, and as another program."""
+
+    answers: ClassVar[list[tuple[int, bytes]]] = []
+
+    def do_GET(self) -> None:
+        status, body = self.answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - name in http.server's interface
+        """Write nothing."""
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_hidden_head_is_recognized_by_its_health_and_another_server_is_not() -> None:
+    health = {"status": "loading", "world_size": 1, "pipeline": None, "version": "1"}
+    Health.answers = [(503, json.dumps(health).encode()), (200, b'{"status": "ok"}'), (200, b"<html>")]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        levels = [check_port(server.server_port, "HTTP").level for _ in range(3)]
+        server.shutdown()
+    assert levels == ["ok", "note", "note"]
+
+
+@pytest.mark.usefixtures("denied")
+def test_a_hidden_head_is_recognized_at_both_ports_of_its_cluster(tmp_path: Path) -> None:
+    async def act() -> list[Finding]:
+        async with running_head(tmp_path / "head") as head:
+            port = head.address.port
+            return [
+                await asyncio.to_thread(check_port, port, "members of the cluster"),
+                await asyncio.to_thread(check_port, port + 1, "machines that join"),
+            ]
+
+    assert [found.value for found in asyncio.run(act())] == ["mlx-ring listens there already"] * 2
 
 
 def test_a_name_that_does_not_resolve_is_broken() -> None:
@@ -114,31 +200,6 @@ def test_errno_65_at_an_address_of_the_lan_means_local_network_privacy(
 )
 def test_a_machine_without_a_wired_address_gets_a_warning(kinds: list[InterfaceKind], level: str) -> None:
     assert check_lan([LanAddress("x", 1, "10.0.0.1", kind) for kind in kinds]).level == level
-
-
-@pytest.mark.parametrize(
-    ("name", "output", "active"),
-    [
-        ("ufw", "Status: active\n\nTo   Action\n", True),
-        ("ufw", "Status: inactive\n", False),
-        ("firewalld", "running\n", True),
-        ("firewalld", "not running\n", False),
-        ("iptables", "-P INPUT ACCEPT\n-A INPUT -p icmp -j DROP\n", True),
-        ("iptables", "-P INPUT ACCEPT\n", False),
-        ("nftables", "chain input {\n type filter hook input priority filter; policy drop;\n}", True),
-        ("nftables", "chain input {\n type filter hook input priority filter; policy accept;\n}", False),
-        ("macOS's firewall", "Firewall is enabled. (State = 1)", True),
-        ("macOS's firewall", "Firewall is disabled. (State = 0)", False),
-    ],
-)
-def test_a_firewall_s_state_is_read_from_its_output(name: str, output: str, active: bool) -> None:  # noqa: FBT001 - a parameter
-    assert firewall_is_on(name, output) is active
-
-
-def test_remedy_for_macos_s_firewall_names_the_program_and_for_others_the_ports() -> None:
-    allowed = firewall_remedy(["macOS's firewall"], "TCP port 50051")
-    assert f"--unblockapp {Path(sys.executable).resolve()}`" in allowed
-    assert firewall_remedy(["ufw"], "TCP port 50051") == "Let other machines reach TCP port 50051."
 
 
 def test_throughput_is_measured_with_a_head_and_refused_to_a_removed_machine(

@@ -176,7 +176,7 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
         raise RequestError(str(error), param="add") from error
     if not running.machines.nodes:
         if not fields.add:
-            raise _unmeasured(context.default)
+            raise _unmeasured(context)
         remarks = (*remarks, "No machine of the cluster is measured, so only the added ones count.")
     question = Question(
         added=tuple(fields.add),
@@ -203,18 +203,20 @@ def _planning_basis(context: ApiContext, name: str | None) -> PlanningBasis:
     served = _served(context, fields)
     running = context.catalog.running(served)
     if not running.machines.nodes:
-        raise _unmeasured(context.default)
+        raise _unmeasured(context)
     models, remarks = _models(context, fields, served, running.machines)
     ((_, sizes),) = models
     return PlanningBasis.of(running, sizes, remarks)
 
 
-def _unmeasured(first: ModelService) -> NotReady | Conflict:
+def _unmeasured(context: ApiContext) -> NotReady | Conflict:
     """Return the error while no machine is measured: a retry helps only if one is about to be."""
+    first = context.default
     if isinstance(first.error, NotReady):
         return first.error
     return Conflict(
-        "No machine of the cluster is measured: run `mlx-ring profile` on the head's machine, and start the server again."
+        f"No machine of the cluster is measured: run `{context.settings.profile_command}` on the head's machine, and "
+        "start the server again."
     )
 
 

@@ -1,19 +1,24 @@
-"""Diagnosis of this machine alone: memory, limits, folders, MLX, fast links, and RDMA over Thunderbolt on a Mac."""
+"""Diagnosis of this machine alone: memory, limits, folders, MLX, firewalls, fast links, and RDMA over Thunderbolt on a Mac."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_cpu_kernels.build import advice
 from mlx_ring.cli.doctor import Finding
-from mlx_ring.core.environment import package_version
+from mlx_ring.core.environment import inherited_environment, package_version
+from mlx_ring.core.folders import is_there
 from mlx_ring.host.energy import find_counters
 from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.process import UsableMemory, usable_memory
@@ -237,6 +242,96 @@ def _has_thunderbolt(root: Path) -> bool:
     return sys.platform == "darwin" or (folder.is_dir() and any(folder.iterdir()))
 
 
+def check_firewall(ports: Sequence[int], root: Path = ROOT) -> Finding:
+    """Check whether a firewall is active. Only a try from another machine would show what its rules block."""
+    firewalls = _MAC_FIREWALLS if sys.platform == "darwin" else _LINUX_FIREWALLS
+    # None of the programs changes anything.
+    said = [(each, _state_of(each.command)) for each in firewalls if _program(each.command[0])]
+    active = [each.name for each, output in said if output and firewall_is_on(each.name, output)]
+    answered = [each.name for each, output in said if output is not None]
+    if "ufw" not in answered and _is_enabled(root / _UFW_FILE):
+        active.insert(0, "ufw")
+    failed = [each for each, _ in said if each.name not in answered]
+    needed = (
+        f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353; and, from the machines of the cluster, every TCP port, "
+        "because agents, workers and links listen on free ones"
+    )
+    if active:
+        return Finding("note", "firewall", f"{', '.join(active)} is on", firewall_remedy(active, needed))
+    if failed:
+        value = f"unknown, because {', '.join(each.command[0] for each in failed)} gave no answer"
+        commands = ", ".join(f"`{shlex.join(('sudo', *each.command))}`" for each in failed)
+        remedy = firewall_remedy([each.name for each in failed], needed)
+        fix = f"Ask as root: {commands}. Only if one is on: {remedy}"
+        return Finding("note", "firewall", value, fix)
+    return Finding("ok", "firewall", "none was found on this machine")
+
+
+def firewall_remedy(active: Sequence[str], needed: str) -> str:
+    """Return what to do about active firewalls, of which macOS's allows programs and not ports."""
+    if _OF_MACOS not in active:
+        return f"Let other machines reach {needed}."
+    python = shlex.quote(str(Path(sys.executable).resolve()))
+    return (
+        "macOS asks once for each Python, in a window that nobody sees over ssh. Allow this one by "
+        f"`sudo {_SOCKET_FILTER} --add {python} --unblockapp {python}`, and again after an update of Python."
+    )
+
+
+_OF_MACOS = "macOS's firewall"
+_SOCKET_FILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+_UFW_FILE = "etc/ufw/ufw.conf"
+"""File that every user may read, below the root. It says whether ufw starts with the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Firewall:
+    name: str
+    command: tuple[str, ...]
+    """Command that prints its state."""
+    active: str
+    """Pattern of a line that it prints if it is active."""
+
+
+_MAC_FIREWALLS = (_Firewall(_OF_MACOS, (_SOCKET_FILTER, "--getglobalstate"), r"State = [12]"),)
+_LINUX_FIREWALLS = (
+    _Firewall("ufw", ("ufw", "status"), r"^Status: active"),
+    _Firewall("firewalld", ("firewall-cmd", "--state"), r"^running"),
+    _Firewall("nftables", ("nft", "list", "chains"), r"hook input .*policy (drop|reject)"),
+    _Firewall("iptables", ("iptables", "-S", "INPUT"), r"^-P INPUT DROP|-j (DROP|REJECT)"),
+)
+_ACTIVE = {each.name: each.active for each in (*_MAC_FIREWALLS, *_LINUX_FIREWALLS)}
+
+
+def firewall_is_on(name: str, output: str) -> bool:
+    """Return True if a firewall's program reports that it is active."""
+    return re.search(_ACTIVE[name], output, re.MULTILINE) is not None
+
+
+def _is_enabled(file: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return re.search(r"(?im)^\s*ENABLED=[\"']?yes\b", file.read_text()) is not None
+    return False
+
+
+def _program(name: str) -> str | None:
+    """Return the path of a program, also in the folders for root's programs, which a user's PATH may lack."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def _state_of(command: Sequence[str]) -> str | None:
+    """Return the output of a firewall's program; None if it fails, as most do for ordinary users."""
+    words = (_program(command[0]) or command[0], *command[1:])
+    english = inherited_environment({"LC_ALL": "C"})
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_S, check=False, env=english)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # firewalld says that it is off by an exit code too.
+    has_answered = done.returncode == 0 or "not running" in done.stdout + done.stderr
+    return done.stdout if has_answered else None
+
+
 def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Return a program's output; nothing if it is missing or fails."""
     try:
@@ -250,7 +345,7 @@ def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
 
 def _nearest(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if is_there(path))
 
 
 def _gib(nbytes: int) -> str:

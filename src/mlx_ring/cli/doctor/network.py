@@ -1,4 +1,4 @@
-"""Diagnosis of the network: addresses, ports, names, firewalls, the speed of links, and a head with its certificate.
+"""Diagnosis of the network: addresses, ports, names, the speed of links, and a head with its certificate.
 
 `examine` does all checks of `mlx-ring doctor`, those of the machine alone first, so that a problem comes before its
 consequences.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
-import shlex
-import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 import psutil
 from cryptography import x509
@@ -32,6 +30,7 @@ from mlx_ring.cli.doctor.machine_checks import (
     check_disk,
     check_energy,
     check_fast_links,
+    check_firewall,
     check_installed,
     check_memory,
     check_mlx,
@@ -39,10 +38,11 @@ from mlx_ring.cli.doctor.machine_checks import (
     check_state_folder,
     check_wired_limit,
 )
-from mlx_ring.core.errors import PeerRefused, RingError, VersionMismatch
+from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, VersionMismatch
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import CLUSTER_PORT, LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos
 from mlx_ring.host.interfaces import LanAddress, lan_addresses
+from mlx_ring.host.running import Running, running_here
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.hello import Greeted, ask_greeting, make_hello
 from mlx_ring.rpc.link_probe import LinkMeasure, ProbeBounds, probe_link
@@ -52,8 +52,9 @@ from mlx_ring.rpc.tls.credentials import Anchor, load_credentials
 from mlx_ring.rpc.tls.peers import HEAD_NAME
 from mlx_ring.settings.config import Settings
 
-_CONNECT_S, _ASK_S = 3.0, 10.0
+_CONNECT_S = 3.0
 _TRIES = 5
+Purpose = Literal["HTTP", "members of the cluster", "machines that join"]
 _SLOW_MS = 5.0
 """Slow round trip. A cable takes a tenth of it; every token crosses each link once."""
 
@@ -69,19 +70,30 @@ def check_lan(addresses: Sequence[LanAddress]) -> Finding:
     return Finding("ok", "network", value)
 
 
-def check_port(port: int, purpose: str) -> Finding:
-    """Check that a head can listen on a port, or already does."""
+def check_port(port: int, purpose: Purpose, heads: Sequence[Running] = ()) -> Finding:
+    """Check that a head can listen on a port, or already does. `heads` are those known to run on this machine."""
     what = f"port {port}"
     error = next(filter(None, (_cannot_listen(family, host, port) for family, host in _PLACES)), None)
     if error is None:
         return Finding("ok", what, f"free for {purpose}")
     if error.errno != errno.EADDRINUSE:
         return Finding("broken", what, str(error.strerror), f"Choose a port above 1023 for {purpose}.")
-    holder = _holder(port)
+    known = next((head.pid for head in heads if purpose == "HTTP" and urlsplit(head.url).port == port), None)
+    holder = None if known is not None else _holder(port)
     if holder is not None and _is_ours(holder):
-        return Finding("ok", what, f"mlx-ring listens there already (pid {holder.pid})")
-    who = f"{holder.name()} (pid {holder.pid})" if holder is not None else "another process"
-    return Finding("broken", what, f"held by {who}", f"End that process, or give {purpose} another port.")
+        known = holder.pid
+    if known is not None:
+        return Finding("ok", what, f"mlx-ring listens there already (pid {known})")
+    if holder is not None:
+        who = f"{holder.name()} (pid {holder.pid})"
+        return Finding("broken", what, f"held by {who}", f"End that process, or give {purpose} another port.")
+    if _answers_as_head(port, purpose):
+        return Finding("ok", what, "mlx-ring listens there already")
+    fix = (
+        f"`sudo lsof -nP -iTCP:{port} -sTCP:LISTEN` names it. If it is not mlx-ring, end it, or give {purpose} "
+        "another port."
+    )
+    return Finding("note", what, "held by a process that only root may see", fix)
 
 
 _PLACES = ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
@@ -103,12 +115,56 @@ def _cannot_listen(family: int, host: str, port: int) -> OSError | None:
 def _holder(port: int) -> psutil.Process | None:
     """Return the process that listens on a port; None if the operating system hides it."""
     try:
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
-                return psutil.Process(found.pid)
+        return next((psutil.Process(pid) for at, pid in _listeners() if at == port and pid), None)
     except psutil.Error:
         return None
-    return None
+
+
+def _listeners() -> Iterator[tuple[int, int | None]]:
+    """Yield the port and the process of each socket that listens, as far as this user may know them."""
+    try:
+        found = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS lists them only to root, but tells each user of their own processes
+        for process in psutil.process_iter():
+            yield from ((port, process.pid) for port in _ports_of(process))
+        return
+    for each in found:
+        if each.status == psutil.CONN_LISTEN and each.laddr:
+            yield each.laddr.port, each.pid
+
+
+def _ports_of(process: psutil.Process) -> list[int]:
+    try:
+        found = process.net_connections("tcp")
+    except psutil.Error:
+        return []
+    return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN and each.laddr]
+
+
+_HEALTH_FIELDS = frozenset(("status", "world_size", "pipeline", "version"))
+
+
+def _answers_as_head(port: int, purpose: Purpose) -> bool:
+    """Return True if a head answers at a port of this machine."""
+    host = "127.0.0.1"
+    if purpose == "HTTP":
+        return any(_answers_health(f"{scheme}://{host}:{port}/health") for scheme in ("http", "https"))
+    try:
+        carried_authority(shown_certificate(HeadAddress(host, port - 1)))
+    except RingError:
+        return False
+    return True
+
+
+def _answers_health(url: str) -> bool:
+    import httpx  # slow to import, and rarely needed here
+
+    try:
+        # It sends nothing secret, and a head's own certificate need not be trusted by this machine.
+        answer = httpx.get(url, timeout=_CONNECT_S, verify=False, trust_env=False).json()  # noqa: S501 - see above
+    except (httpx.HTTPError, ValueError):
+        return False
+    return isinstance(answer, dict) and answer.keys() >= _HEALTH_FIELDS
 
 
 _OUR_PROGRAM = re.compile(r"(^|/)mlx-ring$|^mlx_ring(\.|$)|^from mlx_ring")
@@ -164,66 +220,6 @@ def _connect_ms(host: str, port: int) -> float:
     begin = time.perf_counter()
     with closing(socket.create_connection((host, port), timeout=_CONNECT_S)):
         return (time.perf_counter() - begin) * 1000
-
-
-def check_firewall(ports: Sequence[int]) -> Finding:
-    """Check whether a firewall is active. Only a try from another machine would show what its rules block."""
-    active = [name for name, output in _firewalls() if firewall_is_on(name, output)]
-    needed = (
-        f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353; and, from the machines of the cluster, every TCP port, "
-        "because agents, workers and links listen on free ones"
-    )
-    if not active:
-        return Finding("ok", "firewall", "none was found on this machine")
-    return Finding("note", "firewall", f"{', '.join(active)} is on", firewall_remedy(active, needed))
-
-
-def firewall_remedy(active: Sequence[str], needed: str) -> str:
-    """Return what to do about active firewalls, of which macOS's allows programs and not ports."""
-    if _OF_MACOS not in active:
-        return f"Let other machines reach {needed}."
-    python = shlex.quote(str(Path(sys.executable).resolve()))
-    return (
-        "macOS asks once for each Python, in a window that nobody sees over ssh. Allow this one by "
-        f"`sudo {_SOCKET_FILTER} --add {python} --unblockapp {python}`, and again after an update of Python."
-    )
-
-
-def _firewalls() -> list[tuple[str, str]]:
-    """Return each firewall with the output of its program. None of the programs changes anything."""
-    commands = _MAC_FIREWALLS if sys.platform == "darwin" else _LINUX_FIREWALLS
-    return [(name, _ask(command)) for name, command in commands if shutil.which(command[0])]
-
-
-_OF_MACOS = "macOS's firewall"
-_SOCKET_FILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-_MAC_FIREWALLS = ((_OF_MACOS, (_SOCKET_FILTER, "--getglobalstate")),)
-_LINUX_FIREWALLS = (
-    ("ufw", ("ufw", "status")),
-    ("firewalld", ("firewall-cmd", "--state")),
-    ("nftables", ("nft", "list", "chains")),
-    ("iptables", ("iptables", "-S", "INPUT")),
-)
-_ACTIVE = {
-    _OF_MACOS: r"State = [12]",
-    "ufw": r"^Status: active",
-    "firewalld": r"^running",
-    "nftables": r"hook input .*policy (drop|reject)",
-    "iptables": r"^-P INPUT DROP|-j (DROP|REJECT)",
-}
-
-
-def firewall_is_on(name: str, output: str) -> bool:
-    """Return True if a firewall's program reports that it is active."""
-    return re.search(_ACTIVE[name], output, re.MULTILINE) is not None
-
-
-def _ask(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
 
 
 _BOUNDS = ProbeBounds(largest_bytes=1 << 20)
@@ -384,22 +380,29 @@ def examine(settings: Settings, head: HeadAddress | None, peers: Sequence[HeadAd
     yield check_state_folder(state)
     yield check_disk(state)
     yield from check_own_certificate(node_folder(state))
-    yield from _examine_network(settings.port)
+    yield from _examine_network(settings.port, _heads(state))
     if head is not None:
         yield from _examine_head(head, node_folder(state))
     for peer in peers:
         yield from _examine_route(peer, (peer.port,))
 
 
-def _examine_network(http_port: int) -> Iterator[Finding]:
+def _heads(state: Path) -> list[Running]:
+    try:
+        return [each for each in running_here(state) if each.kind == "head"]
+    except ConfigError:
+        return []
+
+
+def _examine_network(http_port: int, heads: Sequence[Running]) -> Iterator[Finding]:
     addresses = lan_addresses()
     yield check_lan(addresses)
     yield check_fast_links(addresses)
     yield from check_rdma()
     if http_port:
-        yield check_port(http_port, "HTTP")
-    yield check_port(CLUSTER_PORT, "members of the cluster")
-    yield check_port(CLUSTER_PORT + 1, "machines that join")
+        yield check_port(http_port, "HTTP", heads)
+    yield check_port(CLUSTER_PORT, "members of the cluster", heads)
+    yield check_port(CLUSTER_PORT + 1, "machines that join", heads)
     yield check_firewall((CLUSTER_PORT, CLUSTER_PORT + 1))
 
 
