@@ -27,6 +27,7 @@ from mlx_ring.host.running import (
     end_running,
     note_absence,
     own_place,
+    record_file,
     recorded,
     remove_abandoned,
     running_here,
@@ -150,12 +151,12 @@ def test_the_next_start_deletes_the_records_of_killed_processes(tmp_path: Path) 
             process.wait()
         with recorded(tmp_path, "head"):
             names = {path.name for path in running_folder(tmp_path).iterdir()}
-    assert f"head-{process.pid}.json" not in names
+    assert not [name for name in names if name.startswith(f"head-{process.pid}")]
     assert len(names) == 2
 
 
 def write(state: Path, record: Running) -> None:
-    (running_folder(state) / f"{record.kind}-{record.pid}.json").write_text(json.dumps(asdict(record)))
+    record_file(state, record).write_text(json.dumps(asdict(record)))
 
 
 def test_running_processes_are_listed_with_their_arguments(tmp_path: Path) -> None:
@@ -275,13 +276,22 @@ def test_records_of_other_machines_and_containers_are_neither_listed_nor_deleted
         }
         for place in foreign:
             write(tmp_path, replace(record, place=place))
-            assert running_here(tmp_path) == []
+        assert running_here(tmp_path) == [record]
         process.kill()
         process.wait()
-        for place in foreign:
-            write(tmp_path, replace(record, place=place))
-            assert running_here(tmp_path) == []
-            assert list(running_folder(tmp_path).iterdir())
+        assert running_here(tmp_path) == []
+        assert len(list(running_folder(tmp_path).iterdir())) == len(foreign)
+
+
+@linux
+def test_a_process_does_not_touch_the_record_of_one_with_its_number_in_a_container(tmp_path: Path) -> None:
+    with recorded(tmp_path, "head", "http://here"):
+        (own,) = running_folder(tmp_path).iterdir()
+        there = Running("head", os.getpid(), 1.0, "", "http://there", place="another machine and namespace")
+        write(tmp_path, there)
+        assert json.loads(own.read_text())["url"] == "http://here"
+    (left,) = running_folder(tmp_path).iterdir()
+    assert json.loads(left.read_text())["url"] == "http://there"
 
 
 @linux
@@ -341,7 +351,7 @@ def test_a_folder_of_records_that_cannot_be_read_is_named_in_a_sentence(
 def test_a_process_is_recorded_beside_records_that_cannot_be_read(tmp_path: Path) -> None:
     (running_folder(tmp_path) / "head-1.json").mkdir(parents=True)  # reading it is an error, also for root
     with recorded(tmp_path, "agent"):
-        assert (running_folder(tmp_path) / f"agent-{os.getpid()}.json").is_file()
+        assert list(running_folder(tmp_path).glob(f"agent-{os.getpid()}*.json"))
     with pytest.raises(ConfigError, match=r"head-1.json cannot be read"):
         running_here(tmp_path)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -257,7 +258,7 @@ class _StderrHandler(logging.Handler):
 
 
 class _LogFile(RotatingFileHandler):
-    """Rotating file that reports once per outage, such as a full disk, that it cannot be written. An empty line ends one."""
+    """Rotating file that reports once per outage, such as a full disk, that it cannot be written."""
 
     _is_out = _has_failed = False
 
@@ -267,8 +268,13 @@ class _LogFile(RotatingFileHandler):
         self._is_out = self._has_failed
 
     def format(self, record: logging.LogRecord) -> str:
-        # The line before may be incomplete after an outage.
-        return "\n" * self._is_out + super().format(record)
+        return "\n" * (self._is_out and self._ends_within_a_line()) + super().format(record)
+
+    def _ends_within_a_line(self) -> bool:
+        """Return True if an outage has cut the file's last line."""
+        with contextlib.suppress(OSError), Path(self.baseFilename).open("rb") as file:
+            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+        return False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - name in logging's interface
         error = sys.exc_info()[1]
@@ -281,8 +287,9 @@ class _LogFile(RotatingFileHandler):
         if not self._is_out:
             text = f"The log file {self.baseFilename} cannot be written ({reason_of(error)}): its lines are lost until it can."
             note = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
-            for each in logging.getLogger().handlers:
-                if each is not self and each.level <= note.levelno:
+            root = logging.getLogger()
+            for each in root.handlers:
+                if each is not self and max(each.level, root.level) <= note.levelno:
                     each.handle(note)
 
 

@@ -49,13 +49,16 @@ def workers_here(settings: Settings, models: int) -> int:
 
 
 def profile_command(settings: Settings, models: int) -> str:
-    """Return the command that measures the head's machine with the threads of its workers."""
+    """Return the command that measures the head's machine with the threads of its workers.
+
+    Clients may read it, so it does not show the path of a state folder.
+    """
     threads = settings.blas_threads or share_cores(workers_here(settings, models))
     words = ["mlx-ring", "profile", "--blas-threads", str(threads)]
     if settings.blas != "auto":
         words += ["--blas", settings.blas]
     if settings.state_dir is not None:
-        words += ["--state-dir", str(settings.state_dir.expanduser().absolute())]
+        words += ["--state-dir", "FOLDER"]
     return shlex.join(words)
 
 

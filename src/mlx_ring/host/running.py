@@ -75,7 +75,7 @@ def _own(kind: ProcessKind, url: str = "", ending_s: float = 0.0) -> Running:
 def recorded(state: Path, kind: ProcessKind, url: str = "", ending_s: float = 0.0) -> Generator[None]:
     """Record this process as running with this state folder meanwhile. Delete the records of ended ones."""
     record = _own(kind, url, ending_s)
-    path = _path(state, record)
+    path = record_file(state, record)
     try:
         with contextlib.suppress(ConfigError):  # other records that cannot be read
             running_here(state)
@@ -95,7 +95,9 @@ def note_absence(state: Path, why: str) -> None:
     with contextlib.suppress(OSError, ConfigError):
         for record in running_here(state):
             if record.pid == os.getpid():
-                write_private(_path(state, record), json.dumps(asdict(replace(record, away=why))).encode())
+                write_private(
+                    record_file(state, record), json.dumps(asdict(replace(record, away=why))).encode()
+                )
 
 
 @contextlib.contextmanager
@@ -290,8 +292,11 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _path(state: Path, record: Running) -> Path:
-    return running_folder(state) / f"{record.kind}-{record.pid}.json"
+def record_file(state: Path, record: Running) -> Path:
+    """Return the file of a process's record."""
+    # Containers give the same numbers to their processes.
+    where = f"-{hashlib.sha256(record.place.encode()).hexdigest()[:8]}" if record.place else ""
+    return running_folder(state) / f"{record.kind}-{record.pid}{where}.json"
 
 
 def _read(path: Path) -> Running | None:

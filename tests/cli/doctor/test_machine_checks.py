@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -310,6 +311,24 @@ def test_firewalls_that_only_root_may_ask_are_a_note_with_the_commands(
     assert (found.level, found.value) == ("note", "unknown, because nft, iptables gave no answer")
     assert "`sudo nft list chains`, `sudo iptables -S INPUT`" in found.fix
     assert "TCP ports 8100" in found.fix
+
+
+@linux
+@pytest.mark.parametrize(("user", "advice"), [(1000, "Ask as root: "), (0, "Root gets no answer here")])
+def test_root_reads_that_a_container_gives_no_answer(
+    user: int, advice: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(programs, "iptables", "exit 4")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert check_firewall((8100,), tmp_path).fix.startswith(advice)
+
+
+@linux
+def test_the_file_of_a_ufw_that_was_removed_says_nothing(programs: Path, tmp_path: Path) -> None:
+    assert not programs.exists()
+    (tmp_path / "etc/ufw").mkdir(parents=True)
+    (tmp_path / "etc/ufw/ufw.conf").write_text("ENABLED=yes")
+    assert check_firewall((8100,), tmp_path).level == "ok"
 
 
 @linux

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import resource
@@ -249,9 +250,9 @@ def check_firewall(ports: Sequence[int], root: Path = ROOT) -> Finding:
     said = [(each, _state_of(each.command)) for each in firewalls if _program(each.command[0])]
     active = [each.name for each, output in said if output and firewall_is_on(each.name, output)]
     answered = [each.name for each, output in said if output is not None]
-    if "ufw" not in answered and _is_enabled(root / _UFW_FILE):
-        active.insert(0, "ufw")
     failed = [each for each, _ in said if each.name not in answered]
+    if "ufw" in {each.name for each in failed} and _is_enabled(root / _UFW_FILE):
+        active.insert(0, "ufw")
     needed = (
         f"TCP ports {' and '.join(map(str, ports))} and UDP port 5353; and, from the machines of the cluster, every TCP port, "
         "because agents, workers and links listen on free ones"
@@ -262,7 +263,12 @@ def check_firewall(ports: Sequence[int], root: Path = ROOT) -> Finding:
         value = f"unknown, because {', '.join(each.command[0] for each in failed)} gave no answer"
         commands = ", ".join(f"`{shlex.join(('sudo', *each.command))}`" for each in failed)
         remedy = firewall_remedy([each.name for each in failed], needed)
-        fix = f"Ask as root: {commands}. Only if one is on: {remedy}"
+        who = (
+            "Ask as root"
+            if os.geteuid()
+            else "Root gets no answer here, as in a container. Ask on the machine itself"
+        )
+        fix = f"{who}: {commands}. Only if one is on: {remedy}"
         return Finding("note", "firewall", value, fix)
     return Finding("ok", "firewall", "none was found on this machine")
 

@@ -87,13 +87,21 @@ def check_port(port: int, purpose: Purpose, heads: Sequence[Running] = ()) -> Fi
     if holder is not None:
         who = f"{holder.name()} (pid {holder.pid})"
         return Finding("broken", what, f"held by {who}", f"End that process, or give {purpose} another port.")
-    if _answers_as_head(port, purpose):
+    return _check_hidden(port, purpose)
+
+
+def _check_hidden(port: int, purpose: Purpose) -> Finding:
+    """Check a port whose holder this user cannot see."""
+    what = f"port {port}"
+    is_head = _answers_as_head(port, purpose)
+    if is_head:
         return Finding("ok", what, "mlx-ring listens there already")
-    fix = (
-        f"`sudo lsof -nP -iTCP:{port} -sTCP:LISTEN` names it. If it is not mlx-ring, end it, or give {purpose} "
-        "another port."
-    )
-    return Finding("note", what, "held by a process that only root may see", fix)
+    names_it = f"`sudo lsof -nP -iTCP:{port} -sTCP:LISTEN` names it."
+    if is_head is None:
+        fix = f"{names_it} If it is not mlx-ring, end it, or give {purpose} another port."
+        return Finding("note", what, "held by a process that this user cannot see", fix)
+    fix = f"{names_it} End it, or give {purpose} another port."
+    return Finding("broken", what, "held by a program that is not mlx-ring", fix)
 
 
 _PLACES = ((socket.AF_INET, ""), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
@@ -144,25 +152,28 @@ def _ports_of(process: psutil.Process) -> list[int]:
 _HEALTH_FIELDS = frozenset(("status", "world_size", "pipeline", "version"))
 
 
-def _answers_as_head(port: int, purpose: Purpose) -> bool:
-    """Return True if a head answers at a port of this machine."""
+def _answers_as_head(port: int, purpose: Purpose) -> bool | None:
+    """Return True if a head answers at a port of this machine, False if another program does, None if nothing does."""
     host = "127.0.0.1"
     if purpose == "HTTP":
-        return any(_answers_health(f"{scheme}://{host}:{port}/health") for scheme in ("http", "https"))
+        plain = _answers_health(f"http://{host}:{port}/health")
+        return plain or _answers_health(f"https://{host}:{port}/health") or plain
     try:
         carried_authority(shown_certificate(HeadAddress(host, port - 1)))
     except RingError:
-        return False
+        return None
     return True
 
 
-def _answers_health(url: str) -> bool:
+def _answers_health(url: str) -> bool | None:
     import httpx  # slow to import, and rarely needed here
 
     try:
         # It sends nothing secret, and a head's own certificate need not be trusted by this machine.
         answer = httpx.get(url, timeout=_CONNECT_S, verify=False, trust_env=False).json()  # noqa: S501 - see above
-    except (httpx.HTTPError, ValueError):
+    except httpx.HTTPError:
+        return None
+    except ValueError:
         return False
     return isinstance(answer, dict) and answer.keys() >= _HEALTH_FIELDS
 
