@@ -83,6 +83,12 @@ def replan(server: Server, **body: object) -> dict[str, Any]:
     return answer.json()
 
 
+def wait_for_proposal(server: Server, machines: int) -> None:
+    """Wait until so many machines are there, and a split over them is proposed: a new one first reports its memory."""
+    eventually(lambda: len(nodes(server)), lambda count: count == machines)
+    eventually(lambda: replan(server, dry_run=True)["proposal"], lambda proposal: proposal is not None)
+
+
 def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_path: Path) -> None:
     tokens: list[str] = []
     with ExitStack() as stack:
@@ -99,7 +105,7 @@ def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_pa
         texts, used = expected(server), nodes_in_use(server)
         before = {node["id"] for node in nodes(server)}
         join_faster(stack, port, tokens[0], tmp_path / "node-2", 20.0)
-        eventually(lambda: len(nodes(server)), lambda count: count == 3)
+        wait_for_proposal(server, 3)
         (faster,) = {node["id"] for node in nodes(server)} - before
 
         only_shown = replan(server, dry_run=True)
@@ -146,7 +152,7 @@ def test_model_moves_to_a_group_that_shares_its_layers_and_no_answer_changes(
         texts, before = expected(server), {node["id"] for node in nodes(server)}
         assert [len(stage["ranks"]) for stage in stages_of(server)] == [1]
         join_faster(stack, port, tokens[0], tmp_path / "node-2", SLOW_TO_COMPUTE, *TRUSTED)
-        eventually(lambda: len(nodes(server)), lambda count: count == 3)
+        wait_for_proposal(server, 3)
         (new,) = {node["id"] for node in nodes(server)} - before
         proposal = replan(server, dry_run=True)["proposal"]
         (stage,) = proposal["planned"]["stages"]
@@ -230,7 +236,7 @@ def growing_cluster(folder: Path) -> Generator[tuple[Server, Callable[[], None]]
 
         def join() -> None:
             join_faster(stack, port, tokens[0], folder / "node-2", 20.0, flops=20 * SLOW_PROMPT_FLOPS)
-            eventually(lambda: len(nodes(server)), lambda count: count == 3)
+            wait_for_proposal(server, 3)
 
         yield server, join
 
