@@ -30,7 +30,7 @@ class PageEvents:
 def open_page(
     browser: Browser, url: str, *, width: int = 1280, scheme: str = "light", view: str = "chat"
 ) -> Generator[tuple[Page, PageEvents]]:
-    """Open the page in a new window with empty storage."""
+    """Open the page in a new window with empty storage. A failed assertion says what the page shows."""
     context = browser.new_context(
         viewport={"width": width, "height": 800},
         color_scheme="dark" if scheme == "dark" else "light",
@@ -50,8 +50,14 @@ def open_page(
     page.on("pageerror", lambda error: events.problems.append(str(error)))
     page.on("request", record_request)
     page.goto(f"{url}/#{view}")
-    yield page, events
-    context.close()
+    try:
+        yield page, events
+    except AssertionError as error:
+        error.add_note(f"The page at {page.url} shows:\n{page.locator('body').inner_text()}")
+        error.add_note(f"Its problems: {events.problems}")
+        raise
+    finally:
+        context.close()
 
 
 def ask(page: Page, text: str) -> None:
