@@ -41,7 +41,7 @@ class Speed:
     own_decode: float | None = None
 
 
-def _speed(
+def measured_speed(
     prompt_tokens: int, arrivals_s: list[float], new_tokens: int, own: dict[str, float] | None = None
 ) -> Speed:
     """Return the speed of an answer of `new_tokens`, from the seconds at which its pieces arrived."""
@@ -85,7 +85,7 @@ class Stock:
 
     def run(self, prompt: list[int], new_tokens: int) -> Speed:
         print(json.dumps({"prompt": prompt, "new_tokens": new_tokens}), file=self._process.stdin, flush=True)
-        return _speed(len(prompt), self._answer()["arrivals_s"], new_tokens)
+        return measured_speed(len(prompt), self._answer()["arrivals_s"], new_tokens)
 
     def stop(self) -> None:
         self._process.kill()
@@ -138,14 +138,14 @@ class Ring:
         with self._client.stream("POST", "/v1/completions", json=job) as response:
             if not response.is_success:
                 raise SystemExit(f"{self.name} answered {response.status_code}: {response.read().decode()}")
-            for event in _events(response):
+            for event in events(response):
                 if any(choice.get("text") for choice in event.get("choices", [])):
                     arrivals.append(time.perf_counter() - started)
                 usage = event.get("usage") or usage
                 own = event.get("performance") or own
         if usage.get("completion_tokens") != new_tokens:
             raise SystemExit(f"{self.name} returned {usage} for {new_tokens} requested tokens.")
-        return _speed(len(prompt), arrivals, new_tokens, own)
+        return measured_speed(len(prompt), arrivals, new_tokens, own)
 
     def stop(self) -> None:
         self._client.close()
@@ -178,7 +178,8 @@ class Ring:
             pin(worker.pid, cores[index % len(cores)])
 
 
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream as JSON objects."""
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             event = json.loads(line.removeprefix("data: "))

@@ -99,7 +99,7 @@ class RingServer(Server):
         port = free_port()
         stages = len(counts) or stages
         self._logs = tempfile.TemporaryDirectory(prefix="mlx-ring-bench-")
-        command = [*_program(counts), "serve", str(model), "--stages", str(stages), "--port", str(port)]
+        command = [*program(counts), "serve", str(model), "--stages", str(stages), "--port", str(port)]
         command += ["--blas-threads", "1", "--log-dir", self._logs.name, "--log-level", "warning", *flags]
         command += ["--tp", str(ranks)] if ranks > 1 else []
         name = f"mlx-ring, {ranks} ranks" if ranks > 1 else f"mlx-ring, {stages} stage{'s' * (stages > 1)}"
@@ -133,7 +133,8 @@ class RingServer(Server):
         self._logs.cleanup()
 
 
-def _program(counts: Sequence[int]) -> list[str]:
+def program(counts: Sequence[int]) -> list[str]:
+    """Return the command `mlx-ring`, with given layers of each stage if there are any."""
     if counts:
         return [sys.executable, str(Path(__file__).with_name("cut_server.py")), ",".join(map(str, counts))]
     return [shutil.which("mlx-ring", path=str(Path(sys.executable).parent)) or "mlx-ring"]
