@@ -91,10 +91,10 @@ def test_disconnect_in_mid_stream_aborts_every_sequence(n: int) -> None:
             eventually(lambda: service.sequences_held == n)
             assert httpx.get(f"{url}/cache/stats").json()["kv_bytes"] > 0
         eventually(lambda: open_requests(service) == 0)
-        assert service.engine.stats().finished == {"abort": n}
-        assert service.engine.stats().scheduler.sequences_held == 1, (
-            "equal answers are kept once, for a later request"
-        )
+        # The engine's thread may be between the end of a request and what is kept of it.
+        eventually(lambda: service.engine.stats().finished == {"abort": n})
+        # Equal answers are kept once, for a later request.
+        eventually(lambda: service.engine.stats().scheduler.sequences_held == 1)
         assert httpx.post(f"{url}/v1/completions", json=request | {"max_tokens": 1}).status_code == 200
         assert httpx.get(f"{url}/cache/stats").json()["prefix_cache"]["hits"] > 0
 
