@@ -15,7 +15,7 @@ from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, measured_node
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.stage_costs import StageTables, working_bytes
 from mlx_ring.rpc.link_profile import LinkProfile
 
 NODE = measured_node(made_up_profile(), "box")
@@ -179,6 +179,34 @@ def test_a_promise_of_memory_on_an_nvidia_gpu_covers_what_was_held_there(
         float(StageTables(model, demand).memory(known_profile("nvidia-h200"))[0, -1]),
     ):
         assert held_bytes <= promised <= 1.1 * held_bytes
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "tokens", "held_bytes"),
+    [(1024, 3072, 500, 92.2e6), (2048, 6144, 500, 145.4e6), (1024, 3072, 2000, 360.5e6)],
+)
+def test_a_promise_of_memory_on_a_cpu_covers_the_activations_that_were_held_there(
+    hidden: int, intermediate: int, tokens: int, held_bytes: float, tmp_path: Path
+) -> None:
+    """Compare with MLX's peak beside weights and KV, for one prompt in float32 numbers."""
+    config = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 16, "vocab_size": 4096, "tie_word_embeddings": True}
+    widened = profile_of(QWEN3_14B | config, tmp_path).widened
+    assert widened is not None
+    assert held_bytes <= working_bytes(widened, tokens) <= 1.3 * held_bytes
+
+
+def test_longer_chunks_of_prompts_take_more_memory_and_fewer_steps(tmp_path: Path) -> None:
+    model, node = profile_of(QWEN3_14B, tmp_path), measured_node(made_up_profile(), "box")
+    usual, longer = (Demand(8192, 1, chunk_tokens=tokens) for tokens in (None, 2048))
+    memory, longer_memory = (StageTables(model, each).memory(node)[0, 10] for each in (usual, longer))
+    more = working_bytes(node_model := StageTables(model, usual).model_on(node), 2048)
+    assert longer_memory - memory == more - working_bytes(node_model, 512)
+    assert [PlanRequest(each, prompt_tokens=8000).chunks for each in (usual, longer)] == [16, 4]
+    usual_s, longer_s = (
+        StageTables(model, each).prefill_seconds(node, 0, 10, 8000) for each in (usual, longer)
+    )
+    assert longer_s <= usual_s
 
 
 def test_a_split_costs_one_more_step() -> None:

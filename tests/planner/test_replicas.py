@@ -88,7 +88,7 @@ def test_more_replicas_than_machines_or_memory_are_refused_with_the_reason() -> 
     with pytest.raises(PlanError, match="3 replicas were requested, but there are 2 machines"):
         place_replicas(model_of(28), cluster_of(*map(node_of, "ab")), THROUGHPUT, 3)
     whole = place(model_of(28), cluster_of(node_of("big", 64)), THROUGHPUT).stages[0].memory_bytes / 1e9
-    small = cluster_of(node_of("a", 0.8 * whole), node_of("b", 0.8 * whole))
+    small = cluster_of(node_of("a", 0.7 * whole), node_of("b", 0.7 * whole))
     with pytest.raises(PlanError, match="cannot hold 2 replicas"):
         place_replicas(model_of(28), small, THROUGHPUT, 2)
     with pytest.raises(PlanError, match="strategy auto"):
@@ -160,7 +160,7 @@ def test_no_pipeline_exceeds_the_bound_of_its_machines(
 def test_of_many_machines_alike_ones_become_replicas_of_the_same_size() -> None:
     model = model_of(28)
     one = place(model, cluster_of(node_of("big", 64)), THROUGHPUT).stages[0]
-    for memory, size in ((64.0, 1), (0.7 * one.memory_bytes / 1e9, 2)):
+    for memory, size in ((64.0, 1), (0.6 * one.memory_bytes / 1e9, 2)):
         cluster = cluster_of(*(node_of(f"n{number}", memory) for number in range(100)))
         request = PlanRequest(Demand(context_tokens=1024, sequences=400), objective="throughput")
         plans = place_replicas(model, cluster, request, None)

@@ -54,6 +54,7 @@ from mlx_ring.planner.request import (
     Load,
     PlanRequest,
     Recorded,
+    chunk_within,
     read_recorded,
 )
 from mlx_ring.settings.config import Settings
@@ -224,11 +225,13 @@ def capacity(
         )
     bits = basis.request.demand.kv_bits if kv_bits is None else kv_bits
     kv_memory = given_kv_memory(kv_cache_memory) or basis.request.demand.kv_memory_bytes
+    policy = _policy(flags, settings, basis.policy)
+    chunk = chunk_within(policy.prefill_chunk, longest)
     question = Question(
         load,
         level,
-        PlanRequest(Demand(longest, 1, bits, kv_memory_bytes=kv_memory)),
-        _policy(flags, settings, basis.policy),
+        PlanRequest(Demand(longest, 1, bits, kv_memory_bytes=kv_memory, chunk_tokens=chunk)),
+        policy,
         _most_running(flags, settings, basis.policy),
         rate,
         read_seconds("--thinking-time", thinking_time, allows_zero=True),

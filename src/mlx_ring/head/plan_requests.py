@@ -30,7 +30,7 @@ from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.memory_fit import within_kv_memory
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
-from mlx_ring.planner.request import Demand, PlanRequest, proportional_counts
+from mlx_ring.planner.request import Demand, PlanRequest, chunk_within, proportional_counts
 from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.settings.config import Settings
@@ -56,7 +56,8 @@ def plan_request(settings: Settings, served: ServedModel, nodes: Iterable[NodePr
         promised, sequences = _PROMISED_TOKENS_EACH, max(users, settings.max_num_seqs)
     context = settings.max_model_len or min(promised, served.folder.context_length)
     bits = 16 if settings.kv_bits == "off" else int(settings.kv_bits)
-    demand = Demand(context, sequences, bits, kv_memory_bytes=settings.kv_cache_memory)
+    chunk = chunk_within(settings.prefill_chunk, context)
+    demand = Demand(context, sequences, bits, kv_memory_bytes=settings.kv_cache_memory, chunk_tokens=chunk)
     if settings.kv_cache_memory is not None and (stored := served.sizes) is not None:
         loaded = stored.widened if any(node.widens for node in nodes) and stored.widened else stored
         count, keeps_context = settings.replicas or 1, settings.max_model_len is not None

@@ -17,7 +17,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.plan import Prediction
 from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, lone_stream
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times, before
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, Times, before
 from mlx_ring.planner.tensor_groups import RankGroup
 
 
@@ -190,8 +190,8 @@ class Pipeline:
 
     def first_token_s(self, prompt_tokens: int, users: int = 1) -> float:
         """Return the seconds to the first token of the last of `users` prompts that arrive at once."""
-        chunks = -(-prompt_tokens // CHUNK_TOKENS)
-        rows = min(prompt_tokens, CHUNK_TOKENS)
+        most = self._demand.step_tokens
+        chunks, rows = -(-prompt_tokens // most), min(prompt_tokens, most)
         times = [stage.prefill_seconds(prompt_tokens) / chunks for stage in self.stages]
         slowest_s = max(*times, self._busiest_link_s(rows))
         later_s = (users * chunks - 1) * slowest_s

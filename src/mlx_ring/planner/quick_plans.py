@@ -34,7 +34,7 @@ from mlx_ring.planner.rank_costs import Ring, Rings
 from mlx_ring.planner.replicas import total_tokens_per_s
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import FEW_NODES, MachineLayers, RequestTables, in_order
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, StageTables, Table
+from mlx_ring.planner.stage_costs import StageTables, Table
 from mlx_ring.planner.tensor_groups import SharedModel, fitting_group, quick_group
 from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
@@ -176,7 +176,7 @@ class _Search:
         self._request = request
         self._demand = request.demand
         self._layers = len(model.layers)
-        self._chunks = -(-request.prompt_tokens // CHUNK_TOKENS)
+        self._chunks = request.chunks
         self._is_throughput = request.objective == "throughput"
         self._tokens = 1 + request.minimized_tokens
         self._times = Timetable(model, self._cluster, self._demand)

@@ -100,7 +100,7 @@ class RankCosts:
         """Return the seconds of a stage's prefill, without the exchange between ranks."""
         if (tokens, context) not in self._prefill:
             self._prefill[tokens, context] = prefill_layers(
-                self._layers, self._kinds, self.node, tokens, context
+                self._layers, self._kinds, self.node, tokens, context, self._demand.chunk_tokens
             )
         return float(self._prefill[tokens, context][first:end].sum()) * prefill_factor(self.node)
 
@@ -115,9 +115,14 @@ class RankCosts:
     def memory_bytes(self, first: int, end: int) -> int:
         """Return the bytes of the rank, including working memory and the process."""
         logits = 4 * self._demand.sequences * self._model.vocabulary * (end == len(self._layers.index))
-        whole = self._ends_bytes(first, end) + logits + working_bytes(self._model) + self.node.process_bytes
+        whole = (
+            self._ends_bytes(first, end)
+            + logits
+            + working_bytes(self._model, self._demand.step_tokens)
+            + self.node.process_bytes
+        )
         layers = self._weights_before + self._kv_before
-        ahead = bytes_ahead(self._model, self.node, np.array(end - first))
+        ahead = bytes_ahead(self._model, self.node, np.array(end - first), self._demand.step_tokens)
         return int(np.ceil(layers[end] - layers[first] + ahead)) + whole + (self._given_bytes or 0)
 
     def kv_share(self, first: int, end: int) -> float:
@@ -139,8 +144,16 @@ class RankCosts:
     def memory_table(self, ends: NDArray[np.intp]) -> Table:
         """Return `memory_bytes` of every stage between two of the ends."""
         layers = (self._weights_before + self._kv_before)[ends]
-        held = layers[None, :] - layers[:, None] + working_bytes(self._model) + self.node.process_bytes + 1
-        held += bytes_ahead(self._model, self.node, np.maximum(0, ends[None, :] - ends[:, None]))
+        held = (
+            layers[None, :]
+            - layers[:, None]
+            + working_bytes(self._model, self._demand.step_tokens)
+            + self.node.process_bytes
+            + 1
+        )
+        held += bytes_ahead(
+            self._model, self.node, np.maximum(0, ends[None, :] - ends[:, None]), self._demand.step_tokens
+        )
         held[0] += self._model.embedding_bytes
         held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary
         held += self._given_bytes or 0

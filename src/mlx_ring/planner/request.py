@@ -19,6 +19,8 @@ from mlx_ring.settings.strategies import Strategy
 Objective = Literal["latency", "throughput", "first-token", "memory"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
+CHUNK_TOKENS = 512
+"""Most tokens of a prompt in a step, if no number is given."""
 USUAL_CONTEXT = 8192
 """Tokens of context of each sequence, if no number is given and the model's longest is not less."""
 FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
@@ -36,6 +38,13 @@ class Demand:
     """Mean context of decoded tokens; None for half of `context_tokens`."""
     kv_memory_bytes: int | None = None
     """Memory of each worker's KV cache, whatever it holds; None for as much as the promised load needs."""
+    chunk_tokens: int | None = None
+    """Most tokens of a prompt in a step; None for 512, or for what a machine's engine is known to take."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a prompt in a step, for which memory is counted."""
+        return self.chunk_tokens or CHUNK_TOKENS
 
     @property
     def mean_context_tokens(self) -> int:
@@ -51,6 +60,11 @@ class Demand:
             return 1.0
         overhead_bits = 8 * _SCALE_AND_BIAS_NUMBERS * number_bytes / _QUANTIZED_GROUP
         return (self.kv_bits + overhead_bits) / (8 * number_bytes)
+
+
+def chunk_within(prefill_chunk: int, context_tokens: int) -> int:
+    """Return the most tokens of a prompt in a step for `--prefill-chunk`, where no prompt is longer than the context."""
+    return min(prefill_chunk, max(CHUNK_TOKENS, context_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,16 @@ class PlanRequest:
     """Length of a request's answer."""
     users: int = 1
     """Number of such requests at once."""
+
+    @property
+    def chunks(self) -> int:
+        """Number of steps in which a prompt is read."""
+        return -(-self.prompt_tokens // self.demand.step_tokens)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Most tokens of a prompt in one of these steps."""
+        return min(self.prompt_tokens, self.demand.step_tokens)
 
     @property
     def streams(self) -> int:

@@ -20,7 +20,6 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import (
-    CHUNK_TOKENS,
     TOKEN_BYTES,
     LayerKinds,
     LoadedForms,
@@ -204,8 +203,9 @@ class RankGroup:
 
     def _chunks_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         computing = max(member.costs.prefill_s(first, end, tokens, context_tokens) for member in self.members)
-        whole, rest = divmod(tokens, CHUNK_TOKENS)
-        exchanged = whole * self.exchange_s(CHUNK_TOKENS)[0] + bool(rest) * self.exchange_s(rest)[0]
+        most = self.shared.demand.step_tokens
+        whole, rest = divmod(tokens, most)
+        exchanged = whole * self.exchange_s(most)[0] + bool(rest) * self.exchange_s(rest)[0]
         return computing + (end - first) * exchanged
 
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:

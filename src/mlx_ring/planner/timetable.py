@@ -17,7 +17,7 @@ from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Ring
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, RequestTables
-from mlx_ring.planner.stage_costs import CHUNK_TOKENS, TOKEN_BYTES, StageTables, Table, Times
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, Times
 from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
 _LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
@@ -112,8 +112,7 @@ class Timetable:
         token_s = np.maximum(round_s, groups * slowest_s(by_stage(self.steady_tables(rows)), rows))
         if request.objective == "throughput":
             return token_s / streams
-        chunks = -(-request.prompt_tokens // CHUNK_TOKENS)
-        rows = min(request.prompt_tokens, CHUNK_TOKENS)
+        chunks, rows = request.chunks, request.chunk_rows
         chunk_s = by_stage(self._prefill_tables(request.prompt_tokens)) / chunks
         prompt_s = request.users * np.array([node.prompt_s for node in self.cluster.nodes])[nodes[:, 0]]
         later_s = (request.users * chunks - 1) * slowest_s(chunk_s, rows)
@@ -126,8 +125,8 @@ class Timetable:
         With several users, a token takes a whole round, or the time of the slowest stage for all groups, whichever is longer.
         Any weighted mean of the two is a lower bound.
         """
-        chunks, tokens = -(-request.prompt_tokens // CHUNK_TOKENS), 1 + request.minimized_tokens
-        later, rows = request.users * chunks - 1, min(request.prompt_tokens, CHUNK_TOKENS)
+        chunks, tokens = request.chunks, 1 + request.minimized_tokens
+        later, rows = request.users * chunks - 1, request.chunk_rows
         in_rounds, in_paces = tokens * users.round_weight, tokens * (1 - users.round_weight) * users.groups
         prefill = self._prefill_tables(request.prompt_tokens)
         decode, steady = self.tables(users.rows), self.steady_tables(users.rows)
@@ -247,7 +246,7 @@ class MeanLayers:
         self._shared = shared
         self._request = request
         self._layers = len(times.model.layers)
-        self._chunks = -(-request.prompt_tokens // CHUNK_TOKENS)
+        self._chunks = request.chunks
         self._parts: dict[tuple[int, int], _Parts] = {}
         self._minimized = 1 + request.minimized_tokens
         self._hop_of: dict[int, Table] = {}
@@ -289,7 +288,7 @@ class MeanLayers:
         prompt_s = max(one.fixed_prompt_s + share * one.shared_prompt_s for one, share in both)
         model = self._times.model
         row_bytes = model.hidden_size * model.number_bytes
-        chunk_rows = min(CHUNK_TOKENS, self._request.prompt_tokens)
+        chunk_rows = self._request.chunk_rows
         logits = rows * model.vocabulary * max(shares) * model.number_bytes
         step_s += ring.gather_s(logits) + ring.sum_s(TOKEN_BYTES * rows)
         return MeanLayer(
@@ -405,7 +404,7 @@ class MeanLayers:
         if self._request.objective == "throughput":
             return token_s
         chunks = [unit.chunk_s * count for unit, count in zip(units, layers, strict=True)]
-        rows = min(CHUNK_TOKENS, self._request.prompt_tokens)
+        rows = self._request.chunk_rows
         return sum(chunks) + later * max(chunks) + self._around_s(units, rows) + self._minimized * token_s
 
     def _around_s(self, units: Sequence[MeanLayer], rows: int) -> float:
