@@ -32,6 +32,7 @@ def running_cluster(
     join_flags: Sequence[str] = (),
     before_join: Callable[[], object] | None = None,
     on_line: Callable[[str], object] | None = None,
+    speed: float = 1.0,
 ) -> Generator[Server]:
     """Run a head and the other machines of a cluster, which join once the head prints its token.
 
@@ -44,6 +45,7 @@ def running_cluster(
         join_flags: Further flags of `mlx-ring join`.
         before_join: Called before the other machines join.
         on_line: Called with each line that the head prints until it is ready.
+        speed: Speed of computing in the machines' profiles, relative to this machine's.
     """
     joined: list[object] = []
     with ExitStack() as stack:
@@ -56,18 +58,18 @@ def running_cluster(
                 if before_join is not None:
                     before_join()
                 for number in range(1, nodes):
-                    node = joining_head(port, found[1], folder / f"node-{number}", *join_flags)
+                    node = joining_head(port, found[1], folder / f"node-{number}", *join_flags, speed=speed)
                     joined.append(stack.enter_context(node))
 
         stack.callback(end_head_members, folder)
-        yield stack.enter_context(running_head(model, nodes, folder, port, *flags, on_line=read))
+        yield stack.enter_context(running_head(model, nodes, folder, port, *flags, on_line=read, speed=speed))
 
 
 def joining_head(
-    port: int, token: str, folder: Path, *flags: str
+    port: int, token: str, folder: Path, *flags: str, speed: float = 1.0
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run a machine that joins the head on this port."""
-    give_profile(folder / "state")
+    give_profile(folder / "state", speed=speed)
     return joining(f"127.0.0.1:{port}", "--token", token, *flags, folder=folder)
 
 
@@ -78,9 +80,10 @@ def running_head(
     port: int,
     *flags: str,
     on_line: Callable[[str], None] | None = None,
+    speed: float = 1.0,
 ) -> AbstractContextManager[Server]:
     """Run `mlx-ring serve` for this number of machines."""
-    give_profile(folder / "state")
+    give_profile(folder / "state", speed=speed)
     arguments = ("--nodes", str(nodes), "--cluster-port", str(port), "--state-dir", str(folder / "state"))
     return serving(model, *arguments, *flags, folder=folder, on_line=on_line)
 

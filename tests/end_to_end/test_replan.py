@@ -63,16 +63,11 @@ def give_faster_profile(
 
     It also says how many cores the machine has, and its speed of products. Where these are None, they are this machine's.
     """
-    give_profile(state)
+    give_profile(state, speed=factor)
     kept = json.loads((state / PROFILE_FILE).read_text())
     profile = kept["profile"]
     for rate in profile["rates"]:
-        for name in ("bandwidth", "flops"):
-            rate[name] *= factor
-        rate["row_s"] /= factor
         rate["flops"] = flops or rate["flops"]
-    costs = {name: value for name, value in profile["costs"].items() if isinstance(value, float)}
-    profile["costs"] |= {name: seconds / factor for name, seconds in costs.items()}
     profile["cores"] = cores or profile["cores"]
     (state / PROFILE_FILE).write_text(json.dumps(kept))
 
