@@ -181,8 +181,11 @@ class Pipeline:
         assert self.scheduler.stats().running <= self.policy.max_num_seqs
         if is_prefill(step):
             tokens = [len(row.tokens.ids) for row in step.rows]
-            assert max(tokens) <= self.policy.prefill_chunk, "a chunk is too long"
-            assert sum(tokens) <= 4 * self.policy.prefill_chunk, "a step has too many prompts"
+            assert max(tokens) <= max(self.policy.prefill_chunk, self.policy.long_chunk), (
+                "a chunk is too long"
+            )
+            most_together = max(4 * self.policy.prefill_chunk, self.policy.long_chunk)
+            assert sum(tokens) <= most_together, "a step has too many prompts"
             ranks = len(self.twin.ranks)
             in_flight = sum(is_prefill(one) for one in self.twin.sent if self.answers[one.step] < ranks)
             assert in_flight <= self.stages, "too many chunks are in flight"

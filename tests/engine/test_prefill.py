@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from tests.engine.pipeline import PLAIN, Pipeline, budget, is_prefill
@@ -39,6 +40,50 @@ def test_a_short_prompt_alone_passes_the_stages_in_chunks_of_the_best_measured_s
     pipeline.add(240)
     pipeline.run_out()
     assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent if is_prefill(step)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("ms", "sizes"),
+    [(0, [512] * 10), (100, [2048, 2048, 1024]), (400, [1024] * 5), (600, [512] * 10)],
+    ids=["unmeasured", "fast", "slower", "slow"],
+)
+@pytest.mark.parametrize("has_long", [True, False])
+def test_a_prompt_alone_is_read_in_long_chunks_where_they_take_less_than_a_second(
+    ms: int, sizes: list[int], *, has_long: bool
+) -> None:
+    policy = replace(PLAIN, prefill_chunk=512, long_chunk=2048 if has_long else 0)
+    pipeline = Pipeline((1,), policy, context=6000)
+    sizer = pipeline.scheduler._sizer  # pyright: ignore[reportPrivateUsage]
+    with patch.object(sizer, "record"):
+        if ms:
+            sizer.record_chunk(0, 1, 512, 1000.0 * ms)
+        pipeline.add(5120)
+        pipeline.run_out()
+    chunks = [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent if is_prefill(step)]
+    assert chunks == (sizes if has_long else [512] * 10)
+
+
+def test_long_chunks_are_for_prompts_alone() -> None:
+    policy = replace(PLAIN, prefill_chunk=64, long_chunk=256)
+    pipeline = Pipeline((1,), policy, context=2000)
+    sizer = pipeline.scheduler._sizer  # pyright: ignore[reportPrivateUsage]
+    sizer.record_chunk(0, 1, 64, 1000.0)
+    for tokens in (256, 60, 60, 60, 60, 300):
+        pipeline.add(tokens)
+    pipeline.run_out()
+    rows = [[len(row.tokens.ids) for row in step.rows] for step in pipeline.twin.sent if is_prefill(step)]
+    assert all(sum(each) <= 256 for each in rows)
+    running = pipeline.add(1, SamplingParams(ignore_eos=True))
+    for _ in range(5):
+        pipeline.run(0)
+    begun = len(pipeline.twin.sent)
+    pipeline.add(1000)
+    for _ in range(60):
+        pipeline.run(0)
+    beside = [step for step in pipeline.twin.sent[begun:] if is_prefill(step)]
+    assert beside
+    assert all(len(row.tokens.ids) <= 64 for step in beside for row in step.rows)
+    assert running.id not in pipeline.ended
 
 
 def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:

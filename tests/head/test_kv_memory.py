@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from tests.planner.clusters import model_of
 
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, NodeRank, RankKv
-from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, no_room
+from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, long_chunk, no_room
+from mlx_ring.head.served_model import policy_of
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
 
 GIB = 1 << 30
 FIRST = RankId(0, 0)
@@ -41,6 +45,39 @@ def join(
     allowances: dict[str, Allowance],
 ) -> Mapping[RankId, RankKv]:
     return shares.join(user(instance) if isinstance(instance, str) else instance, workers, allowances)[0]
+
+
+@pytest.mark.parametrize(
+    ("gib", "ranks", "uses_cuda", "hidden", "widest", "layers", "expected"),
+    [
+        pytest.param(43, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 64 GB"),
+        pytest.param(5, 1, False, 4096, 14336, 32, 0, id="8 B on a Mac of 8 GB"),
+        pytest.param(131, 1, True, 2048, 8192, 16, 2048, id="1.2 B on an H200"),
+        pytest.param(22, 1, True, 4096, 14336, 32, 0, id="8 B on an RTX 4090"),
+        pytest.param(22, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 32 GB"),
+        pytest.param(22, 2, False, 4096, 14336, 32, 0, id="two ranks on it"),
+    ],
+)
+def test_long_chunks_need_gpus_whose_free_part_holds_their_activations(
+    gib: int, ranks: int, hidden: int, widest: int, layers: int, expected: int, *, uses_cuda: bool
+) -> None:
+    sizes = replace(model_of(layers), hidden_size=hidden, widest=widest)
+    status = worker_pb2.WorkerStatus(device="gpu", memory_bytes=gib * GIB, uses_cuda=uses_cuda)
+    workers: dict[NodeRank, worker_pb2.WorkerStatus] = {
+        ("here", RankId(0, rank)): status for rank in range(ranks)
+    }
+    ranges, usual = (LayerRange(0, layers),), {"here": Allowance()}
+    assert long_chunk(sizes, ranges, workers, usual) == expected
+    assert long_chunk(sizes, ranges, workers, NO_RESERVE) == 0
+    assert long_chunk(None, ranges, workers, usual) == 0
+    status.device = "cpu"
+    assert long_chunk(sizes, ranges, workers, usual) == 0
+
+
+def test_a_given_chunk_is_the_longest() -> None:
+    assert (policy_of(Settings(), 2048).prefill_chunk, policy_of(Settings(), 2048).long_chunk) == (512, 2048)
+    given = policy_of(Settings(prefill_chunk=512), 2048)
+    assert (given.prefill_chunk, given.long_chunk) == (512, 0)
 
 
 def test_one_instance_has_all_memory_and_two_share_it() -> None:

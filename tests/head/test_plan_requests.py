@@ -160,7 +160,7 @@ def test_a_head_with_a_given_kv_memory_promises_what_that_holds(tiny_model: Path
         return plan_request(load_settings(given), served, nodes).demand
 
     usual = demand({})
-    assert usual.chunk_tokens == 512
+    assert usual.chunk_tokens is None
     assert demand({"prefill_chunk": 2048}).chunk_tokens == 2048
     assert demand({"prefill_chunk": 65536, "max_model_len": 4096}).chunk_tokens == 4096
     assert (usual.kv_memory_bytes, usual.sequences) == (None, 1)

@@ -23,7 +23,8 @@ class Policy:
     max_queued_requests: int
     """Most requests in the queue; further ones are refused."""
     prefill_chunk: int
-    """Most tokens of one prompt in one step."""
+    long_chunk: int = 0
+    """Most tokens of one prompt in one step, and of one alone, where that is measured to be fast; 0: not more."""
     max_itl_ratio: float
     """Largest inter-token latency beside prefill, as a multiple of the latency without it."""
     steps_ahead: int = 2

@@ -15,6 +15,8 @@ CpuWeights = Literal["auto", "quantized", "float32"]
 """Form in which CPUs hold quantized weights."""
 PoolingKind = Literal["last", "mean", "cls"]
 """Hidden states that make a text's vector: the last token's, all tokens' mean, or the first token's."""
+CHUNK_TOKENS, LONG_CHUNK_TOKENS = 512, 2048
+"""Most tokens of a prompt in a step if no number is given: usually, and of one alone where GPUs compute that fast."""
 BLOCK_TOKENS = 256
 """Tokens of a block of KV on a disk."""
 

@@ -182,6 +182,8 @@ class PrefillQueue(Generic[P]):
                 return
 
 
+_MOST_ALONE_US = 1e6
+"""Time of a chunk that may be longer than usual. A prompt that arrives meanwhile waits for it."""
 _SHORT_ALONE = 320
 """Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
 _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
@@ -232,14 +234,26 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         beside_decode = self.has_to_spare()
         # Beside decode only the saved time counts.
         remaining, prompt = (0, 0) if beside_decode else self._lengths()
-        size = self._sizer.chunk(remaining, prompt, beside_decode=beside_decode)
+        longest = self._policy.prefill_chunk if beside_decode else self._longest_alone()
+        size = self._sizer.chunk(remaining, prompt, longest, beside_decode=beside_decode)
         if not size:
             return []
         if len(self) == 1 and not beside_decode and self._stages > 1 and prompt <= _SHORT_ALONE:
             size = min(size, self._short_chunk(prompt) or size)
-        chunks, tokens = self._fill(size, size if beside_decode else PROMPTS_TOGETHER * size)
+        together = PROMPTS_TOGETHER * min(size, self._policy.prefill_chunk)
+        chunks, tokens = self._fill(size, size if beside_decode else max(size, together))
         self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
         return chunks
+
+    def _longest_alone(self) -> int:
+        """Return the most tokens of a chunk without running sequences: doubled as often as measured times allow."""
+        longest = self._policy.prefill_chunk
+        while 2 * longest <= self._policy.long_chunk:
+            us = self._sizer.measured_us(2 * longest)
+            if us is None or us > _MOST_ALONE_US:
+                break
+            longest *= 2
+        return longest
 
     def _short_chunk(self, prompt: int) -> int:
         """Return the size of equal chunks in which a prompt passes all stages sooner than as a whole; 0 if there is none.

@@ -231,8 +231,8 @@ class ChunkSizer:
         if stage == 0:
             self._earn()
 
-    def chunk(self, remaining: int, prompt: int, *, beside_decode: bool) -> int:
-        """Return the most tokens of a chunk, alone or beside running sequences; 0 if decode must go first.
+    def chunk(self, remaining: int, prompt: int, longest: int, *, beside_decode: bool) -> int:
+        """Return the most tokens of a chunk, alone at most `longest`, or beside running sequences; 0 if decode must go first.
 
         Args:
             remaining: tokens of the prompt that are left.
@@ -242,12 +242,12 @@ class ChunkSizer:
         if beside_decode:
             return self._beside_decode()
         if self._stages == 1:
-            return self._chunk
+            return longest
         even = max(_SMALLEST_ALONE, -(-prompt // (_CHUNKS_PER_STAGE * self._stages)))
         if remaining <= _SMALLEST_ALONE * 3 // 2:
-            return min(self._chunk, remaining)
+            return min(longest, remaining)
         # The last chunk is small because the first stages are idle while it passes the later ones.
-        return min(self._chunk, even, max(_SMALLEST_ALONE, -(-remaining // 2)))
+        return min(longest, even, max(_SMALLEST_ALONE, -(-remaining // 2)))
 
     def _earn(self) -> None:
         """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""

@@ -40,7 +40,7 @@ from mlx_ring.engine.resumption import KeptKv, kept_message
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService, SuspectWait
 from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
-from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
+from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation, long_chunk
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
@@ -393,12 +393,10 @@ class Instance:
         self, executor: GrpcExecutor, workers: Mapping[NodeRank, worker_pb2.WorkerStatus]
     ) -> Engine:
         """Make the engine, with the KV memory that the workers report."""
-        instance = self._epoch.instance
-        allowances = {
-            site.node: Allowance(site.reserve_share, site.memory_limit_bytes)
-            for site in self._epoch.placement.nodes
-        }
-        kv, context = self._shares.join(self._kv_user, workers, allowances)
+        instance, placed = self._epoch.instance, self._epoch.placement
+        nodes = {site.node: Allowance(site.reserve_share, site.memory_limit_bytes) for site in placed.nodes}
+        longest = long_chunk(self._served.sizes, placed.ranges, workers, nodes)
+        kv, context = self._shares.join(self._kv_user, workers, nodes)
         limits = self._served.limits
         if context < limits.context_length:
             log.warning(
@@ -412,9 +410,9 @@ class Instance:
             limits.within(context),
             instance=instance,
             epoch=self._epoch.number,
-            policy=policy_of(self._settings),
+            policy=policy_of(self._settings, longest),
             kv=kv,
-            predict=predict_by(self._epoch.placement.forecast),
+            predict=predict_by(placed.forecast),
             on_lost=lambda error: self.lose(error, explains=False),
             hold=self._hold,
             meter=self._meter,

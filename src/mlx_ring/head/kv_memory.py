@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ContextKept, PlanError, RingError
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import LONG_CHUNK_TOKENS, LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import (
     KEPT_TOKENS,
@@ -25,7 +25,39 @@ from mlx_ring.engine.kv_budget import (
     kv_rooms,
     rank_limits,
 )
+from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, ModelProfile
+from mlx_ring.planner.stage_costs import activation_bytes
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
+
+_PART_FOR_LONG_CHUNKS = 0.5
+"""Part of the memory that is kept free, which long chunks of prompts may take."""
+
+
+def long_chunk(
+    sizes: ModelProfile | None,
+    ranges: Sequence[LayerRange],
+    workers: Mapping[NodeRank, worker_pb2.WorkerStatus],
+    allowances: Mapping[str, Allowance],
+) -> int:
+    """Return the most tokens of a prompt alone that GPUs may compute in a step; 0 if it is no more than usual.
+
+    Plans and KV leave a part of each machine's memory free, and activations of so many tokens must fit into half of it.
+
+    Args:
+        sizes: the model's; None if they are unknown.
+        ranges: layers of each stage.
+        workers: status of its workers.
+        allowances: usable memory of each node.
+    """
+    if sizes is None or any(status.device != "gpu" for status in workers.values()):
+        return 0
+    taken = dict.fromkeys(allowances, 0.0)
+    for (node, rank), status in workers.items():
+        layers, ahead = len(ranges[rank.stage]), LAYERS_AHEAD_WITH_CUDA if status.uses_cuda else 0.0
+        taken[node] += activation_bytes(sizes, layers, LONG_CHUNK_TOKENS, ahead)
+        if taken[node] > _PART_FOR_LONG_CHUNKS * allowances[node].reserve_share * status.memory_bytes:
+            return 0
+    return LONG_CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

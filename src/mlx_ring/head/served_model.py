@@ -17,7 +17,12 @@ from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelUnsupported
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers
 from mlx_ring.core.traces import owner_of
-from mlx_ring.core.types import ADVISED_SAMPLING, DEFAULT_SAMPLING, Sampling
+from mlx_ring.core.types import (
+    ADVISED_SAMPLING,
+    CHUNK_TOKENS,
+    DEFAULT_SAMPLING,
+    Sampling,
+)
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.models.architectures import require_cuttable, require_quantizable
 from mlx_ring.models.config_limits import check_memory
@@ -145,11 +150,20 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
     }
 
 
-def policy_of(settings: Settings) -> Policy:
-    """Return the scheduler's configuration: a setting for each of its fields but `steps_ahead`, by name."""
-    names = {each.name for each in fields(Policy)} - {"steps_ahead", "prefix_cache", "kv_owners"}
-    given = {name: getattr(settings, name) for name in names}
-    return Policy(**given, prefix_cache=settings.prefix_cache == "on", kv_owners=_kv_owners(settings))
+_MADE = {"steps_ahead", "prefill_chunk", "long_chunk", "prefix_cache", "kv_owners"}
+"""Fields of a scheduler's configuration that are no values of settings."""
+
+
+def policy_of(settings: Settings, long_chunk: int = 0) -> Policy:
+    """Return the scheduler's configuration: values of settings by name, and what follows from others. `long_chunk` is what workers may take."""
+    given = {each.name: getattr(settings, each.name) for each in fields(Policy) if each.name not in _MADE}
+    return Policy(
+        **given,
+        prefill_chunk=settings.prefill_chunk or CHUNK_TOKENS,
+        long_chunk=long_chunk if settings.prefill_chunk is None else 0,
+        prefix_cache=settings.prefix_cache == "on",
+        kv_owners=_kv_owners(settings),
+    )
 
 
 def _kv_owners(settings: Settings) -> frozenset[str]:

@@ -122,7 +122,9 @@ class RankCosts:
             + self.node.process_bytes
         )
         layers = self._weights_before + self._kv_before
-        ahead = bytes_ahead(self._model, self.node, np.array(end - first), self._demand.step_tokens)
+        ahead = bytes_ahead(
+            self._model, self.node.layers_ahead, np.array(end - first), self._demand.step_tokens
+        )
         return int(np.ceil(layers[end] - layers[first] + ahead)) + whole + (self._given_bytes or 0)
 
     def kv_share(self, first: int, end: int) -> float:
@@ -152,7 +154,10 @@ class RankCosts:
             + 1
         )
         held += bytes_ahead(
-            self._model, self.node, np.maximum(0, ends[None, :] - ends[:, None]), self._demand.step_tokens
+            self._model,
+            self.node.layers_ahead,
+            np.maximum(0, ends[None, :] - ends[:, None]),
+            self._demand.step_tokens,
         )
         held[0] += self._model.embedding_bytes
         held[:, -1] += self._head_bytes + 4 * self._demand.sequences * self._model.vocabulary

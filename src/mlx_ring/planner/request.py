@@ -14,13 +14,12 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import numpy as np
 
 from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.types import CHUNK_TOKENS
 from mlx_ring.settings.strategies import Strategy
 
 Objective = Literal["latency", "throughput", "first-token", "memory"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
-CHUNK_TOKENS = 512
-"""Most tokens of a prompt in a step, if no number is given."""
 USUAL_CONTEXT = 8192
 """Tokens of context of each sequence, if no number is given and the model's longest is not less."""
 FULL_PRECISION_BITS, _SCALE_AND_BIAS_NUMBERS = 16, 2
@@ -39,11 +38,11 @@ class Demand:
     kv_memory_bytes: int | None = None
     """Memory of each worker's KV cache, whatever it holds; None for as much as the promised load needs."""
     chunk_tokens: int | None = None
-    """Most tokens of a prompt in a step; None for 512, or for what a machine's engine is known to take."""
+    """Most tokens of a prompt in a step; None for what each machine's engine takes."""
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a prompt in a step, for which memory is counted."""
+        """Most tokens of a prompt in a usual step."""
         return self.chunk_tokens or CHUNK_TOKENS
 
     @property
@@ -62,9 +61,9 @@ class Demand:
         return (self.kv_bits + overhead_bits) / (8 * number_bytes)
 
 
-def chunk_within(prefill_chunk: int, context_tokens: int) -> int:
+def chunk_within(prefill_chunk: int | None, context_tokens: int) -> int | None:
     """Return the most tokens of a prompt in a step for `--prefill-chunk`, where no prompt is longer than the context."""
-    return min(prefill_chunk, max(CHUNK_TOKENS, context_tokens))
+    return prefill_chunk and min(prefill_chunk, max(CHUNK_TOKENS, context_tokens))
 
 
 @dataclass(frozen=True, slots=True)

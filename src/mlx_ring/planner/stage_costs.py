@@ -106,7 +106,7 @@ class StageTables:
         return (
             self._memory[form]
             + node.process_bytes
-            + bytes_ahead(form.model, node, self._counts, self.demand.step_tokens)
+            + bytes_ahead(form.model, node.layers_ahead, self._counts, self.demand.step_tokens)
         )
 
     def memory(self, node: NodeProfile) -> Table:
@@ -394,11 +394,16 @@ def _activation_bytes(model: ModelProfile, tokens: int) -> int:
     return model.number_bytes * tokens * numbers
 
 
-def bytes_ahead(model: ModelProfile, node: NodeProfile, layers: Table, tokens: int) -> Table | float:
+def activation_bytes(model: ModelProfile, layers: int, tokens: int, layers_ahead: float) -> float:
+    """Return the bytes that a stage of some layers takes beside weights and KV for `tokens` of a prompt, with `layers_ahead` as of a machine."""
+    return working_bytes(model, tokens) + float(bytes_ahead(model, layers_ahead, np.array(layers), tokens))
+
+
+def bytes_ahead(model: ModelProfile, layers_ahead: float, layers: Table, tokens: int) -> Table | float:
     """Return the bytes of activations of further layers that exist at the same time, for numbers of layers, and `tokens` of a prompt."""
-    if not node.layers_ahead:
+    if not layers_ahead:
         return 0.0
-    return np.maximum(0.0, node.layers_ahead * layers - 1.0) * _activation_bytes(model, tokens)
+    return np.maximum(0.0, layers_ahead * layers - 1.0) * _activation_bytes(model, tokens)
 
 
 def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:

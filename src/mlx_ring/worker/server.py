@@ -286,6 +286,7 @@ class WorkerServer(StageHolder):
             device_memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
             device=device_name(),
+            uses_cuda=mx.cuda.is_available(),
             dtype=self._dtype,
             blas=self._identity.blas,
             kernels=self._identity.kernels,

@@ -35,6 +35,8 @@ class SchedulingStatus(JsonObject):
     """Largest number of queued requests; more are refused."""
     prefill_chunk: int
     """Largest number of one prompt's tokens in a step."""
+    long_chunk: int
+    """Largest number of tokens of a prompt alone, where a step of them is measured to take less than a second; 0: no more."""
     max_itl_ratio: float
     """Largest inter-token latency beside prefill, as a multiple of the latency without it."""
     steps_ahead: int
@@ -276,6 +278,7 @@ def _scheduling(policy: Policy, instance: InstanceInfo) -> SchedulingStatus:
         "max_num_seqs": policy.max_num_seqs,
         "max_waiting": policy.max_queued_requests,
         "prefill_chunk": policy.prefill_chunk,
+        "long_chunk": policy.long_chunk,
         "max_itl_ratio": policy.max_itl_ratio,
         "steps_ahead": policy.steps_ahead,
         "prefix_cache": policy.prefix_cache,

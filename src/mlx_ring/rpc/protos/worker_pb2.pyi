@@ -467,7 +467,7 @@ class StatusRequest(_message.Message):
     def __init__(self, revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "kernels", "cpu_weights", "means", "group", "waits")
+    __slots__ = ("hello", "phase", "rss_bytes", "weight_bytes", "kv_bytes", "device_memory_bytes", "peak_memory_bytes", "device", "dtype", "blas", "last_step", "sequences", "pid", "kv", "memory_left_bytes", "memory_bytes", "port", "sends", "group_port", "group_host", "kernels", "cpu_weights", "uses_cuda", "means", "group", "waits")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +490,7 @@ class WorkerStatus(_message.Message):
     GROUP_HOST_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CPU_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    USES_CUDA_FIELD_NUMBER: _ClassVar[int]
     MEANS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
@@ -515,10 +516,11 @@ class WorkerStatus(_message.Message):
     group_host: str
     kernels: str
     cpu_weights: str
+    uses_cuda: bool
     means: GroupMeans
     group: GroupUse
     waits: Wait
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., kernels: _Optional[str] = ..., cpu_weights: _Optional[str] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ..., waits: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., phase: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., blas: _Optional[str] = ..., last_step: _Optional[int] = ..., sequences: _Optional[int] = ..., pid: _Optional[int] = ..., kv: _Optional[_Union[KvTraits, _Mapping]] = ..., memory_left_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., port: _Optional[int] = ..., sends: _Optional[_Union[LinkUse, _Mapping]] = ..., group_port: _Optional[int] = ..., group_host: _Optional[str] = ..., kernels: _Optional[str] = ..., cpu_weights: _Optional[str] = ..., uses_cuda: _Optional[bool] = ..., means: _Optional[_Union[GroupMeans, _Mapping]] = ..., group: _Optional[_Union[GroupUse, _Mapping]] = ..., waits: _Optional[_Union[Wait, _Mapping]] = ...) -> None: ...
 
 class Wait(_message.Message):
     __slots__ = ("kind", "backend", "peer", "seconds")

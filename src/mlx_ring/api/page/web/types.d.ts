@@ -687,6 +687,8 @@ export interface SchedulingStatus {
   max_waiting: number;
   /** Largest number of one prompt's tokens in a step. */
   prefill_chunk: number;
+  /** Largest number of tokens of a prompt alone, where a step of them is measured to take less than a second; 0: no more. */
+  long_chunk: number;
   /** Largest inter-token latency beside prefill, as a multiple of the latency without it. */
   max_itl_ratio: number;
   /** Decode steps of one micro-batch that are in flight at once. */
