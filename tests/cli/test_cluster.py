@@ -26,6 +26,12 @@ from mlx_ring.core.errors import HostFailed
         ("[{ssh: localhost}]", ("start",), "cluster.json names no model: give --model."),
         ("[{ssh: localhost}]", ("logs", "--lines", "0"), "--lines is 0; it must be"),
         ("[{ssh: localhost}]", ("status", "--url", "http://x"), "--config and --url were both given"),
+        ("[{ssh: nowhere.invalid}]", ("restart",), "cluster.json names no model: give --model."),
+        (
+            "{devices: [{hostname: nowhere.invalid}], model: demo, serve: {blas: fast}}",
+            ("restart",),
+            "blas under `serve` is fast; it must be auto, openblas or off.",
+        ),
         ("[{ssh: localhost}]", ("restart", "--force"), "--force is for one machine: give its name"),
         ("[{ssh: localhost}]", ("restart", "mini", "--model", "demo"), "--model and mini are given"),
         (

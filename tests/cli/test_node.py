@@ -15,7 +15,7 @@ from tests.processes import run_in_process
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.enrolment import admit_own_machine
 from mlx_ring.cluster.security.records import Members
-from mlx_ring.core.errors import PlanError
+from mlx_ring.core.errors import PeerRefused, PlanError
 from mlx_ring.core.folders import authority_folder, node_folder
 from mlx_ring.planner.replan import MoveWay
 
@@ -101,6 +101,29 @@ def test_the_variable_of_a_join_token_is_no_setting(tmp_path: Path) -> None:
         environment={"MLX_RING_JOIN_TOKEN": "secret"},
     )
     assert (shown.returncode, shown.stderr) == (0, "")
+
+
+def test_a_removed_machine_learns_that_the_variable_of_a_token_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = authority_folder(tmp_path)
+    admit_own_machine(Authority.open(folder), Members(folder), node_folder(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise PeerRefused("The head refused this machine: join again with a new token.")
+
+    monkeypatch.setattr("mlx_ring.cli.join._serve", refuse)
+    monkeypatch.setattr("mlx_ring.cli.join.enable_grpc_logs", lambda: None)
+    for variables, advice in (
+        ({}, ""),
+        ({"MLX_RING_JOIN_TOKEN": "new"}, "MLX_RING_JOIN_TOKEN is not read by a"),
+    ):
+        refused = run_in_process(
+            *("join", "127.0.0.1:9", "--state-dir", str(tmp_path)), folder=tmp_path, environment=variables
+        )
+        assert refused.returncode == 2
+        assert refused.stderr.strip().partition("new token.")[2].strip().startswith(advice)
+        assert bool(advice) == ("give --token" in refused.stderr)
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 61])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -16,14 +18,20 @@ from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
 
 
 def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
-    plain = sample_commands("http://127.0.0.1:8100", None, asks_for_key=False)
+    plain = sample_commands("http://127.0.0.1:8100", "demo", None, asks_for_key=False)
     assert plain[0] == "Ask it:"
     assert plain[1].startswith("  curl http://127.0.0.1:8100/v1/chat/completions -H 'Content-Type")
     assert plain[3].endswith(" chat")
-    guarded = sample_commands("https://127.0.0.1:8200", Path("/etc/my server.pem"), asks_for_key=True)
+    guarded = sample_commands("https://127.0.0.1:8200", "demo", Path("/etc/my server.pem"), asks_for_key=True)
     assert "MLX_RING_API_KEY" in guarded[0]
     assert " --cacert '/etc/my server.pem' -H \"Authorization: Bearer $MLX_RING_API_KEY\" " in guarded[1]
     assert guarded[3].endswith(" chat --url https://127.0.0.1:8200 --cacert '/etc/my server.pem'")
+
+
+@pytest.mark.parametrize("model", ["demo", "Anna's model", "modèle"])
+def test_the_example_request_names_the_model_which_several_models_need(model: str) -> None:
+    command = shlex.split(sample_commands("http://127.0.0.1:8100", model, None, asks_for_key=False)[1])
+    assert json.loads(command[command.index("-d") + 1])["model"] == model
 
 
 @pytest.mark.parametrize(

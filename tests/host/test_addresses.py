@@ -18,6 +18,7 @@ from mlx_ring.host.addresses import (
     local_url,
     parse_head_address,
     plain_url,
+    scoped_host,
 )
 from mlx_ring.host.machine import listen
 
@@ -90,6 +91,19 @@ def test_a_link_local_address_without_an_interface_is_refused_with_the_reason() 
     assert str(caught.value) == (
         "--host is fe80::1, a link-local address, which needs one of this machine's interfaces: fe80::1%en0, for example."
     )
+
+
+@pytest.mark.parametrize("scope", ["nowhere7", "4000000", f"{2**80}"])
+def test_an_interface_that_this_machine_does_not_have_is_refused_with_those_that_it_has(scope: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scoped_host(f"[fe80::1%{scope}]", "--host")
+    assert str(caught.value).startswith(
+        f"--host is [fe80::1%{scope}], but this machine has no interface {scope}: it has "
+    )
+    index, name = socket.if_nameindex()[0]
+    assert f" {name}" in str(caught.value)
+    for own in (name, str(index)):
+        assert scoped_host(f"fe80::1%{own}", "--host") == f"fe80::1%{own}"
 
 
 @pytest.mark.parametrize("text", ["::1", "fd00::1", "169.254.0.1", "mini.local", ""])

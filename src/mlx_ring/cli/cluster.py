@@ -50,6 +50,11 @@ def start(
 
     Nothing changes if everything runs as the file says. Otherwise, whatever runs is stopped first.
     """
+    _start(config, model, timeout)
+
+
+def _start(config: Path, model: str | None, timeout: float, *, anew: bool = False) -> None:
+    """Start all machines; `anew` stops them first, but not before the file is known to be right."""
     from mlx_ring.cluster.lifecycle import verbs  # slow to import
 
     file = _read(config)
@@ -63,7 +68,9 @@ def start(
         )
     wanted, beside = _model(file, model, config), (Path.cwd(), config.resolve().parent)
     store = _store(file, beside, config)
-    started = verbs.start(file, wanted, report=_report, timeout_s=timeout, store=store, folders=beside)
+    started = verbs.start(
+        file, wanted, report=_report, timeout_s=timeout, store=store, folders=beside, anew=anew
+    )
     show_status(started.status, _console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
@@ -93,19 +100,21 @@ def restart(
         bool, typer.Option("--force", help="Restart the machine even if no other has room for its layers.")
     ] = False,
 ) -> None:
-    """Stop everything and start it again, or restart one machine while the others serve."""
-    from mlx_ring.cluster.lifecycle import verbs
+    """Stop everything and start it again, or restart one machine while the others serve.
 
+    Nothing stops if the file or its model cannot be used, or a machine is out of reach.
+    """
     if node is None:
         if force:
             raise ConfigError("--force is for one machine: give its name, or leave it out.")
-        stop(config)
-        start(config, model, timeout)
+        _start(config, model, timeout, anew=True)
         return
     if model is not None:
         raise ConfigError(
             f"--model and {node} are given, but a machine restarts with the models that are served."
         )
+    from mlx_ring.cluster.lifecycle import verbs
+
     verbs.restart_machine(_read(config), node, report=_report, timeout_s=timeout, force=force)
 
 

@@ -13,7 +13,7 @@ import typer
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc, restart_without, take_variable
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
 from mlx_ring.host.head_announcement import FoundHead
@@ -83,7 +83,14 @@ def join(
             )
     if token is not None:
         enrol(str(address), token, folder)
-    _serve(settings, state, address, listen)
+    try:
+        _serve(settings, state, address, listen)
+    except PeerRefused as error:
+        if token is None and for_first_time:
+            raise PeerRefused(
+                f"{error} {TOKEN_VARIABLE} is not read by a machine that has joined before: give --token."
+            ) from error
+        raise
 
 
 def _head_address(given: str | None, folder: Path) -> HeadAddress:

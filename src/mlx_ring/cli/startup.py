@@ -136,7 +136,11 @@ def ready_text(running: StartReport) -> str:
         return "\n".join([*lines, ""])
     lines += network_lines(running.lan_urls, asks_for_key=running.asks_for_key)
     lines += qr_lines(running.lan_urls, Console()) if sys.stdout.isatty() else []
-    lines += ["", *sample_commands(running.url, running.certificate, asks_for_key=running.asks_for_key)]
+    model = running.served.names[0]
+    lines += [
+        "",
+        *sample_commands(running.url, model, running.certificate, asks_for_key=running.asks_for_key),
+    ]
     if running.served.local.kind == "built-in":
         lines += [
             f"The built-in models are tiny: `{program()} recommend` lists larger ones that run well here."
@@ -200,15 +204,19 @@ def products_of(worker: WorkerInfo) -> str:
     return f"{worker.blas}. With quantized weights, a token takes many times as long."
 
 
-def sample_commands(url: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
-    """Return commands to paste; the key comes from the environment, because a terminal should not show it."""
-    body = json.dumps({"messages": [{"role": "user", "content": SAMPLE_QUESTION}]})
+def sample_commands(url: str, model: str, certificate: Path | None, *, asks_for_key: bool) -> list[str]:
+    """Return commands to paste; the key comes from the environment, because a terminal should not show it.
+
+    The request names its model, as it must where several are served, now or later.
+    """
+    request = {"model": model, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
+    body = shlex.quote(json.dumps(request, ensure_ascii=False))
     key = ' -H "Authorization: Bearer $MLX_RING_API_KEY"' if asks_for_key else ""
     trust = "" if certificate is None else f" --cacert {shlex.quote(str(certificate.absolute()))}"
     place = "" if url == DEFAULT_URL else f" --url {url}"
     return [
         "Ask it, with one of its keys in MLX_RING_API_KEY:" if asks_for_key else "Ask it:",
-        f"  curl {url}/v1/chat/completions{trust}{key} -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {url}/v1/chat/completions{trust}{key} -H 'Content-Type: application/json' -d {body}",
         "Or chat with it in another terminal:",
         f"  {program()} chat{place}{trust}",
     ]

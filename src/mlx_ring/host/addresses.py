@@ -153,14 +153,28 @@ def scoped_host(text: str, what: str) -> str:
         what: name of the setting or argument, for errors.
 
     Raises:
-        ConfigError: a link-local address without an interface.
+        ConfigError: a link-local address without an interface, or with one that this machine does not have.
     """
     host = bare_host(text)
-    if is_link_local(host) and "%" not in host:
+    if not is_link_local(host):
+        return host
+    _, percent, scope = host.partition("%")
+    if not percent:
         raise ConfigError(
             f"{what} is {text}, a link-local address, which needs one of this machine's interfaces: {host}%en0, for example."
         )
+    if not _is_interface(scope):
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(f"{what} is {text}, but this machine has no interface {scope}: it has {names}.")
     return host
+
+
+def _is_interface(scope: str) -> bool:
+    try:
+        _ = socket.if_indextoname(int(scope)) if scope.isdecimal() else socket.if_nametoindex(scope)
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def local_url(host: str, port: int, scheme: str = "http", scope: str = "") -> str:

@@ -99,6 +99,30 @@ def test_a_machine_that_cannot_be_stopped_does_not_keep_others_running(
     assert {name for name, verb in machines.commands if verb == "stop"} == {"a", "b", "c"}
 
 
+def test_a_restart_stops_nothing_while_a_machine_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(monkeypatch, {})
+
+    def unreached(machine: Machine, **_more: object) -> ReadyMachine:
+        raise HostUnreached(f"{machine.name} cannot be reached.")
+
+    monkeypatch.setattr(verbs, "make_ready", unreached)
+    with pytest.raises(HostFailed, match="b cannot be reached"):
+        verbs.start(FILE, "demo", report=lambda _: None, store=STORE, timeout_s=60.0, anew=True)
+    assert not machines.commands
+
+
+def test_a_restart_stops_what_runs_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_as_configured(_run: object) -> bool:
+        return True
+
+    monkeypatch.setattr("mlx_ring.cluster.lifecycle.verbs._Run.is_as_configured", is_as_configured)
+    machines = Machines(monkeypatch, {})
+    assert start().was_running
+    assert not [verb for _name, verb in machines.commands if verb == "stop"]
+    verbs.start(FILE, "demo", report=lambda _: None, store=STORE, timeout_s=60.0, anew=True)
+    assert {name for name, verb in machines.commands if verb == "stop"} == {"a", "b", "c"}
+
+
 def test_the_reason_of_a_failed_start_is_reported_even_if_stopping_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

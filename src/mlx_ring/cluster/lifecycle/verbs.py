@@ -66,6 +66,7 @@ def start(
     timeout_s: float,
     store: WheelStore,
     folders: Sequence[Path] = (),
+    anew: bool = False,
 ) -> StartedCluster:
     """Start the cluster as the file says, unless it already runs so; otherwise stop what runs first.
 
@@ -76,6 +77,7 @@ def start(
         timeout_s: the time limit for loading.
         store: the packages for machines of other systems.
         folders: more folders that may hold the model if the coordinator is this machine.
+        anew: True to stop and start everything even if it runs so.
 
     Raises:
         HostFailed: a machine out of reach, or a failed start, after which nothing is left running.
@@ -86,7 +88,7 @@ def start(
         find_machines(file.devices), lambda machine: make_ready(machine, store=store, report=report)
     )
     run = _Run(file, _on_coordinator(readies, model, folders), readies)
-    if run.is_as_configured():
+    if not anew and run.is_as_configured():
         report("Everything runs already, as the file says.")
         return StartedCluster(run.wait(report, timeout_s), was_running=True, status=run.status(report))
     _end(readies, report)
