@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tests.faults.models import write_model
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
-PROMPT = " ".join(f"word{number}" for number in range(240))
+PROMPT, OTHER = (" ".join(f"{word}{number}" for number in range(240)) for word in ("word", "term"))
 FLAGS = ("--kv-disk", "1GiB", "--kv-disk-dir")
 
 
@@ -55,18 +57,35 @@ def whole_blocks(folder: Path) -> int:
     return sum({file.name for file in path.iterdir()} == {"0-5", "5-8"} for path in folder.glob("*/*"))
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param(("--stages", "3"), marks=pytest.mark.thorough), ("--tp", "2")]
-)
-def test_prompt_is_restored_by_another_split_of_the_layers_or_heads(
-    saved: tuple[Path, str, int], tmp_path: Path, flags: tuple[str, ...]
+@pytest.fixture(scope="module")
+def ranks(saved: tuple[Path, str, int], tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    """Serve two ranks that share the heads, with the folder in which two stages have saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with serving("demo", "--tp", "2", *FLAGS, str(saved[0]), folder=folder) as server:
+        yield server
+
+
+def test_prompt_is_restored_by_another_split_of_the_heads(
+    saved: tuple[Path, str, int], ranks: Server
 ) -> None:
-    folder, text, tokens = saved
-    with serving("demo", *flags, *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, tokens)
-        assert prefix_stats(server)["restored_tokens"] == tokens
-        metrics = server.http.get("/metrics").text
-        log = (tmp_path / "logs" / "head.log").read_text()
+    check_restored(saved, ranks)
+
+
+@pytest.mark.thorough
+def test_prompt_is_restored_by_another_split_of_the_layers(
+    saved: tuple[Path, str, int], tmp_path: Path
+) -> None:
+    with serving("demo", "--stages", "3", *FLAGS, str(saved[0]), folder=tmp_path) as server:
+        check_restored(saved, server)
+
+
+def check_restored(saved: tuple[Path, str, int], server: Server) -> None:
+    """Ask for what two stages have saved, and read in the metrics and the log that it was restored."""
+    _, text, tokens = saved
+    assert ask(server)[::2] == (text, tokens)
+    assert prefix_stats(server)["restored_tokens"] == tokens
+    metrics = server.http.get("/metrics").text
+    log = (server.folder / "logs" / "head.log").read_text()
     assert f'mlx_ring_kv_disk_restored_tokens_total{{instance="0",model_name="demo"}} {tokens}.0' in metrics
     labels = '{instance="0",model_name="demo",way="disk"}'
     assert f"mlx_ring_way_back_taken_seconds_count{labels} 1.0" in metrics
@@ -76,34 +95,64 @@ def test_prompt_is_restored_by_another_split_of_the_layers_or_heads(
     )
 
 
-def test_shares_of_the_heads_are_restored_by_stages(saved: tuple[Path, str, int], tmp_path: Path) -> None:
-    _, text, tokens = saved
-    folder = tmp_path / "kv"
-    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, 0)
-        expected = logprobs(server)
-        eventually(lambda: saved_files(folder), lambda files: len(files) >= 2 * (tokens // 256))
-        assert server.stop() == 0
-    assert {name.partition(".heads-")[2][-5:] for name in saved_files(folder)} == {"-of-4"}
-    with serving("demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, tokens)
-        differences = [abs(one - other) for one, other in zip(expected, logprobs(server), strict=True)]
-        assert max(differences) < 1e-4
+@dataclass(frozen=True, slots=True)
+class SavedByRanks:
+    """What the ranks have answered and saved, before they ended."""
+
+    text: str
+    tokens: int
+    logprobs: list[float]
+    files: set[Path]
+
+
+@pytest.fixture(scope="module")
+def saved_by_ranks(saved: tuple[Path, str, int], ranks: Server) -> SavedByRanks:
+    """End the ranks after an answer that is new to them. Their other tests come before those that use this."""
+    before = saved_files(saved[0])
+    text, prompt_tokens, cached = ask(ranks, OTHER)
+    assert cached == 0
+    expected, tokens = logprobs(ranks), prompt_tokens - 1
+    files = eventually(
+        lambda: saved_files(saved[0]) - before, lambda files: len(files) >= 2 * (tokens // 256)
+    )
+    assert ranks.stop() == 0
+    return SavedByRanks(text, tokens, expected, files)
+
+
+@pytest.fixture(scope="module")
+def stages(
+    saved: tuple[Path, str, int], saved_by_ranks: SavedByRanks, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Server]:
+    """Damage the second of the first prompt's blocks, and serve two stages with the folder, which have read none yet."""
+    del saved_by_ranks  # whose ranks have ended
+    folder, *_ = saved
+    blocks = sorted((path for path in folder.glob("*/*/5-8")), key=lambda path: -path.parent.stat().st_mtime)
+    kept = blocks[1].read_bytes()
+    blocks[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with serving(
+        "demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path_factory.mktemp("stages")
+    ) as server:
+        yield server
+
+
+def test_shares_of_the_heads_are_restored_by_stages(saved_by_ranks: SavedByRanks, stages: Server) -> None:
+    assert {file.name.partition(".heads-")[2][-5:] for file in saved_by_ranks.files} == {"-of-4"}
+    assert ask(stages, OTHER)[::2] == (saved_by_ranks.text, saved_by_ranks.tokens)
+    differences = [
+        abs(one - other) for one, other in zip(saved_by_ranks.logprobs, logprobs(stages), strict=True)
+    ]
+    assert max(differences) < 1e-4
 
 
 def logprobs(server: Server) -> list[float]:
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+    body = {"model": "demo", "prompt": OTHER, "max_tokens": 24, "temperature": 0, "logprobs": 1}
     answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
     return answer["choices"][0]["logprobs"]["token_logprobs"]
 
 
-def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path: Path) -> None:
-    folder, text, tokens = saved
-    blocks = sorted((path for path in folder.glob("*/*/5-8")), key=lambda path: -path.parent.stat().st_mtime)
-    kept = blocks[1].read_bytes()
-    blocks[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    with serving("demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        answer, _, cached = ask(server)
+def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], stages: Server) -> None:
+    _, text, tokens = saved
+    answer, _, cached = ask(stages)
     assert answer == text
     assert cached == 256 < tokens
 
@@ -115,7 +164,7 @@ def test_conversation_of_a_model_that_forgets_continues_after_a_restart(
     """Restore windows at the last end of a block in the first answer, and states at the last one in the first prompt."""
     model, folder, first = write_model(tmp_path / "model", kind), tmp_path / "kv", PROMPT[:800]
     with serving(model, "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        second = f"{first}{ask(server, first, 'model', 300)[0]} And then?"
+        second = f"{first}{ask(server, first, 'model', 230)[0]} And then?"
         answer, *_ = ask(server, second, "model")
         eventually(lambda: prefix_stats(server)["saved_tokens"], lambda saved: saved >= 1024)
         assert server.stop() == 0
@@ -123,8 +172,8 @@ def test_conversation_of_a_model_that_forgets_continues_after_a_restart(
         assert ask(server, second, "model")[::2] == (answer, restored)
 
 
-def saved_files(folder: Path) -> list[str]:
-    return [file.name for file in folder.glob("*/*/*-*")]
+def saved_files(folder: Path) -> set[Path]:
+    return {*folder.glob("*/*/*-*")}
 
 
 def listed_files(folder: Path) -> list[Path]:
@@ -153,10 +202,10 @@ def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that
 
     (text, prompt_tokens, cached), peer_tokens = run(2)
     assert (cached, peer_tokens) == (0, 0)
-    assert sorted(set(saved_files(folder)).pop() for folder in folders[:2]) == ["0-4", "4-8"]
+    assert sorted(saved_files(folder).pop().name for folder in folders[:2]) == ["0-4", "4-8"]
     assert run(3) == ((text, prompt_tokens, prompt_tokens - 1), prompt_tokens - 1)
     # Either of the other machines may be the last one.
-    assert {*saved_files(folders[2])} in ({"3-6"}, {"6-8"})
+    assert {file.name for file in saved_files(folders[2])} in ({"3-6"}, {"6-8"})
     way = next(line for line in head_log(tmp_path).splitlines() if "Ways back of" in line and "peers" in line)
     assert re.search(r"peers \(1\), predicted .* took .* MB of them from other machines; recompute", way)
 
