@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import pytest
@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 import mlx_ring
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # of which all of transformers would be imported
 
 FOLDER = Path(mlx_ring.__file__).parent / "builtin_models"
 NAMES = ("demo", "demo-moe")
