@@ -97,7 +97,7 @@ def check_restored(saved: tuple[Path, str, int], server: Server) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SavedByRanks:
-    """What the ranks have answered and saved, before they ended."""
+    """Answer of the ranks, and the files that they saved, before they ended."""
 
     text: str
     tokens: int
