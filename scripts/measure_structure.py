@@ -76,9 +76,12 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
-    def nodes(self) -> list[ast.AST]:
-        """All nodes of the tree."""
-        return list(ast.walk(self.tree))
+    def definitions(self) -> list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+        """The module, and its classes and functions."""
+        nodes: list[ast.AST] = [self.tree]
+        for node in nodes:
+            nodes += _statements_in(node)
+        return [node for node in nodes if isinstance(node, (ast.Module, *_DEFINITIONS))]
 
     @cached_property
     def lines(self) -> int:
@@ -101,21 +104,20 @@ class Source:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in _NO_CODE:
                 lines.update(range(token.start[0], token.end[0] + 1))
-        for node in self.nodes:
-            if isinstance(node, (ast.Module, *_DEFINITIONS)) and ast.get_docstring(node) is not None:
+        for node in self.definitions:
+            if ast.get_docstring(node) is not None:
                 lines.difference_update(_lines_of(node.body[0]))
         return len(lines)
 
     @property
     def docstrings(self) -> Iterator[tuple[int, str]]:
         """Line and text of each docstring, those below values included."""
-        for node in self.nodes:
-            if isinstance(node, (ast.Module, *_DEFINITIONS)):
-                yield from ((at.lineno, text) for at in node.body if (text := _text_of(at)))
+        for node in self.definitions:
+            yield from ((at.lineno, text) for at in node.body if (text := _text_of(at)))
 
     @property
     def function_lengths(self) -> Iterator[int]:
-        for node in self.nodes:
+        for node in self.definitions:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield len(_lines_of(node))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 from cases import Case
 from corpus import DEFAULT_SEED, QUESTIONS_PER_TOPIC, Corpus, Question
-from mlx_lm import batch_generate, load
+from mlx_lm.utils import load
 
 LONGEST_ANSWER = 320
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -77,6 +77,9 @@ def ask(folder: Path, questions: Sequence[Question], *, thinking: bool = False) 
         )
         for question in questions
     ]
+    # It imports all of transformers, and every process of a run of the tests imports this file.
+    from mlx_lm.generate import batch_generate  # pyright: ignore[reportUnknownVariableType] - models are untyped
+
     answers = batch_generate(model, tokenizer, prompts, max_tokens=LONGEST_ANSWER).texts
     return [
         Marked(question, answer, is_right(question.case, answer))

@@ -100,11 +100,11 @@ def reference_model(name: str, shared: Path) -> ReferenceModel:
             for (prompt, _, _), tokens in [*zip(requests, answers, strict=True)][:4:2]
         ]
         whole = WholeModel(folder)
-        return {"answers": answers, "turns": [(turn, whole.greedy(turn, 30)) for turn in turns]}
+        return {"answers": answers, "turns": [(turn, whole.greedy(turn, 20)) for turn in turns]}
 
     found = once(made, answer)
     cases = [
-        Case(prompt, sampling, tokens, numbers.randrange(20) if numbers.random() < 0.2 else None)
+        Case(prompt, sampling, tokens, numbers.randrange(10) if numbers.random() < 0.2 else None)
         for (prompt, sampling, _), tokens in zip(_requests(folder), found["answers"], strict=True)
     ]
     cases += [Case(tuple(turn), GREEDY, tokens, None) for turn, tokens in found["turns"]]
@@ -116,7 +116,7 @@ def _requests(folder: Path) -> list[tuple[tuple[int, ...], SamplingParams, int]]
     numbers = random.Random(11)
     prompts = _prompts(read_model_folder(folder).vocab_size, numbers)
     return [
-        (prompt, sampling, numbers.randrange(16, 48)) for prompt in prompts for sampling in (GREEDY, SEEDED)
+        (prompt, sampling, numbers.randrange(10, 28)) for prompt in prompts for sampling in (GREEDY, SEEDED)
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx_lm
+import mlx_lm.utils as mlx_lm_utils  # not mlx_lm: pytest asks it for names, and then it imports everything
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[reportUnknownVariableType] - untyped
 from tests.worker.random_models import QWEN3, write_random_model
@@ -326,7 +326,7 @@ def test_weights_that_were_converted_to_mlx_are_accepted_whatever_they_were_befo
 
 def test_the_families_that_decode_a_kind_are_those_of_mlx_lm() -> None:
     """Compare the table with the sources. Families that take over another's code are named here."""
-    modules = Path(str(mlx_lm.__file__)).with_name("models")
+    modules = Path(str(mlx_lm_utils.__file__)).with_name("models")
 
     def decoding(words: str) -> set[str]:
         return {file.stem for file in modules.glob("*.py") if words in file.read_text("utf-8")}

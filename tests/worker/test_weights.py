@@ -6,7 +6,7 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +176,23 @@ def write_quantized_model(
     return folder
 
 
+Written = Callable[..., Path]
+"""Writes a model by a function with these arguments, and returns its folder; tests that only read it share it."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folders: dict[str, Path] = {}
+
+    def write(write_model: Callable[..., Path], **arguments: Any) -> Path:
+        key = f"{write_model.__name__} {json.dumps(arguments)}"
+        if key not in folders:
+            folders[key] = write_model(tmp_path_factory.mktemp("written") / "model", **arguments)
+        return folders[key]
+
+    return write
+
+
 @contextmanager
 def native_kernels(*, wanted: bool) -> Generator[None]:
     """Compute with native kernels meanwhile if they are wanted; skip the test if they are not built."""
@@ -235,14 +252,14 @@ _LATENT = {
     ids=["tied", "group 64", "8 bits", "latent attention"],
 )
 def test_plans_count_the_bytes_that_quantized_weights_take(
-    tmp_path: Path,
+    written: Written,
     build: dict[str, Any],
     cpu_weights: Literal["quantized", "float32"],
     *,
     kernels: bool,
 ) -> None:
-    written = write_quantized_model(tmp_path / "model", **build)
-    assert_planned_as_loaded(read_model_folder(written), kernels=kernels, cpu_weights=cpu_weights)
+    folder = written(write_quantized_model, **build)
+    assert_planned_as_loaded(read_model_folder(folder), kernels=kernels, cpu_weights=cpu_weights)
 
 
 _EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 512}
@@ -282,20 +299,18 @@ _MINISTRAL: dict[str, Any] = {
     ids=["MiniMax in FP8", "DeepSeek in FP8", "DeepSeek in packed integers", "Ministral in FP8"],
 )
 def test_plans_count_the_bytes_that_decoded_weights_take(
-    tmp_path: Path, config: dict[str, Any], kind: Any, *, kernels: bool
+    written: Written, config: dict[str, Any], kind: Any, *, kernels: bool
 ) -> None:
     """Expect what loading makes of weights in the formats of other programs."""
-    written = write_in_format(tmp_path / "model", {**config, "tie_word_embeddings": False}, kind)
-    assert_planned_as_loaded(read_model_folder(written), kernels=kernels)
+    folder = written(write_in_format, config={**config, "tie_word_embeddings": False}, kind=kind)
+    assert_planned_as_loaded(read_model_folder(folder), kernels=kernels)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int4"])
-def test_packed_weights_count_as_the_parameters_that_they_hold(tmp_path: Path, kind: Any) -> None:
+def test_packed_weights_count_as_the_parameters_that_they_hold(written: Written, kind: Any) -> None:
     config = {**configuration("deepseek_v3"), **_EXPERTS, "tie_word_embeddings": False}
-    counts = [
-        describe_model(read_model_folder(write_in_format(tmp_path / name, config, name)))["parameters"]
-        for name in (kind, "bfloat16")
-    ]
+    folders = [written(write_in_format, config=config, kind=name) for name in (kind, "bfloat16")]
+    counts = [describe_model(read_model_folder(folder))["parameters"] for folder in folders]
     assert counts[0] == counts[1]
 
 

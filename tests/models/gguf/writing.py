@@ -57,8 +57,10 @@ def encode(value: Value) -> bytes:
         return struct.pack("<I", _TEXT) + text(value)
     if isinstance(value, Sequence):
         kind = _kind(value[0]) if value else 4
-        parts = [encode(each if kind != 4 else Typed(5, each))[4:] for each in value]
-        return struct.pack("<IIQ", _ARRAY, 5 if kind == 4 else kind, len(value)) + b"".join(parts)
+        begin = struct.pack("<IIQ", _ARRAY, 5 if kind == 4 else kind, len(value))
+        if kind == _TEXT:
+            return begin + b"".join(text(cast("str", each)) for each in value)
+        return begin + struct.pack(f"<{len(value)}{_FORMS[5 if kind == 4 else kind]}", *value)
     return encode(Typed(_kind(value), value))
 
 
@@ -264,10 +266,8 @@ def _blocks(words: Array, scales: Array, biases: Array, bits: int) -> Array:
         words.astype("<u4").view(np.uint8).reshape(-1, 4 * bits), axis=1, bitorder="little"
     )
     values = (stream.reshape(-1, 32, bits) << np.arange(bits)).sum(axis=2)
-    out = bytearray()
-    for block, scale, bias in zip(values, scales.reshape(-1), biases.reshape(-1), strict=True):
-        out += struct.pack("<ee", scale, bias)
-        if bits == 5:
-            out += struct.pack("<I", sum(int(value >> 4) << place for place, value in enumerate(block)))
-        out += bytes(int(block[place] & 15) | int(block[place + 16] & 15) << 4 for place in range(16))
-    return np.frombuffer(bytes(out), np.uint8)
+    parts = [number.astype("<f2").reshape(-1, 1).view(np.uint8) for number in (scales, biases)]
+    if bits == 5:
+        parts.append(np.packbits((values >> 4).astype(np.uint8), axis=1, bitorder="little"))
+    low = (values & 15).astype(np.uint8)
+    return np.concatenate([*parts, low[:, :16] | low[:, 16:] << 4], axis=1).reshape(-1)

@@ -17,7 +17,7 @@ from mlx_ring.worker.kv import KVStore
 QUANTIZATION_LEVEL = 2e-3
 ROUNDING = 2e-5
 """Largest difference of logits, which are of the order of ten, between sums in another order."""
-CHUNKS = [tokens(30), tokens(100, 1), tokens(7, 2), *([place] for place in range(40)), tokens(20, 3)]
+CHUNKS = [tokens(30), tokens(100, 1), tokens(7, 2), *([place] for place in range(24)), tokens(36, 3)]
 
 
 def tolerance(family: str) -> float:

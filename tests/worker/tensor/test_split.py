@@ -65,7 +65,7 @@ MORE_CASES = [
     Case("phi3", (5, 3), cuts=(1,)),
     Case("qwen3_moe", (3, 1), 4, cuts=(1,), kv_bits=8),
 ]
-_ROOMY = (("hidden_size", 1024), ("intermediate_size", 2048), ("head_dim", 64), ("vocab_size", 4096))
+_ROOMY = (("hidden_size", 768), ("intermediate_size", 1536), ("head_dim", 64), ("vocab_size", 3072))
 LOADED = [
     Case("qwen3", (5, 3), 4, kind="load", entries=_ROOMY),
     Case("phi3", (5, 3), 8, kind="load", entries=_ROOMY),

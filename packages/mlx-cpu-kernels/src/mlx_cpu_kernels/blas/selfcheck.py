@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from operator import mul
 
 _ROW_MAJOR = 101
 _AS_STORED = 111
@@ -71,13 +75,11 @@ def first_wrong_product(sgemm: int) -> Product | None:
 
 
 def _is_right(call: Callable[..., object], product: Product) -> bool:
-    padding = product.padding
-    a = _Stored(product.rows, product.inner, padding, seed=1, transposed=product.transpose_a)
-    b = _Stored(product.inner, product.columns, padding, seed=2, transposed=product.transpose_b)
-    c = _Stored(product.rows, product.columns, padding, seed=3)
-    expected = _expected(product, a, b, c)
+    case = _case(product)
+    # Each call gets entries of its own, which a wrong function may change.
+    a, b, c = (array("f", matrix.entries) for matrix in (case.a, case.b, case.c))
     if product.beta == 0:
-        c.fill(math.nan)
+        c = array("f", [math.nan]) * len(c)
     call(
         _ROW_MAJOR,
         _TRANSPOSED if product.transpose_a else _AS_STORED,
@@ -86,47 +88,67 @@ def _is_right(call: Callable[..., object], product: Product) -> bool:
         product.columns,
         product.inner,
         product.alpha,
-        a.entries,
-        a.stride,
-        b.entries,
-        b.stride,
+        a.buffer_info()[0],
+        case.a.stride,
+        b.buffer_info()[0],
+        case.b.stride,
         product.beta,
-        c.entries,
-        c.stride,
+        c.buffer_info()[0],
+        case.c.stride,
     )
+    results = chain.from_iterable(replace(case.c, entries=c).lines())
     return all(
-        abs(c.at(i, j) - expected[i][j]) <= _TOLERANCE for i in range(c.rows) for j in range(c.columns)
+        abs(result - expected) <= _TOLERANCE for result, expected in zip(results, case.expected, strict=True)
     )
 
 
-def _expected(product: Product, a: _Stored, b: _Stored, c: _Stored) -> Sequence[Sequence[float]]:
-    columns = [[b.at(k, j) for k in range(product.inner)] for j in range(product.columns)]
-    rows = [[a.at(i, k) for k in range(product.inner)] for i in range(product.rows)]
-    return [
-        [
-            product.alpha * sum(map(float.__mul__, row, column)) + product.beta * c.at(i, j)
-            for j, column in enumerate(columns)
-        ]
-        for i, row in enumerate(rows)
-    ]
-
-
+@dataclass(frozen=True, slots=True)
 class _Stored:
-    """Matrix as BLAS stores it, with entries from a formula."""
+    """Matrix as BLAS stores it."""
 
-    def __init__(self, rows: int, columns: int, padding: int, seed: int, *, transposed: bool = False) -> None:
-        self.rows = rows
-        self.columns = columns
-        self.transposed = transposed
-        stored_rows, stored_columns = (columns, rows) if transposed else (rows, columns)
-        self.stride = max(1, stored_columns + padding)
-        self.entries = (ctypes.c_float * max(1, stored_rows * self.stride))()
-        for index in range(len(self.entries)):
-            self.entries[index] = math.sin(seed + 0.7 * index)
+    entries: array[float]
+    stride: int
+    rows: int
+    columns: int
+    transposed: bool
 
-    def at(self, row: int, column: int) -> float:
-        stored_row, stored_column = (column, row) if self.transposed else (row, column)
-        return self.entries[stored_row * self.stride + stored_column]
+    def lines(self, *, standing: bool = False) -> list[list[float]]:
+        """Return the rows, or the columns."""
+        count, length = (self.columns, self.rows) if standing else (self.rows, self.columns)
+        if self.transposed != standing:
+            return [list(self.entries[i :: self.stride][:length]) for i in range(count)]
+        return [list(self.entries[i * self.stride : i * self.stride + length]) for i in range(count)]
 
-    def fill(self, entry: float) -> None:
-        self.entries[:] = [entry] * len(self.entries)
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Matrices of a product, and the entries of its result, row by row."""
+
+    a: _Stored
+    b: _Stored
+    c: _Stored
+    expected: array[float]
+
+
+@cache
+def _case(product: Product) -> _Case:
+    """Compute a product. It is compared twice: before MLX calls the function, and as MLX calls it."""
+    padding = product.padding
+    a = _stored(product.rows, product.inner, padding, seed=1, transposed=product.transpose_a)
+    b = _stored(product.inner, product.columns, padding, seed=2, transposed=product.transpose_b)
+    c = _stored(product.rows, product.columns, padding, seed=3)
+    columns = b.lines(standing=True)
+    expected = [
+        product.alpha * sum(map(mul, row, column)) + product.beta * before
+        for row, row_before in zip(a.lines(), c.lines(), strict=True)
+        for column, before in zip(columns, row_before, strict=True)
+    ]
+    return _Case(a, b, c, array("d", expected))
+
+
+def _stored(rows: int, columns: int, padding: int, seed: int, *, transposed: bool = False) -> _Stored:
+    """Return a matrix with entries from a formula."""
+    stored_rows, stored_columns = (columns, rows) if transposed else (rows, columns)
+    stride = max(1, stored_columns + padding)
+    numbers = array("f", [math.sin(seed + 0.7 * index) for index in range(max(1, stored_rows * stride))])
+    return _Stored(numbers, stride, rows, columns, transposed)
