@@ -79,7 +79,7 @@ def rows_of(succession: Succession) -> list[tuple[int, int]]:
     return [(row.start, len(row.tokens.ids)) for step in succession.twin.sent for row in step.rows]
 
 
-@examples(0.4)
+@examples(0.6)
 @given(
     wanted=st.lists(wanted_requests, min_size=1, max_size=5),
     random=st.randoms(use_true_random=False),

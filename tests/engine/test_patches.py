@@ -141,7 +141,7 @@ def random_request(random: Random) -> GenerateRequest:
 
 
 @pytest.mark.slow
-@examples(0.6)
+@examples(1.0)
 @given(
     random=st.randoms(use_true_random=False),
     drafts=st.sampled_from([0, 4]),
