@@ -12,11 +12,16 @@ from mlx_ring.cluster.agent_link import AgentLink, Source
 from mlx_ring.cluster.deployment import Site
 from mlx_ring.cluster.layer_split import Cut, even_split
 from mlx_ring.core.errors import PlanError
+from mlx_ring.head.placing import cut_layers
 from mlx_ring.head.rank_placements import place_ranks, set_rdma, share_stages, with_trust
 from mlx_ring.host.interfaces import TrustedInterface
+from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_source import BUILTIN_FOLDER
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
+from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Hostfile, read_hostfile
+from mlx_ring.settings.strategies import Strategy
 
 ROWS = [[None, "rdma_en2", "rdma_en3"], ["rdma_en2", None, "rdma_en4"], ["rdma_en3", "rdma_en4", None]]
 
@@ -139,3 +144,11 @@ def test_collectives_use_measurements_between_trusted_interfaces() -> None:
     assert seconds == [
         (wireless.seconds(1e6), collective) for collective in (cable.collective_seconds(1e6), slow, slow)
     ]
+
+
+@pytest.mark.parametrize(("strategy", "layers"), [("auto", [5, 3]), ("uniform", [4, 4])])
+def test_stages_of_one_machine_have_as_many_layers_with_the_strategy_uniform(
+    strategy: Strategy, layers: list[int]
+) -> None:
+    folder = read_model_folder(BUILTIN_FOLDER / "demo")
+    assert [len(cut) for cut in cut_layers(folder, Settings(stages=2, strategy=strategy))] == layers

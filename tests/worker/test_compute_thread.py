@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -64,6 +65,25 @@ def test_job_from_a_signal_handler_wakes_the_interrupted_thread() -> None:
         assert jobs.get() == 7
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_job_from_a_handler_is_taken_whose_signal_came_just_before_the_wait() -> None:
+    """The interpreter notes such a signal, but no wait is interrupted."""
+    jobs, waiting = JobQueue[int](), threading.get_ident()
+
+    def note_signal() -> None:
+        waits = {JobQueue.get.__code__, JobQueue.get_within.__code__}
+        eventually(lambda: sys._current_frames()[waiting].f_code in waits)
+        _thread.interrupt_main(signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, lambda _number, _frame: jobs.put(7))
+    thread = threading.Thread(target=note_signal)
+    try:
+        thread.start()
+        assert jobs.get() == 7
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these scheduling policies")

@@ -411,10 +411,13 @@ def replica_request(order: Order, nodes: Iterable[NodeProfile]) -> PlanRequest:
 def cut_layers(folder: ModelFolder, settings: Settings) -> tuple[LayerRange, ...]:
     """Cut the layers into stages that each read about as many bytes in a decode step.
 
-    If the sizes of layers are unknown, each stage has about as many. The custom strategy cuts by its proportions.
+    If the sizes of layers are unknown, or with the strategy `uniform`, each stage has about as many. The custom strategy cuts
+    by its proportions.
     """
     if settings.strategy == "custom":
         return proportional_stages(folder.num_layers, settings.stages, settings.proportions)
+    if settings.strategy == "uniform":
+        return even_split(folder.num_layers, settings.stages)
     read = decode_bytes(folder, widened=widens_half_precision(settings.dtype))
     if read is None:
         return even_split(folder.num_layers, settings.stages)

@@ -149,6 +149,10 @@ def _start_timer(seconds: float, act: Callable[[], object]) -> threading.Timer:
     return timer
 
 
+_WAIT_S = 0.5
+"""Time after which a signal that came just before a wait is handled at the latest."""
+
+
 class JobQueue(Generic[Job]):
     """Queue that any thread and signal handlers fill, and one thread empties."""
 
@@ -166,10 +170,13 @@ class JobQueue(Generic[Job]):
             """It is free already."""
 
     def get(self) -> Job:
-        """Take the next job, and wait for one if necessary."""
-        while not self._waiting:
-            self._bell.acquire()
-        return self._waiting.popleft()
+        """Take the next job, and wait for one if necessary.
+
+        Python does not run the handler of a signal that arrives just before a wait, so each wait is short.
+        """
+        while (job := self.get_within(_WAIT_S)) is None:
+            pass
+        return job
 
     def get_within(self, seconds: float) -> Job | None:
         """Take the next job if one arrives within `seconds`."""

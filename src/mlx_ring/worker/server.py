@@ -136,7 +136,8 @@ class WorkerServer(StageHolder):
             log.info("Ready: BLAS %s, dtype %s, device %s", self._identity.blas, self._dtype, device_name())
         except Exception as error:
             self._phase = "failed"
-            log.exception("Loading failed")
+            is_meant = isinstance(error, RingError)  # then its sentence says all
+            log.log(logging.ERROR, "Loading failed: %s", error, exc_info=not is_meant)
             progress.put(worker_pb2.LoadProgress(failure=error_to_failure(error)))
         finally:
             progress.put(None)
