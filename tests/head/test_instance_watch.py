@@ -103,6 +103,7 @@ def test_fields_of_the_policy_are_settings_or_follow_from_some() -> None:
     assert (policy.max_queued_requests, policy.num_speculative_tokens, policy.prefix_cache) == (7, 3, False)
     assert {each.name for each in fields(Policy)} - Settings.model_fields.keys() == {
         "steps_ahead",
+        "long_chunk",
         "kv_owners",
     }
 

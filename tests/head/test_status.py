@@ -80,6 +80,7 @@ NOT_COPIED = {
     **dict.fromkeys(("sends", "group", "waits"), "messages, which are converted"),
     **dict.fromkeys(("kv", "means", "port", "group_port", "group_host"), "read when the worker is placed"),
     **dict.fromkeys(("last_step", "sequences"), "read by the agent"),
+    "uses_cuda": "read when the engine is made",
 }
 """Fields of a worker's report that are not copied to `WorkerInfo`, each with the reason."""
 
