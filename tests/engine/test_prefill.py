@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
-from unittest.mock import patch
+from itertools import accumulate, pairwise
+from unittest.mock import Mock, patch
 
 import pytest
 from tests.engine.pipeline import PLAIN, Pipeline, budget, is_prefill
@@ -14,6 +14,7 @@ from tests.engine.test_scheduler import REACHES, SHARED, TRAITS
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.sequence import Sequence as Running
+from mlx_ring.rpc.protos import step_pb2
 
 CHUNK_2 = replace(PLAIN, prefill_chunk=2)
 
@@ -63,27 +64,56 @@ def test_a_prompt_alone_is_read_in_long_chunks_where_they_take_less_than_a_secon
     assert chunks == (sizes if has_long else [512] * 10)
 
 
-def test_long_chunks_are_for_prompts_alone() -> None:
-    policy = replace(PLAIN, prefill_chunk=64, long_chunk=256)
-    pipeline = Pipeline((1,), policy, context=2000)
+def long_chunks(context: int, token_us: float = 1e6 / 2048, *, learns: bool = False) -> Pipeline:
+    """Return a pipeline of one stage whose chunks of 64 tokens may become 2,048; usually that takes a second."""
+    pipeline = Pipeline((1,), replace(PLAIN, prefill_chunk=64, long_chunk=2048), context=context)
     sizer = pipeline.scheduler._sizer  # pyright: ignore[reportPrivateUsage]
-    sizer.record_chunk(0, 1, 64, 1000.0)
-    for tokens in (256, 60, 60, 60, 60, 300):
-        pipeline.add(tokens)
-    pipeline.run_out()
-    rows = [[len(row.tokens.ids) for row in step.rows] for step in pipeline.twin.sent if is_prefill(step)]
-    assert all(sum(each) <= 256 for each in rows)
-    running = pipeline.add(1, SamplingParams(ignore_eos=True))
-    for _ in range(5):
+    sizer.record_chunk(0, 1, 64, 64 * token_us)
+    if not learns:
+        sizer.record = Mock()
+    return pipeline
+
+
+def prefill_rows(steps: Iterable[step_pb2.Step]) -> list[list[int]]:
+    """Return the tokens of the rows of prefill steps."""
+    return [[len(row.tokens.ids) for row in step.rows] for step in steps if is_prefill(step)]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_chunks_beside_answers_are_not_long(*, together: bool) -> None:
+    pipeline = long_chunks(2000, 10.0, learns=True)
+    pipeline.add(1, SamplingParams(ignore_eos=True))
+    for _ in range(1 if together else 5):
         pipeline.run(0)
-    begun = len(pipeline.twin.sent)
+    begun, sizer = len(pipeline.twin.sent), pipeline.scheduler._sizer  # pyright: ignore[reportPrivateUsage]
+    sizer.record_chunk(0, 1, 64, 640.0)
+    sizer.record_decode(0, 1, 1, 100_000.0)
     pipeline.add(1000)
     for _ in range(60):
         pipeline.run(0)
-    beside = [step for step in pipeline.twin.sent[begun:] if is_prefill(step)]
-    assert beside
-    assert all(len(row.tokens.ids) <= 64 for step in beside for row in step.rows)
-    assert running.id not in pipeline.ended
+    beside = prefill_rows(pipeline.twin.sent[begun:])
+    assert len(beside) > 3
+    assert max(map(max, beside)) <= 64
+
+
+def test_a_prompt_that_arrives_waits_for_a_second_at_most() -> None:
+    pipeline = long_chunks(9000)
+    pipeline.add(8000)
+    assert prefill_rows(pipeline.twin.sent) == [[2048]]
+    pipeline.run(0)
+    assert prefill_rows(pipeline.twin.sent) == [[2048], [2048]]
+
+
+def test_long_chunks_become_shorter_behind_long_contexts() -> None:
+    pipeline = long_chunks(70_000)
+    pipeline.add(69_000)
+    pipeline.run_out()
+    (sizes,) = zip(*prefill_rows(pipeline.twin.sent), strict=True)
+    assert all(
+        size == 64 or size * end <= 2048 * 8192 for size, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+    assert sorted(sizes[:-1], reverse=True) == [*sizes[:-1]]
+    assert {2048, 1024, 512, 256} <= {*sizes}
 
 
 def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:

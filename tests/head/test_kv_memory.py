@@ -12,8 +12,10 @@ from tests.planner.clusters import model_of
 from mlx_ring.core.errors import ConfigError, ContextKept, PlanError
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, NodeRank, RankKv
-from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, long_chunk, no_room
+from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, no_room
 from mlx_ring.head.served_model import policy_of
+from mlx_ring.models.tensor_shares import TensorSizes
+from mlx_ring.planner.profiles import ModelProfile
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
@@ -48,30 +50,78 @@ def join(
 
 
 @pytest.mark.parametrize(
-    ("gib", "ranks", "uses_cuda", "hidden", "widest", "layers", "expected"),
+    ("gib", "limit_gib", "ranks", "uses_cuda", "hidden", "widest", "layers", "expected"),
     [
-        pytest.param(43, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 64 GB"),
-        pytest.param(5, 1, False, 4096, 14336, 32, 0, id="8 B on a Mac of 8 GB"),
-        pytest.param(131, 1, True, 2048, 8192, 16, 2048, id="1.2 B on an H200"),
-        pytest.param(22, 1, True, 4096, 14336, 32, 0, id="8 B on an RTX 4090"),
-        pytest.param(22, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 32 GB"),
-        pytest.param(22, 2, False, 4096, 14336, 32, 0, id="two ranks on it"),
+        pytest.param(43, None, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 64 GB"),
+        pytest.param(43, 8, 1, False, 4096, 14336, 32, 0, id="8 B within 8 GiB"),
+        pytest.param(5, None, 1, False, 4096, 14336, 32, 0, id="8 B on a Mac of 8 GB"),
+        pytest.param(131, None, 1, True, 2048, 8192, 16, 2048, id="1.2 B on an H200"),
+        pytest.param(22, None, 1, True, 4096, 14336, 32, 0, id="8 B on an RTX 4090"),
+        pytest.param(22, None, 1, False, 4096, 14336, 32, 2048, id="8 B on a Mac of 32 GB"),
+        pytest.param(22, None, 2, False, 4096, 14336, 32, 0, id="two ranks on it"),
     ],
 )
 def test_long_chunks_need_gpus_whose_free_part_holds_their_activations(
-    gib: int, ranks: int, hidden: int, widest: int, layers: int, expected: int, *, uses_cuda: bool
+    gib: int,
+    limit_gib: int | None,
+    ranks: int,
+    hidden: int,
+    widest: int,
+    layers: int,
+    expected: int,
+    *,
+    uses_cuda: bool,
 ) -> None:
-    sizes = replace(model_of(layers), hidden_size=hidden, widest=widest)
-    status = worker_pb2.WorkerStatus(device="gpu", memory_bytes=gib * GIB, uses_cuda=uses_cuda)
-    workers: dict[NodeRank, worker_pb2.WorkerStatus] = {
-        ("here", RankId(0, rank)): status for rank in range(ranks)
-    }
-    ranges, usual = (LayerRange(0, layers),), {"here": Allowance()}
-    assert long_chunk(sizes, ranges, workers, usual) == expected
-    assert long_chunk(sizes, ranges, workers, NO_RESERVE) == 0
-    assert long_chunk(None, ranges, workers, usual) == 0
-    status.device = "cpu"
-    assert long_chunk(sizes, ranges, workers, usual) == 0
+    sizes = fused(replace(model_of(layers), hidden_size=hidden, widest=widest))
+    limit = None if limit_gib is None else limit_gib * GIB
+    for allowance, given, device, longest in (
+        (Allowance(limit_bytes=limit), sizes, "gpu", expected),
+        (Allowance(0.0, limit), sizes, "gpu", 0),
+        (Allowance(limit_bytes=limit), None, "gpu", 0),
+        (Allowance(limit_bytes=limit), sizes, "cpu", 0),
+    ):
+        status = gpu_worker(gib, uses_cuda=uses_cuda)
+        status.device = device
+        shares = KvShares(1 << 20)
+        join(shares, "a", {("here", RankId(0, rank)): status for rank in range(ranks)}, {"here": allowance})
+        assert shares.long_chunk("a", given, (LayerRange(0, layers),), "off") == longest
+
+
+def test_models_on_one_machine_share_the_memory_for_long_chunks() -> None:
+    shares, ranges = KvShares(1 << 20), (LayerRange(0, 32),)
+    sizes = fused(replace(model_of(32), hidden_size=4096, widest=14336))
+
+    def longest(instance: str) -> int:
+        return shares.long_chunk(instance, sizes, ranges, "off")
+
+    for instance in "abc":
+        join(shares, instance, {HERE: gpu_worker(43)}, {"here": Allowance()})
+    assert [longest(instance) for instance in "abc"] == [2048, 2048, 0]
+    shares.leave("a")
+    assert [longest(instance) for instance in "bc"] == [2048, 2048]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_bits", "expected"), [(128, "off", 2048), (256, "off", 0), (128, "4", 0)]
+)
+def test_scores_of_attention_that_is_not_fused_count(head_dim: int, kv_bits: str, expected: int) -> None:
+    shares = KvShares(1 << 20)
+    sizes = fused(replace(model_of(32), hidden_size=4096, widest=14336), head_dim)
+    join(shares, "a", {HERE: gpu_worker(30)}, {"here": Allowance()})
+    assert shares.long_chunk("a", sizes, (LayerRange(0, 32),), kv_bits) == expected
+
+
+def fused(model: ModelProfile, head_dim: int = 128) -> ModelProfile:
+    """Return the model with 4,096 numbers in its queries, in heads of a width."""
+    layers = tuple(replace(layer, query_width=4096) for layer in model.layers)
+    shared = TensorSizes(8, 4096 // head_dim, head_dim, 14336, 0, 32000, 1)
+    return replace(model, layers=layers, shared=shared)
+
+
+def gpu_worker(gib: int, *, uses_cuda: bool = False) -> worker_pb2.WorkerStatus:
+    status = worker(gib)
+    status.device, status.memory_bytes, status.uses_cuda = "gpu", gib * GIB, uses_cuda
+    return status
 
 
 def test_a_given_chunk_is_the_longest() -> None:

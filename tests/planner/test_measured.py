@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.planner.clusters import model_of, node_of
-from tests.planner.test_model_sizes import QWEN3_14B, profile_of
+from tests.planner.test_model_sizes import QWEN3_14B, QWEN3_30B_A3B, profile_of
 from tests.profiles import COSTS, RATES, made_up_profile
 
 from mlx_ring.planner.catalogue import known_profile
@@ -194,6 +194,25 @@ def test_a_promise_of_memory_on_a_cpu_covers_the_activations_that_were_held_ther
     widened = profile_of(QWEN3_14B | config, tmp_path).widened
     assert widened is not None
     assert held_bytes <= working_bytes(widened, tokens) <= 1.3 * held_bytes
+
+
+@pytest.mark.parametrize(
+    ("experts_per_token", "expert_width", "held_bytes"), [(8, 192, 55e6), (10, 128, 56.6e6)]
+)
+def test_a_promise_of_memory_covers_the_activations_of_a_token_s_experts(
+    experts_per_token: int, expert_width: int, held_bytes: float, tmp_path: Path
+) -> None:
+    """Compare with MLX's peak beside weights and KV, for 512 tokens in float32 numbers, by mlx-lm's own model."""
+    config = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8}
+    config |= {
+        "num_experts": 32,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": expert_width,
+    }
+    config |= {"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    widened = profile_of(QWEN3_30B_A3B | config, tmp_path).widened
+    assert widened is not None
+    assert 0.99 * held_bytes <= working_bytes(widened, 512) <= 1.3 * held_bytes
 
 
 def test_longer_chunks_of_prompts_take_more_memory_and_fewer_steps(tmp_path: Path) -> None:

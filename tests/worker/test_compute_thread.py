@@ -68,7 +68,7 @@ def test_job_from_a_signal_handler_wakes_the_interrupted_thread() -> None:
 
 
 def test_job_from_a_handler_is_taken_whose_signal_came_just_before_the_wait() -> None:
-    """The interpreter notes such a signal, but no wait is interrupted."""
+    """Note the signal as the interpreter does then: without an interruption of the wait."""
     jobs, waiting = JobQueue[int](), threading.get_ident()
 
     def note_signal() -> None:

@@ -102,7 +102,8 @@ def restart(
 ) -> None:
     """Stop everything and start it again, or restart one machine while the others serve.
 
-    Nothing stops if the file or its model cannot be used, or a machine is out of reach.
+    Nothing stops if the file cannot be used, or a machine is out of reach. Only machines of another version may have
+    stopped by then.
     """
     if node is None:
         if force:

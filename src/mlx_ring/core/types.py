@@ -17,6 +17,8 @@ PoolingKind = Literal["last", "mean", "cls"]
 """Hidden states that make a text's vector: the last token's, all tokens' mean, or the first token's."""
 CHUNK_TOKENS, LONG_CHUNK_TOKENS = 512, 2048
 """Most tokens of a prompt in a step if no number is given: usually, and of one alone where GPUs compute that fast."""
+LONG_CHUNK_CONTEXT = 8192
+"""Tokens up to which steps of that many tokens may reach. Behind more of them, steps have fewer."""
 BLOCK_TOKENS = 256
 """Tokens of a block of KV on a disk."""
 

@@ -33,20 +33,21 @@ from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
-from mlx_ring.engine.kv_budget import Allowance, NodeRank
+from mlx_ring.engine.kv_budget import Allowance
 from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv, kept_message
 from mlx_ring.engine.streams import Vocabulary
 from mlx_ring.head.instance_view import InstanceService, SuspectWait
 from mlx_ring.head.instance_watch import InstanceWatch, end_tasks
-from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation, long_chunk
+from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation, Workers, are_on_gpus
 from mlx_ring.head.patching import Remains, can_be_patched, sites_of
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.rank_placements import assign_all, kv_places, predict_by
 from mlx_ring.head.reshaping import Reshaping, head_hello
-from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of
+from mlx_ring.head.served_model import ServedModel, memory_for_weights, policy_of, sizes_for_chunks
 from mlx_ring.head.step_down import blame_join, groups_of
+from mlx_ring.planner.profiles import ModelProfile
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import Credentials
@@ -211,7 +212,9 @@ class Instance:
         await self.watch.begin()
         await asyncio.wait((self.watch.first_report, self._lost), return_when=asyncio.FIRST_COMPLETED)
         if not self._lost.done():
-            engine = self._make_engine(executor, self.watch.first_report.result())
+            workers = self.watch.first_report.result()
+            sizes = await sizes_for_chunks(self._served, self._settings, on_gpus=are_on_gpus(workers))
+            engine = self._make_engine(executor, workers, sizes)
             cleanup.enter_context(self._meter.attached(engine, self._nodes))
             cleanup.push_async_callback(engine.close)
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
@@ -389,14 +392,12 @@ class Instance:
             working.cancel()
             await asyncio.wait((working,))
 
-    def _make_engine(
-        self, executor: GrpcExecutor, workers: Mapping[NodeRank, worker_pb2.WorkerStatus]
-    ) -> Engine:
+    def _make_engine(self, executor: GrpcExecutor, workers: Workers, sizes: ModelProfile | None) -> Engine:
         """Make the engine, with the KV memory that the workers report."""
         instance, placed = self._epoch.instance, self._epoch.placement
         nodes = {site.node: Allowance(site.reserve_share, site.memory_limit_bytes) for site in placed.nodes}
-        longest = long_chunk(self._served.sizes, placed.ranges, workers, nodes)
         kv, context = self._shares.join(self._kv_user, workers, nodes)
+        longest = self._shares.long_chunk(instance, sizes, placed.ranges, self._settings.kv_bits)
         limits = self._served.limits
         if context < limits.context_length:
             log.warning(
@@ -419,8 +420,7 @@ class Instance:
             tracer=self._tracer,
             kept=self._epoch.kept,
         )
-        self._shares.attach(instance, engine)
-        return engine
+        return self._shares.attach(instance, engine)
 
     async def _stop_workers(self, error: type[BaseException] | None, *_: object) -> None:
         self.watch.end()

@@ -6,12 +6,13 @@ No share falls below one sequence of the instance's kept context. A load that wo
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ContextKept, PlanError, RingError
-from mlx_ring.core.types import LONG_CHUNK_TOKENS, LayerRange, RankId
+from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS, LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import (
     KEPT_TOKENS,
@@ -26,38 +27,20 @@ from mlx_ring.engine.kv_budget import (
     rank_limits,
 )
 from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, ModelProfile
-from mlx_ring.planner.stage_costs import activation_bytes
+from mlx_ring.planner.stage_costs import activation_bytes, score_bytes
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
 
 _PART_FOR_LONG_CHUNKS = 0.5
 """Part of the memory that is kept free, which long chunks of prompts may take."""
 
 
-def long_chunk(
-    sizes: ModelProfile | None,
-    ranges: Sequence[LayerRange],
-    workers: Mapping[NodeRank, worker_pb2.WorkerStatus],
-    allowances: Mapping[str, Allowance],
-) -> int:
-    """Return the most tokens of a prompt alone that GPUs may compute in a step; 0 if it is no more than usual.
+Workers = Mapping[NodeRank, worker_pb2.WorkerStatus]
+"""Status of an instance's workers."""
 
-    Plans and KV leave a part of each machine's memory free, and activations of so many tokens must fit into half of it.
 
-    Args:
-        sizes: the model's; None if they are unknown.
-        ranges: layers of each stage.
-        workers: status of its workers.
-        allowances: usable memory of each node.
-    """
-    if sizes is None or any(status.device != "gpu" for status in workers.values()):
-        return 0
-    taken = dict.fromkeys(allowances, 0.0)
-    for (node, rank), status in workers.items():
-        layers, ahead = len(ranges[rank.stage]), LAYERS_AHEAD_WITH_CUDA if status.uses_cuda else 0.0
-        taken[node] += activation_bytes(sizes, layers, LONG_CHUNK_TOKENS, ahead)
-        if taken[node] > _PART_FOR_LONG_CHUNKS * allowances[node].reserve_share * status.memory_bytes:
-            return 0
-    return LONG_CHUNK_TOKENS
+def are_on_gpus(workers: Workers) -> bool:
+    """Return True if all these workers compute on GPUs."""
+    return all(status.device == "gpu" for status in workers.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +124,8 @@ class _Share:
     floor: Mapping[RankId, int] | None = None
     """Bytes that each rank keeps for one sequence of `kept_tokens`."""
     engine: Engine | None = None
+    chunk_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Bytes on each node that long chunks of prompts may take."""
 
     def keep(self, limits: Mapping[RankId, RankKv]) -> None:
         """Keep the present limits from now on, up to the kept context."""
@@ -214,9 +199,43 @@ class KvShares:
         self._apply(limits)
         return limits[user.instance], context
 
-    def attach(self, instance: str, engine: Engine) -> None:
-        """Set an instance's engine, which receives changes of its share."""
+    def long_chunk(
+        self, instance: str, sizes: ModelProfile | None, ranges: Sequence[LayerRange], kv_bits: str
+    ) -> int:
+        """Return the most tokens of a prompt alone that an instance's GPUs may compute in a step; 0 if it is no more than usual.
+
+        A part of each machine's memory stays free of weights and KV, and activations of so many tokens must fit into half of
+        it. Where other instances were given that, this one gets the rest.
+
+        Args:
+            instance: one that has joined.
+            sizes: the model's; None if they are unknown.
+            ranges: layers of each stage.
+            kv_bits: `--kv-bits`.
+        """
+        share = self._shares[instance]
+        if sizes is None or not are_on_gpus(share.workers):
+            return 0
+        scores = score_bytes(sizes, LONG_CHUNK_TOKENS, LONG_CHUNK_CONTEXT, quantizes_kv=kv_bits != "off")
+        taken: dict[str, float] = defaultdict(float)
+        for (node, rank), status in share.workers.items():
+            ahead = LAYERS_AHEAD_WITH_CUDA if status.uses_cuda else 0.0
+            layers = len(ranges[rank.stage])
+            taken[node] += scores + activation_bytes(sizes, layers, LONG_CHUNK_TOKENS, ahead)
+            others = sum(
+                other.chunk_bytes.get(node, 0.0) for other in self._shares.values() if other is not share
+            )
+            allowance = self._allowances[node]
+            memory = min(status.memory_bytes, allowance.limit_bytes or status.memory_bytes)
+            if others + taken[node] > _PART_FOR_LONG_CHUNKS * allowance.reserve_share * memory:
+                return 0
+        share.chunk_bytes = taken
+        return LONG_CHUNK_TOKENS
+
+    def attach(self, instance: str, engine: Engine) -> Engine:
+        """Set an instance's engine, which receives changes of its share, and return it."""
         self._shares[instance].engine = engine
+        return engine
 
     def record_workers(self, event: agent_pb2.AgentEvent) -> None:
         """Record an agent's report of its workers' memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -75,6 +76,13 @@ class ServedModel:
             return profile_folder(self.folder, self.names[0])
         except ModelUnsupported:
             return None
+
+
+async def sizes_for_chunks(served: ServedModel, settings: Settings, *, on_gpus: bool) -> ModelProfile | None:
+    """Return a model's sizes, without holding up other tasks; None if no long chunks of prompts are possible, or if they are unknown."""
+    return (
+        await asyncio.to_thread(lambda: served.sizes) if on_gpus and settings.prefill_chunk is None else None
+    )
 
 
 def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:

@@ -100,7 +100,8 @@ class Forecast:
         if (group := self._groups[stage]) is not None:
             chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
             return max(chunk_s, self._times(stage, 1, context_tokens).steady)
-        computing_s = self._tables.prefill_seconds(node, layers.start, layers.end, tokens, context_tokens)
+        of = node, layers.start, layers.end, tokens, context_tokens
+        computing_s = self._tables.prefill_seconds(*of, chunk=tokens)
         step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
         return max(computing_s + step_s, self._times(stage, 1, context_tokens).steady)
 

@@ -192,8 +192,18 @@ def _profile(
         has_byte_scales=weights.has_byte_scales,
         number_bytes=weights.plain_bits // 8,
         widest=max(matrix.inputs for each in (parts[0], parts[-1]) for matrix in each.matrices),
+        routed=_routed(parts[-1], hidden),
         shared=_shared(folder, weights),
     )
+
+
+def _routed(parts: _LayerParts, hidden: int) -> int:
+    """Return the numbers of a token's experts: their inputs, and both results of the first products and those of both."""
+    wide = max(
+        (matrix.inputs for matrix in parts.matrices if matrix.role == "experts" and matrix.outputs == hidden),
+        default=0,
+    )
+    return parts.experts[1] * (hidden + 3 * wide) if parts.experts is not None else 0
 
 
 def _is_tied(folder: ModelFolder) -> bool:

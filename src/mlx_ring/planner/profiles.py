@@ -173,6 +173,8 @@ class ModelProfile:
     """False if its attention cannot use a quantized KV cache."""
     widest: int = 0
     """Largest number of inputs of a product; 0 if unknown."""
+    routed: int = 0
+    """Numbers that a token's experts take and give, with those between."""
     widened: ModelProfile | None = None
     """Sizes after half precision was loaded as float32; None if they do not change."""
     with_scales: ModelProfile | None = None

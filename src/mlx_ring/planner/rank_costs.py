@@ -72,7 +72,7 @@ class RankCosts:
         kv = layers.by_layer([planned_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         limited = layers.by_layer([limited_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         self._seconds: dict[tuple[int, int], Table] = {}
-        self._prefill: dict[tuple[int, int], Table] = {}
+        self._prefill: dict[tuple[int, int, int | None], Table] = {}
         self._weights_before, self._kv_before = before(weights), before(kv)
         self._given_bytes, self._limited_before = demand.kv_memory_bytes, before(limited)
 
@@ -96,13 +96,14 @@ class RankCosts:
         each[-1] += self.node.costs.draw_s + rows * model.vocabulary * self.node.costs.logit_s
         return before(each)
 
-    def prefill_s(self, first: int, end: int, tokens: int, context: int = 0) -> float:
-        """Return the seconds of a stage's prefill, without the exchange between ranks."""
-        if (tokens, context) not in self._prefill:
-            self._prefill[tokens, context] = prefill_layers(
-                self._layers, self._kinds, self.node, tokens, context, self._demand.chunk_tokens
-            )
-        return float(self._prefill[tokens, context][first:end].sum()) * prefill_factor(self.node)
+    def prefill_s(
+        self, first: int, end: int, tokens: int, context: int = 0, chunk: int | None = None
+    ) -> float:
+        """Return the seconds of a stage's prefill in the usual steps or in those of `chunk`, without the exchange between ranks."""
+        key = tokens, context, chunk or self._demand.chunk_tokens
+        if key not in self._prefill:
+            self._prefill[key] = prefill_layers(self._layers, self._kinds, self.node, *key)
+        return float(self._prefill[key][first:end].sum()) * prefill_factor(self.node)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """Return the bytes of weights, including embedding and part of the head if the stage has them."""

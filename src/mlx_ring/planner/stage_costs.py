@@ -26,9 +26,11 @@ _PER_HIDDEN_NUMBER, _PER_WIDEST_NUMBER = 16, 10
 """Peak numbers of activations for one token of a prompt, by number of the hidden size, and of a product's inputs at most.
 
 MLX allocates results of operations that begin later. Measured on a CPU with float32 numbers, Qwen3 of 2,048 queries: 46,000
-for 1,024 and 3,072 of them, and 73,000 for 2,048 and 6,144, with 3 layers and with 12.
+for 1,024 and 3,072 of them, and 73,000 for 2,048 and 6,144, with 3 layers and with 12. Experts' numbers come on top.
 """
 _FLOAT_BYTES = 4
+_FUSED_WIDTH, _LEAST_WIDTH, _SCORES_AND_WEIGHTS = 128, 64, 2
+"""Numbers of the widest heads for which MLX fuses attention on GPUs, and of narrow ones; and arrays that hold a number for each score."""
 _TOO_MUCH = 1e18
 """Bytes that no machine has, as the memory of stages whose KV cache is larger than `kv_memory_bytes`."""
 _HALF_TILE = 16
@@ -196,13 +198,11 @@ class StageTables:
         return computing if node.cpu_quota is None else node.cpu_quota.steady_s(computing)
 
     def prefill_seconds(
-        self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0
+        self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0, chunk: int | None = None
     ) -> float:
-        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others."""
-        form = self._form(node, first, end)
-        computing = prefill_layers(form, form.kinds, node, tokens, context, self.demand.chunk_tokens)[
-            first:end
-        ].sum()
+        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others, in the usual steps or in those of `chunk`."""
+        form, chunk = self._form(node, first, end), chunk or self.demand.chunk_tokens
+        computing = prefill_layers(form, form.kinds, node, tokens, context, chunk)[first:end].sum()
         return float(computing) * prefill_factor(node)
 
     def prefill_table(self, node: NodeProfile, tokens: int) -> Table:
@@ -390,13 +390,22 @@ def working_bytes(model: ModelProfile, tokens: int) -> int:
 
 
 def _activation_bytes(model: ModelProfile, tokens: int) -> int:
-    numbers = _PER_HIDDEN_NUMBER * model.hidden_size + _PER_WIDEST_NUMBER * model.widest
+    numbers = _PER_HIDDEN_NUMBER * model.hidden_size + _PER_WIDEST_NUMBER * model.widest + model.routed
     return model.number_bytes * tokens * numbers
 
 
 def activation_bytes(model: ModelProfile, layers: int, tokens: int, layers_ahead: float) -> float:
-    """Return the bytes that a stage of some layers takes beside weights and KV for `tokens` of a prompt, with `layers_ahead` as of a machine."""
+    """Return the bytes that a stage of some layers takes beside weights, KV and scores for `tokens` of a prompt."""
     return working_bytes(model, tokens) + float(bytes_ahead(model, layers_ahead, np.array(layers), tokens))
+
+
+def score_bytes(model: ModelProfile, tokens: int, context_tokens: int, *, quantizes_kv: bool) -> int:
+    """Return the bytes of attention's scores, where GPUs hold them: with heads of more than 128 numbers, and over quantized KV."""
+    if model.shared is not None and model.shared.head_dim <= _FUSED_WIDTH and not quantizes_kv:
+        return 0
+    width = _LEAST_WIDTH if model.shared is None else model.shared.head_dim
+    heads = max(layer.query_width for layer in model.layers) // width
+    return _SCORES_AND_WEIGHTS * heads * tokens * context_tokens * model.number_bytes
 
 
 def bytes_ahead(model: ModelProfile, layers_ahead: float, layers: Table, tokens: int) -> Table | float:

@@ -211,7 +211,7 @@ class RankGroup:
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""
         computing = max(
-            member.costs.prefill_s(first, end, tokens, context_tokens)
+            member.costs.prefill_s(first, end, tokens, context_tokens, tokens)
             + member.node.costs.step_s / (member.node.cpu_quota.share if member.node.cpu_quota else 1.0)
             for member in self.members
         )
