@@ -73,7 +73,7 @@ def test_job_from_a_handler_is_taken_whose_signal_came_just_before_the_wait() ->
 
     def note_signal() -> None:
         waits = {JobQueue.get.__code__, JobQueue.get_within.__code__}
-        eventually(lambda: sys._current_frames()[waiting].f_code in waits)
+        eventually(lambda: sys._current_frames()[waiting].f_code in waits)  # pyright: ignore[reportPrivateUsage]
         _thread.interrupt_main(signal.SIGUSR2)
 
     before = signal.signal(signal.SIGUSR2, lambda _number, _frame: jobs.put(7))
