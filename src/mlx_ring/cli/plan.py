@@ -11,7 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from mlx_ring.cli.flags import KvMemory, given_kv_memory, setting_option, with_settings
-from mlx_ring.cli.heads import DEFAULT_URL
+from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.planning import (
     COMPARISONS,
     KV_BITS,
