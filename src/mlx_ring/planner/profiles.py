@@ -104,6 +104,10 @@ class StepRatios:
         return self.overhead_s if self.alone_s is None else self.alone_s
 
 
+EXPERTS_SPREAD = 0.65
+"""Power of a number of tokens that use as many experts together as tokens whose experts are drawn by lot; measured of others."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
     """Sizes of one layer."""
@@ -143,10 +147,11 @@ class LayerProfile:
         """Return the bytes of weights that a step of `rows` tokens reads.
 
         All tokens share attention, norms and shared experts. Of `E` experts, with `k` for each token, they use
-        `E (1 - (1 - k/E)^rows)` on average, if each token's are as good as drawn.
+        `E (1 - (1 - k/E)^drawn)`. Some experts are preferred, so that `drawn` is `rows^EXPERTS_SPREAD`.
         """
         share = self.expert_share or self.read_bytes / max(1, self.weight_bytes)
-        return self.weight_bytes - (self.weight_bytes - self.read_bytes) * (1 - share) ** (rows - 1)
+        unread = (1 - share) ** (rows**EXPERTS_SPREAD - 1)
+        return self.weight_bytes - (self.weight_bytes - self.read_bytes) * unread
 
 
 @dataclass(frozen=True, slots=True)
