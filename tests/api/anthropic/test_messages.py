@@ -123,6 +123,45 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
     ]
 
 
+def test_blocks_about_tools_become_text() -> None:
+    """Accept what Claude Code sends when it finds tools later, because the block stays in all later requests."""
+    added, removed = (
+        {"type": kind, "tool": {"type": "tool_reference", "name": "add"}}
+        for kind in ("tool_addition", "tool_removal")
+    )
+    found = [{"type": "text", "text": "Found:"}, {"type": "tool_reference", "tool_name": "add"}]
+    conversation = conversation_from(
+        [
+            {"role": "user", "content": "1+1?"},
+            {"role": "system", "content": [{"type": "text", "text": "New tools:"}, added]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": found}]},
+            {"role": "system", "content": [removed]},
+        ],
+        tools=[ADD | {"defer_loading": True}],
+    )
+    assert [message["content"] for message in conversation.messages] == [
+        "1+1?",
+        "New tools:\nThe tool add is available.",
+        "",
+        "Found:\nThe tool add is available.",
+        "The tool add is no longer available.",
+    ]
+    assert [tool.name for tool in conversation.tool_use.tools] == ["add"]
+
+
+def test_a_system_message_for_one_turn_is_left_out_of_the_next() -> None:
+    once = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
+    kept = {"role": "system", "content": "Be kind.", "clear_at": "never"}
+    user, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    assert [message["content"] for message in conversation_from([user, kept, once]).messages] == [
+        "1+1?",
+        "Be kind.\nBe quick.",
+    ]
+    messages = conversation_from([user, kept, once, answer, user]).messages
+    assert [message["content"] for message in messages] == ["1+1?", "Be kind.", "2", "1+1?"]
+
+
 def test_content_blocks_become_chat_template_messages() -> None:
     conversation = conversation_from(
         [
