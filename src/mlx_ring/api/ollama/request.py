@@ -24,7 +24,8 @@ from mlx_ring.api.openai.sampling import (
     StopString,
     sampling_params,
 )
-from mlx_ring.api.request_body import Body, Unsupported, needs
+from mlx_ring.api.openapi import needs
+from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import SamplingParams
