@@ -123,6 +123,14 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
     ]
 
 
+def test_the_prefix_of_the_path_is_optional(api: Api) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "1+1?"}]}
+    assert api.post("/messages", body).json()["type"] == "message"
+    del body["max_tokens"]
+    assert api.post("/messages/count_tokens", body).json()["input_tokens"] > 0
+    assert api.post("/messages", {}).json()["error"]["type"] == "invalid_request_error"
+
+
 def test_blocks_about_tools_become_text() -> None:
     """Accept what Claude Code sends when it finds tools later, because the block stays in all later requests."""
     added, removed = (

@@ -30,7 +30,7 @@ from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat, new_id
 from mlx_ring.core.types import SamplingParams
 
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATHS = ("/v1/messages", "/messages")
 
 
 def routes(context: ApiContext) -> Router:
@@ -69,8 +69,9 @@ def routes(context: ApiContext) -> Router:
         prompt = await encode_conversation(context, service, conversation)
         return {"input_tokens": len(prompt)}
 
-    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, MESSAGES)
-    documented_post(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
+    for path in MESSAGES_PATHS:
+        documented_post(router, path, messages, MessagesRequest, MESSAGES)
+        documented_post(router, f"{path}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
     return router
 
 
@@ -186,7 +187,7 @@ def _stream_failure(body: AnthropicError) -> bytes:
 
 ANTHROPIC: Dialect[ApiContext, AnthropicError] = Dialect(
     name="Anthropic",
-    prefixes=(MESSAGES_PATH,),
+    prefixes=MESSAGES_PATHS,
     routes=(routes,),
     error_body=_error_body,
     error_schema=AnthropicError,
