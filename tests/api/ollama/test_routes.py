@@ -97,14 +97,15 @@ def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
     assert "".join(piece.message.content or "" for piece in pieces) == "Now."
 
 
-def test_tool_calls_and_results_reach_the_template(api: Api) -> None:
+@pytest.mark.parametrize("name", ["tool_name", "name"])
+def test_tool_calls_and_results_reach_the_template(api: Api, name: str) -> None:
     called = {
         "role": "assistant",
         "content": "",
         "thinking": "Hm.",
         "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
     }
-    result = {"role": "tool", "content": "1", "tool_name": "add"}
+    result = {"role": "tool", "content": "1", name: "add"}
     assert api.post("/api/chat", {"messages": [*MESSAGES, called, result]}).status_code == 200
     assert api.service.tokenizer.conversation[1:] == [
         {

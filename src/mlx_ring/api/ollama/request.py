@@ -53,6 +53,8 @@ class Message(Body):
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
+    name: str | None = None
+    """Former name of `tool_name`."""
     tool_call_id: str | None = None
     images: Images = None
 
@@ -113,8 +115,8 @@ def _template_message(message: Message) -> dict[str, object]:
         plain["reasoning_content"] = message.thinking
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.tool_name is not None:
-        plain["name"] = message.tool_name
+    if (name := message.tool_name or message.name) is not None:
+        plain["name"] = name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
