@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import TypeAdapter
 from tests.api.clients import Api
+from tests.api.twins import TwinService
 from tests.lazily import lazily
 
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
@@ -121,6 +122,14 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
         ("content_block_delta", "signature_delta"),
         ("content_block_stop", 0),
     ]
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words() -> None:
+    api = Api(TwinService(context=64))
+    long = [{"role": "user", "content": "a" * 100}]
+    error = api.post("/v1/messages", {"max_tokens": 1, "messages": long}).json()["error"]
+    count = error["n_prompt_tokens"]
+    assert error["message"].startswith(f"prompt is too long: {count} tokens > 64 maximum. ")
 
 
 def test_the_prefix_of_the_path_is_optional(api: Api) -> None:

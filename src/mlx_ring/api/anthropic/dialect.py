@@ -168,11 +168,19 @@ class AnthropicError(JsonObject):
 
 
 def _error_body(info: ErrorInfo, request_id: str) -> AnthropicError:
-    fields: AnthropicErrorFields = {"type": _error_type(info), "message": info.message}
+    fields: AnthropicErrorFields = {"type": _error_type(info), "message": _message(info)}
     details = _DETAILS.get(info.param or "")
     if details is not None:
         fields["details"] = details
     return {"type": "error", "error": {**fields, **info.more}, "request_id": request_id}
+
+
+def _message(info: ErrorInfo) -> str:
+    """Return the message. A prompt that is too long has Anthropic's words, at which clients compact the chat."""
+    if "n_prompt_tokens" not in info.more or "n_ctx" not in info.more:
+        return info.message
+    numbers = f"{info.more['n_prompt_tokens']} tokens > {info.more['n_ctx']} maximum"
+    return f"prompt is too long: {numbers}. {info.message}"
 
 
 def _error_type(info: ErrorInfo) -> str:
