@@ -140,6 +140,24 @@ def test_the_prefix_of_the_path_is_optional(api: Api) -> None:
     assert api.post("/messages", {}).json()["error"]["type"] == "invalid_request_error"
 
 
+def test_results_of_tools_come_before_the_text_of_their_message() -> None:
+    calls = [{"type": "tool_use", "id": each, "name": "add", "input": {}} for each in ("t1", "t2")]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in ("t1", "t2")]
+    texts = [{"type": "text", "text": text} for text in ("Mind this.", "And this.")]
+    conversation = conversation_from(
+        [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": calls},
+            {"role": "user", "content": [texts[0], results[0], texts[1], results[1]]},
+        ]
+    )
+    assert [(message["role"], message["content"]) for message in conversation.messages[2:]] == [
+        ("tool", "t1"),
+        ("tool", "t2"),
+        ("user", "Mind this.\nAnd this."),
+    ]
+
+
 def test_blocks_about_tools_become_text() -> None:
     """Accept what Claude Code sends when it finds tools later, because the block stays in all later requests."""
     added, removed = (

@@ -322,7 +322,9 @@ def _template_messages(messages: Sequence[Message]) -> Iterator[Plain]:
             names |= {block.id: block.name for block in message.content if isinstance(block, ToolUseBlock)}
             yield _assistant(message.content)
         else:
-            yield from (_user(block, names) for block in message.content)
+            # Results come first, as Anthropic requires: templates expect them behind their calls.
+            ordered = sorted(message.content, key=lambda block: isinstance(block, TextBlock))
+            yield from (_user(block, names) for block in ordered)
 
 
 def _user(block: UserBlock, names: dict[str, str]) -> Plain:
