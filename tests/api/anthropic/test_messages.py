@@ -141,7 +141,9 @@ def test_the_prefix_of_the_path_is_optional(api: Api) -> None:
 
 
 def test_results_of_tools_come_before_the_text_of_their_message() -> None:
-    calls = [{"type": "tool_use", "id": each, "name": "add", "input": {}} for each in ("t1", "t2")]
+    calls: list[dict[str, Any]] = [
+        {"type": "tool_use", "id": each, "name": "add", "input": {}} for each in ("t1", "t2")
+    ]
     results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in ("t1", "t2")]
     texts = [{"type": "text", "text": text} for text in ("Mind this.", "And this.")]
     conversation = conversation_from(
