@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import closing
+from typing import Any, cast
 
 import pytest
 from ollama import Client, Options, ResponseError
@@ -95,6 +96,20 @@ def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
     assert (whole.message.thinking, whole.message.content) == (REASONING, "Now.")
     assert "".join(piece.message.thinking or "" for piece in pieces) == REASONING
     assert "".join(piece.message.content or "" for piece in pieces) == "Now."
+
+
+def test_arguments_as_text_and_parts_of_text_are_accepted(api: Api) -> None:
+    """Accept what clients of OpenAI's API send to Ollama's, because it stays in all later requests."""
+    called: dict[str, Any] = {"role": "assistant", "tool_calls": []}
+    for arguments in ('{"a": 1}', "", {"a": 1}):
+        called["tool_calls"].append({"function": {"name": "add", "arguments": arguments}})
+    parts = [{"type": "text", "text": "Hello."}, {"type": "text", "text": "Add."}]
+    body = {"messages": [{"role": "user", "content": parts}, called], "stream": False}
+    assert api.post("/api/chat", body).status_code == 200
+    user, assistant = api.service.tokenizer.conversation
+    assert user["content"] == "Hello.\nAdd."
+    calls = cast("list[dict[str, Any]]", assistant["tool_calls"])
+    assert [call["function"]["arguments"] for call in calls] == [{"a": 1}, {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("name", ["tool_name", "name"])

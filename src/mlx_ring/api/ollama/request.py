@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.prepare import effort_arguments
-from mlx_ring.api.chat.request import AnswerFormat, Tool
+from mlx_ring.api.chat.request import AnswerFormat, Tool, arguments_of, template_call, text_of
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.openai.messages import MessageContent
 from mlx_ring.api.openai.sampling import (
     MOST_TOKENS,
     STRINGS,
@@ -35,7 +36,11 @@ Images = Annotated[None, Unsupported("only text is supported; leave it out.", ([
 
 class CalledFunction(Body):
     name: str
-    arguments: dict[str, object]
+    arguments: Annotated[
+        Annotated[str, Tag("text")] | Annotated[dict[str, object], Tag("object")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+    ]
+    """An object; also its JSON, as clients of OpenAI's API send it."""
     index: int | None = None
     """Index of the call, which is part of an answer that the client sends back."""
     description: str | None = None
@@ -49,7 +54,8 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    content: MessageContent | None = None
+    """Text; also text parts, as clients of OpenAI's API send them."""
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
@@ -110,7 +116,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _template_message(message: Message) -> dict[str, object]:
-    plain: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    plain: dict[str, object] = {"role": message.role, "content": text_of(message.content or "")}
     if message.thinking is not None:
         plain["reasoning_content"] = message.thinking
     if message.tool_calls:
@@ -123,9 +129,10 @@ def _template_message(message: Message) -> dict[str, object]:
 
 
 def _call(call: ToolCall) -> dict[str, object]:
-    named = {} if call.id is None else {"id": call.id}
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {**named, "type": "function", "function": function}
+    given = call.function.arguments
+    return template_call(
+        call.function.name, arguments_of(given) if isinstance(given, str) else given, call.id
+    )
 
 
 LATEST = ":latest"
