@@ -13,6 +13,9 @@ from tests.api.clients import Api, error_of, refusal
 from tests.default_settings import make_api_settings
 from tests.examples import examples
 
+from mlx_ring.api.openai.chat import ChatRequest
+from mlx_ring.api.openai.sampling import SchemaFormat
+
 USER = {"role": "user", "content": "Hello."}
 
 
@@ -100,7 +103,7 @@ def messages(*items: object) -> dict[str, object]:
         ({"function_call": "auto"}, "function_call"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
-        ({"unknown_field": None}, "unknown_field"),
+        ({"unknown_field": 1}, "unknown_field"),
     ],
 )
 def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str) -> None:
@@ -108,6 +111,31 @@ def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str)
     assert param == named
     assert re.split(r"[.\[]", named, maxsplit=1)[0] in message
     assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"audio": None, "messages": [USER | {"tool_calls": None, "tool_call_id": None}]},
+        ),
+        ("/v1/completions", {"prompt": "a", "prediction": None}),
+        ("/v1/responses", {"input": "a", "modalities": None}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [USER | {"name": None}], "container": None}),
+        ("/api/chat", {"messages": [USER | {"name": None}], "stream": False, "options": {"mood": None}}),
+    ],
+)
+def test_unknown_fields_without_a_value_are_accepted(api: Api, path: str, body: dict[str, object]) -> None:
+    assert api.post(path, body).status_code == 200
+
+
+def test_a_null_within_a_client_s_own_object_stays() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"]}
+    format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    fields = ChatRequest.model_validate({"messages": [USER], "response_format": format_})
+    assert isinstance(fields.response_format, SchemaFormat)
+    assert fields.response_format.json_schema.schema_ == schema
 
 
 @pytest.mark.parametrize(
@@ -122,6 +150,7 @@ def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str)
         (messages({"role": "alien", "content": "x"}), "messages[0]"),
         (messages({"role": 3, "content": "x"}), "messages[0]"),
         (messages({"role": "user"}), "messages[0].content"),
+        (messages(USER | {"tool_calls": 1}), "messages[0].tool_calls"),
         (messages({"role": "user", "content": None}), "messages[0].content"),
         (messages({"role": "user", "content": 3}), "messages[0].content"),
         (messages({"role": "user", "content": []}), "messages[0].content"),

@@ -188,7 +188,7 @@ def test_fields_without_effect_are_in_every_request_schema() -> None:
             ]
             fields = openapi_document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             assert {"user", "metadata", "store"} <= set(fields["properties"])
-            assert fields["additionalProperties"] is False
+            assert fields["additionalProperties"] == {"type": "null"}
 
 
 def test_every_schema_reference_resolves() -> None:

@@ -21,7 +21,7 @@ from tests.api.twins import TwinService
 from mlx_ring.api.anthropic import request as anthropic_request
 from mlx_ring.api.anthropic.request import MessagesRequest
 from mlx_ring.api.app import DIALECTS
-from mlx_ring.api.chat import templates
+from mlx_ring.api.chat import request as conversations
 from mlx_ring.api.errors import error_info
 from mlx_ring.api.ollama import dialect as ollama
 from mlx_ring.api.openai import chat
@@ -141,8 +141,8 @@ def test_many_messages_are_converted_off_the_event_loop(path: str, monkeypatch: 
         (chat, "template_messages"),
         (anthropic_request, "_template_messages"),
         (ollama, "template_messages"),
-        (templates, "in_order_of_calls"),
-        (templates, "with_reasoning"),
+        (conversations, "in_order_of_calls"),
+        (conversations, "with_reasoning"),
     ):
         monkeypatch.setattr(module, name, partial(recorded, plain=getattr(module, name)))
     for count in (1, 501):

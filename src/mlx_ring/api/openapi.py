@@ -77,6 +77,10 @@ WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety
 """Fields that clients send and that do not affect the answer. `prompt_cache_...` are further ones."""
 
 
+def has_no_effect(name: str) -> bool:
+    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")
+
+
 class DescribedModel(BaseModel):
     """Base of models whose fields are described by their docstrings.
 
@@ -98,7 +102,19 @@ class DescribedModel(BaseModel):
         for name, declared in cls.model_fields.items():
             if name in docstrings and declared.description is None:
                 properties[declared.alias or name]["description"] = docstrings[name]
+        if cls.model_config.get("extra") == "forbid":
+            # A request's null means the same as a missing field.
+            handler.resolve_ref_schema(schema)["additionalProperties"] = {"type": "null"}
         return schema
+
+
+def needs(field: str, *, of: str) -> dict[str, Any]:
+    """Return the schema's condition for a field that requires another field to be true."""
+    said, true = (
+        {"properties": {field: {"type": "null"}}},
+        {"properties": {of: {"const": True}}, "required": [of]},
+    )
+    return {field: {"anyOf": [said, true]}}
 
 
 @cache

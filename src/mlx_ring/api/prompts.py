@@ -24,10 +24,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.api.chat.request import Conversation
+from mlx_ring.api.chat.request import Conversation, for_template
 from mlx_ring.api.chat.templates import (
     SpecialTokensAsText,
-    for_template,
     render,
     renders_text,
     template_arguments,

@@ -13,15 +13,16 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, cast
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
-from mlx_ring.api.openapi import WITHOUT_EFFECT, DescribedModel
+from mlx_ring.api.openapi import DescribedModel, has_no_effect
 from mlx_ring.core.errors import BodyTooLarge, BodyTooSlow, RequestError
 
 T = TypeVar("T")
@@ -32,9 +33,7 @@ _SHOWN = 60
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Number|Tuple|Object)\b")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[str, str] = {
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
     "list_type": "a list",
 }
 """Expected values by pydantic's name of the error, for errors whose text in pydantic is about Python."""
@@ -181,14 +180,28 @@ def _failing_fast(schema: CoreSchema) -> CoreSchema:
 
 
 class Body(DescribedModel):
-    """Base of every request body: JSON types without conversion, and no unknown fields."""
+    """Base of every request body: JSON types without conversion. Unknown fields can only be null, as some clients send them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, object]", value)
+        known = _names_of(cls) if None in fields.values() else fields
+        return {name: given for name, given in fields.items() if given is not None or name in known}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Stop at the first error of a list, because a list of millions would cost gigabytes of errors."""
         return _failing_fast(handler(source))
+
+
+@cache
+def _names_of(body: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -215,15 +228,6 @@ class Unsupported:
             type(given) is type(empty) and given == empty for empty in self.empty
         ):
             raise PydanticCustomError("unsupported", "is not supported: {why}", {"why": self.why})
-
-
-def needs(field: str, *, of: str) -> dict[str, Any]:
-    """Return the schema's condition for a field that requires another field to be true."""
-    said, true = (
-        {"properties": {field: {"type": "null"}}},
-        {"properties": {of: {"const": True}}, "required": [of]},
-    )
-    return {field: {"anyOf": [said, true]}}
 
 
 async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
@@ -277,7 +281,7 @@ def _read(data: bytes, schema: type[BodyT]) -> BodyT:
         raise RequestError(f"The body must be a JSON object, not {show(value)}.")
     fields = cast("dict[str, object]", value)
     known = schema.model_fields
-    fields = {name: given for name, given in fields.items() if name in known or not _has_no_effect(name)}
+    fields = {name: given for name, given in fields.items() if name in known or not has_no_effect(name)}
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
@@ -443,7 +447,3 @@ def _check_text(text: str, path: tuple[int | str, ...]) -> None:
 
 def _too_deep() -> RequestError:
     return RequestError(f"The body is nested more than {_DEEPEST} levels deep.")
-
-
-def _has_no_effect(name: str) -> bool:
-    return name in WITHOUT_EFFECT or name.startswith("prompt_cache_")

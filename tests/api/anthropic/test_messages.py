@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import TypeAdapter
 from tests.api.clients import Api
+from tests.api.twins import TwinService
 from tests.lazily import lazily
 
 from mlx_ring.api.anthropic.request import MessagesRequest, conversation_of
@@ -121,6 +122,81 @@ def test_omitted_reasoning_leaves_its_signature() -> None:
         ("content_block_delta", "signature_delta"),
         ("content_block_stop", 0),
     ]
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words() -> None:
+    api = Api(TwinService(context=64))
+    long = [{"role": "user", "content": "a" * 100}]
+    error = api.post("/v1/messages", {"max_tokens": 1, "messages": long}).json()["error"]
+    count = error["n_prompt_tokens"]
+    assert error["message"].startswith(f"prompt is too long: {count} tokens > 64 maximum. ")
+
+
+def test_the_prefix_of_the_path_is_optional(api: Api) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "1+1?"}]}
+    assert api.post("/messages", body).json()["type"] == "message"
+    del body["max_tokens"]
+    assert api.post("/messages/count_tokens", body).json()["input_tokens"] > 0
+    assert api.post("/messages", {}).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_results_of_tools_come_before_the_text_of_their_message() -> None:
+    calls: list[dict[str, Any]] = [
+        {"type": "tool_use", "id": each, "name": "add", "input": {}} for each in ("t1", "t2")
+    ]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in ("t1", "t2")]
+    texts = [{"type": "text", "text": text} for text in ("Mind this.", "And this.")]
+    conversation = conversation_from(
+        [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": calls},
+            {"role": "user", "content": [texts[0], results[0], texts[1], results[1]]},
+        ]
+    )
+    assert [(message["role"], message["content"]) for message in conversation.messages[2:]] == [
+        ("tool", "t1"),
+        ("tool", "t2"),
+        ("user", "Mind this.\nAnd this."),
+    ]
+
+
+def test_blocks_about_tools_become_text() -> None:
+    """Accept what Claude Code sends when it finds tools later, because the block stays in all later requests."""
+    added, removed = (
+        {"type": kind, "tool": {"type": "tool_reference", "name": "add"}}
+        for kind in ("tool_addition", "tool_removal")
+    )
+    found = [{"type": "text", "text": "Found:"}, {"type": "tool_reference", "tool_name": "add"}]
+    conversation = conversation_from(
+        [
+            {"role": "user", "content": "1+1?"},
+            {"role": "system", "content": [{"type": "text", "text": "New tools:"}, added]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": found}]},
+            {"role": "system", "content": [removed]},
+        ],
+        tools=[ADD | {"defer_loading": True}],
+    )
+    assert [message["content"] for message in conversation.messages] == [
+        "1+1?",
+        "New tools:\nThe tool add is available.",
+        "",
+        "Found:\nThe tool add is available.",
+        "The tool add is no longer available.",
+    ]
+    assert [tool.name for tool in conversation.tool_use.tools] == ["add"]
+
+
+def test_a_system_message_for_one_turn_is_left_out_of_the_next() -> None:
+    once = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
+    kept = {"role": "system", "content": "Be kind.", "clear_at": "never"}
+    user, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    assert [message["content"] for message in conversation_from([user, kept, once]).messages] == [
+        "1+1?",
+        "Be kind.\nBe quick.",
+    ]
+    messages = conversation_from([user, kept, once, answer, user]).messages
+    assert [message["content"] for message in messages] == ["1+1?", "Be kind.", "2", "1+1?"]
 
 
 def test_content_blocks_become_chat_template_messages() -> None:

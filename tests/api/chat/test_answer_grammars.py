@@ -360,6 +360,23 @@ def test_unenforceable_keyword_of_a_non_strict_tool_is_ignored() -> None:
     assert not accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call.replace("3", "15")))
 
 
+def test_look_around_in_a_non_strict_tool_is_ignored() -> None:
+    """Enforce the rest of a schema with an email address of zod's, whose pattern looks ahead."""
+    email = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9]*)@[a-z]+$"}
+    known = {"type": "string", "pattern": "^[a-z]+$"}
+    fields = {
+        "to": {"anyOf": [email, {"type": "null"}]},
+        "pattern": known,
+        "mark": {"const": {"pattern": "(?=a)"}},
+    }
+    tool = Tool("send", parameters={"type": "object", "properties": fields, "required": list(fields)})
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(tool))
+    sent = '{"name": "send", "arguments": {"to": "ann@example.org", "pattern": "ab", "mark": {"pattern": "(?=a)"}}}'
+    assert accepts(grammar, JSON_TOOLS.whole(sent))
+    for there, other in (("ann@example.org", "nobody"), ('"ab"', '"AB"'), ("(?=a)", "")):
+        assert not accepts(grammar, JSON_TOOLS.whole(sent.replace(there, other)))
+
+
 def _text_after_string(example: CallExample) -> str:
     """Return the text that closes a string."""
     return example.minimal_call.partition("Rome")[2].partition(">")[0] + ">"

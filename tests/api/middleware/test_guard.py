@@ -161,6 +161,18 @@ def test_request_id_of_the_client_is_kept_if_it_is_safe_to_log(api: Api, name: s
     assert api.get("/", **both).headers["x-request-id"] == own_id
 
 
+@pytest.mark.parametrize("path", ["/v1/models/", "//v1/models", "/v1//models", "/v1/v1/models", "/models/"])
+def test_a_base_url_may_end_with_a_slash_or_the_prefix(api: Api, path: str) -> None:
+    assert api.get(path).json() == api.get("/v1/models").json()
+
+
+def test_slashes_do_not_bypass_the_key() -> None:
+    api = Api(settings=make_api_settings(api_keys=("k",)))
+    for path in ("/v1//models", "/v1/v1/models", "/v1/models/"):
+        refusal(api.get(path), 401)
+    assert api.get("/health/").status_code == 200
+
+
 def test_head_is_answered_like_get(api: Api) -> None:
     assert api.request("HEAD", "/health/ready").status_code == 200
     assert api.request("HEAD", "/generate").status_code == 405

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import closing
+from typing import Any, cast
 
 import pytest
 from ollama import Client, Options, ResponseError
@@ -97,14 +98,29 @@ def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
     assert "".join(piece.message.content or "" for piece in pieces) == "Now."
 
 
-def test_tool_calls_and_results_reach_the_template(api: Api) -> None:
+def test_arguments_as_text_and_parts_of_text_are_accepted(api: Api) -> None:
+    """Accept what clients of OpenAI's API send to Ollama's, because it stays in all later requests."""
+    called: dict[str, Any] = {"role": "assistant", "tool_calls": []}
+    for arguments in ('{"a": 1}', "", {"a": 1}):
+        called["tool_calls"].append({"function": {"name": "add", "arguments": arguments}})
+    parts = [{"type": "text", "text": "Hello."}, {"type": "text", "text": "Add."}]
+    body = {"messages": [{"role": "user", "content": parts}, called], "stream": False}
+    assert api.post("/api/chat", body).status_code == 200
+    user, assistant = api.service.tokenizer.conversation
+    assert user["content"] == "Hello.\nAdd."
+    calls = cast("list[dict[str, Any]]", assistant["tool_calls"])
+    assert [call["function"]["arguments"] for call in calls] == [{"a": 1}, {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("name", ["tool_name", "name"])
+def test_tool_calls_and_results_reach_the_template(api: Api, name: str) -> None:
     called = {
         "role": "assistant",
         "content": "",
         "thinking": "Hm.",
         "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
     }
-    result = {"role": "tool", "content": "1", "tool_name": "add"}
+    result = {"role": "tool", "content": "1", name: "add"}
     assert api.post("/api/chat", {"messages": [*MESSAGES, called, result]}).status_code == 200
     assert api.service.tokenizer.conversation[1:] == [
         {

@@ -308,6 +308,32 @@ def test_values_that_an_sdk_parsed_and_cache_breakpoints_are_ignored_in_history(
     assert api.post("/v1/chat/completions", {"messages": history, "max_tokens": 1}).status_code == 200
 
 
+def test_fields_of_other_providers_are_accepted_in_history_and_tools() -> None:
+    api = Api(TwinService(tokenizer=MarkingTokenizer()))
+    mark = {"cache_control": {"type": "ephemeral"}}
+    encrypted: dict[str, Any] = {"type": "reasoning.encrypted", "data": "xyz", "index": 1}
+    summary: dict[str, Any] = {"type": "reasoning.summary", "summary": "Or so."}
+    answers: list[dict[str, Any]] = [
+        {
+            "reasoning_details": [
+                {"type": "reasoning.text", "text": "Hm.", "signature": "s"},
+                encrypted,
+                summary,
+            ]
+        },
+        {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
+        {"reasoning": "Own.", "reasoning_details": [summary], "provider_specific_fields": {"refusal": None}},
+        {"reasoning_details": [encrypted]},
+    ]
+    history = [{"role": "assistant", "content": "a", **answer, **mark} for answer in answers]
+    part: dict[str, Any] = {"type": "text", "text": "b", **mark}
+    messages = [{"role": "system", "content": "c", **mark}, *history, {"role": "user", "content": [part]}]
+    tools = [{"type": "function", **mark, "function": {"name": "f", **mark}}]
+    assert api.chat(messages=messages, tools=tools).status_code == 200
+    reasoning = [message.get("reasoning_content") for message in api.service.tokenizer.conversation[1:5]]
+    assert reasoning == ["Hm.\nOr so.", "Hm.", "Own.", None]
+
+
 def test_tools_are_refused_where_the_template_has_no_place_for_them(api: Api) -> None:
     param, message = refusal(api.chat(tools=[TOOL]))
     assert param == "tools"

@@ -30,7 +30,7 @@ from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, JsonStream, StreamFormat, new_id
 from mlx_ring.core.types import SamplingParams
 
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATHS = ("/v1/messages", "/messages")
 
 
 def routes(context: ApiContext) -> Router:
@@ -69,8 +69,9 @@ def routes(context: ApiContext) -> Router:
         prompt = await encode_conversation(context, service, conversation)
         return {"input_tokens": len(prompt)}
 
-    documented_post(router, MESSAGES_PATH, messages, MessagesRequest, MESSAGES)
-    documented_post(router, f"{MESSAGES_PATH}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
+    for path in MESSAGES_PATHS:
+        documented_post(router, path, messages, MessagesRequest, MESSAGES)
+        documented_post(router, f"{path}/count_tokens", count_tokens, CountTokensRequest, COUNT_TOKENS)
     return router
 
 
@@ -167,11 +168,19 @@ class AnthropicError(JsonObject):
 
 
 def _error_body(info: ErrorInfo, request_id: str) -> AnthropicError:
-    fields: AnthropicErrorFields = {"type": _error_type(info), "message": info.message}
+    fields: AnthropicErrorFields = {"type": _error_type(info), "message": _message(info)}
     details = _DETAILS.get(info.param or "")
     if details is not None:
         fields["details"] = details
     return {"type": "error", "error": {**fields, **info.more}, "request_id": request_id}
+
+
+def _message(info: ErrorInfo) -> str:
+    """Return the message. A prompt that is too long has Anthropic's words, at which clients compact the chat."""
+    if "n_prompt_tokens" not in info.more or "n_ctx" not in info.more:
+        return info.message
+    numbers = f"{info.more['n_prompt_tokens']} tokens > {info.more['n_ctx']} maximum"
+    return f"prompt is too long: {numbers}. {info.message}"
 
 
 def _error_type(info: ErrorInfo) -> str:
@@ -186,7 +195,7 @@ def _stream_failure(body: AnthropicError) -> bytes:
 
 ANTHROPIC: Dialect[ApiContext, AnthropicError] = Dialect(
     name="Anthropic",
-    prefixes=(MESSAGES_PATH,),
+    prefixes=MESSAGES_PATHS,
     routes=(routes,),
     error_body=_error_body,
     error_schema=AnthropicError,

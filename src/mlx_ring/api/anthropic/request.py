@@ -35,6 +35,34 @@ class TextBlock(Block):
     citations: Annotated[list[object], Field(max_length=0)] | None = None
 
 
+class ToolReferenceBlock(Block):
+    """Tool that a client's search for tools found. It is in the request's `tools`."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} is available."
+
+
+class ToolReference(Body):
+    type: Literal["tool_reference"]
+    name: str
+
+
+class ToolChangeBlock(Block):
+    """Tool of the request's `tools` that is offered, or no longer offered, from here on."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ToolReference
+
+    @property
+    def text(self) -> str:
+        state = "available" if self.type == "tool_addition" else "no longer available"
+        return f"The tool {self.tool.name} is {state}."
+
+
 def _one_or(blocks: str) -> Discriminator:
     return by_number(f"Input should be a string or a list of {blocks}")
 
@@ -43,6 +71,8 @@ Text = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[TextBlock], Tag("many")],
     _one_or("text blocks"),
 ]
+ResultBlock = Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]
+SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")]
 
 
 class ToolUseBlock(Block):
@@ -58,7 +88,9 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: Annotated[
+        Annotated[str, Tag("one")] | Annotated[list[ResultBlock], Tag("many")], _one_or("blocks")
+    ] = ""
     is_error: bool | None = None
     toolset_name: None = None
 
@@ -100,8 +132,14 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
+    """Message of the system amid a chat."""
+
     role: Literal["system"]
-    content: Text
+    content: Annotated[
+        Annotated[str, Tag("one")] | Annotated[list[SystemBlock], Tag("many")], _one_or("blocks")
+    ]
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """`next_user_message`: the message is left out once a later one is the user's."""
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
@@ -132,7 +170,8 @@ class Tool(Body):
     cache_control: dict[str, object] | None = None
     eager_input_streaming: bool | None = None
     """Accepted without effect: arguments are always streamed."""
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
+    """Accepted without effect: the prompt has every tool, because a later change of the list would change its prefix."""
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[object], Field(max_length=0)] | None = None
 
@@ -272,16 +311,20 @@ def _system(fields: PromptFields) -> Iterator[Plain]:
 
 def _template_messages(messages: Sequence[Message]) -> Iterator[Plain]:
     names: dict[str, str] = {}
-    for message in messages:
+    last_user = max((place for place, each in enumerate(messages) if each.role == "user"), default=0)
+    for place, message in enumerate(messages):
         if isinstance(message, SystemMessage):
-            yield {"role": "system", "content": text_of(message.content)}
+            if message.clear_at != "next_user_message" or place > last_user:
+                yield {"role": "system", "content": text_of(message.content)}
         elif isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif isinstance(message, AssistantMessage):
             names |= {block.id: block.name for block in message.content if isinstance(block, ToolUseBlock)}
             yield _assistant(message.content)
         else:
-            yield from (_user(block, names) for block in message.content)
+            # Results come first, as Anthropic requires: templates expect them behind their calls.
+            ordered = sorted(message.content, key=lambda block: isinstance(block, TextBlock))
+            yield from (_user(block, names) for block in ordered)
 
 
 def _user(block: UserBlock, names: dict[str, str]) -> Plain:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import cast
 
 from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
@@ -52,6 +54,7 @@ def answer_grammar(
     """
     if not _restricts(format, conversation):
         return None
+    conversation = _with_known_patterns(conversation)
     if not open_schemas:
         conversation = _with_closed_schemas(conversation)
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
@@ -63,6 +66,41 @@ def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa:
     use = conversation.tool_use
     strict = format.calls is not None and any(tool.strict for tool in use.callable_tools)
     return conversation.format.kind != "text" or use.choice == "required" or strict
+
+
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+
+def _with_known_patterns(conversation: Conversation) -> Conversation:
+    """Return the conversation without patterns that no grammar enforces in tools that are not strict.
+
+    Libraries write them for common types such as email addresses.
+    """
+    use = conversation.tool_use
+    tools = [
+        tool
+        if tool.strict or tool.parameters is None
+        else replace(tool, parameters=_without_look_around(tool.parameters))
+        for tool in use.tools
+    ]
+    return replace(conversation, tool_use=replace(use, tools=tools))
+
+
+def _without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    for name, value in schema.items():
+        if isinstance(value, str) and name == "pattern" and _LOOK_AROUND.search(value):
+            continue
+        kept[name] = value if name in _VALUES else _inside(value)
+    return kept
+
+
+def _inside(value: object) -> object:
+    if isinstance(value, Mapping):
+        return _without_look_around(cast("Mapping[str, object]", value))
+    return list(map(_inside, cast("list[object]", value))) if isinstance(value, list) else value
 
 
 def _with_closed_schemas(conversation: Conversation) -> Conversation:

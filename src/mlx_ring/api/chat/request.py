@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, cast
 
 from mlx_ring.api.request_body import parse_json
@@ -179,6 +182,12 @@ def _places(message: Mapping[str, object]) -> dict[object, int]:
     return {call["id"]: place for place, call in enumerate(calls) if "id" in call}
 
 
+def for_template(conversation: Conversation, *, calls_have_one_text: bool) -> Conversation:
+    """Return the conversation with its messages as templates expect them."""
+    ordered = in_order_of_calls(conversation.messages)
+    return replace(conversation, messages=with_reasoning(ordered, calls_have_one_text=calls_have_one_text))
+
+
 def template_call(name: str, arguments: object, call_id: str | None) -> dict[str, object]:
     """Return a tool call as templates read it, without an id if the dialect has none."""
     named = {} if call_id is None else {"id": call_id}
@@ -186,12 +195,80 @@ def template_call(name: str, arguments: object, call_id: str | None) -> dict[str
 
 
 def arguments_of(text: str) -> object:
-    """Return the arguments as an object, or as the model's text if that is no JSON object."""
+    """Return the arguments as an object, or as the model's text if that is no JSON object.
+
+    Clients send an empty text or `null` for a call without arguments.
+    """
     try:
-        value = parse_json(text.encode())
+        value = parse_json(text.encode()) if text.strip() else None
     except RequestError:
         return text
-    return cast("dict[str, object]", value) if isinstance(value, dict) else text
+    return cast("dict[str, object]", value or {}) if value is None or isinstance(value, dict) else text
+
+
+# ---- what strict templates accept
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""Ids that Mistral's templates require."""
+
+
+def simpler_forms(messages: Sequence[Mapping[str, object]]) -> Iterator[Sequence[Mapping[str, object]]]:
+    """Yield the messages in forms for a template that rejects them, the one with the fewest changes first.
+
+    Clients do not know the model. They send system messages amid a chat, adjacent messages of one role, ids of any kind,
+    and arguments that were cut off. Each form changes messages in their places, so that cached prefixes still match.
+    """
+    plain = list(_with_simple_calls(messages))
+    leading = list(itertools.takewhile(lambda message: message["role"] == "system", plain))
+    forms = (
+        plain,
+        _without_system(plain, kept=len(leading)),
+        _without_system(plain, kept=0),
+    )
+    last = list(map(dict, messages))
+    for form in forms:
+        if form != last:
+            yield form
+        last = form
+
+
+def _without_system(messages: Sequence[Mapping[str, object]], *, kept: int) -> list[dict[str, object]]:
+    """Return the messages with the system's as the user's, except the first `kept`, and with neighbours joined."""
+    turned = (
+        {**message, "role": "user"} if place >= kept and message["role"] == "system" else message
+        for place, message in enumerate(messages)
+    )
+    return join_neighbours(turned, ("system", "user", "assistant"))
+
+
+def _with_simple_calls(messages: Iterable[Mapping[str, object]]) -> Iterator[dict[str, object]]:
+    """Yield the messages with objects as arguments, and with ids of nine letters and digits for all calls."""
+    waiting = deque[str]()
+    for place, message in enumerate(messages):
+        changed = dict(message)
+        if calls := cast("Sequence[Mapping[str, object]]", _calls(message)):
+            simple = [_simple_call(call, f"{place}/{number}") for number, call in enumerate(calls)]
+            changed["tool_calls"] = simple
+            waiting = deque(str(call["id"]) for call in simple)
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            following = waiting.popleft() if waiting else str(place)
+            changed["tool_call_id"] = _short_id(following if given is None else str(given))
+        yield changed
+
+
+def _simple_call(call: Mapping[str, object], place: str) -> dict[str, object]:
+    function = cast("Mapping[str, object]", call["function"])
+    arguments = function["arguments"]
+    if not isinstance(arguments, Mapping):
+        function = {**function, "arguments": {"arguments": arguments}}
+    return {**call, "id": _short_id(str(call.get("id", place))), "function": function}
+
+
+def _short_id(given: str) -> str:
+    if _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.blake2b(given.encode(errors="backslashreplace")).hexdigest()[:9]
 
 
 # ---- its answer

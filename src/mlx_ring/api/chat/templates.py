@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
 from typing import Any, cast
@@ -17,7 +18,7 @@ from jinja2.utils import pass_environment
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from mlx_ring.api.chat.request import Conversation, in_order_of_calls, with_reasoning
+from mlx_ring.api.chat.request import Conversation, simpler_forms
 from mlx_ring.api.chat.template_limits import (
     GIVES_BACK,
     MOST_NODES,
@@ -78,11 +79,27 @@ def render(
 ) -> str | tuple[int, ...]:
     """Return the prompt's text, or its tokens if the tokenizer gives no text.
 
+    A template that rejects the messages gets them in simpler forms.
+
     Args:
         tokenizer: the model's.
         conversation: messages and arguments of the template.
         change: function for every string in them, also for names of fields.
     """
+    try:
+        return _render(tokenizer, conversation, change)
+    except RequestError as error:
+        # Simpler messages do not help a template that takes too much.
+        forms = () if type(error.__cause__) is TemplateRuntimeError else simpler_forms(conversation.messages)
+        for messages in forms:
+            with suppress(RequestError):
+                return _render(tokenizer, replace(conversation, messages=messages), change)
+        raise
+
+
+def _render(
+    tokenizer: Tokenizer, conversation: Conversation, change: Callable[[str], str] | None
+) -> str | tuple[int, ...]:
     messages: Any = [dict(message) for message in conversation.messages]
     arguments: Any = template_arguments(conversation)
     if change is not None:
@@ -153,12 +170,6 @@ class SpecialTokensAsText:
         kept = self._any.sub(lambda found: self._stand_ins[found[0]], prompt)
         tokens: list[int] = self._copy.encode(self.unmarked(kept), add_special_tokens=False).ids
         return tuple(self._tokens.get(token, token) for token in tokens)
-
-
-def for_template(conversation: Conversation, *, calls_have_one_text: bool) -> Conversation:
-    """Return the conversation with its messages as templates expect them."""
-    ordered = in_order_of_calls(conversation.messages)
-    return replace(conversation, messages=with_reasoning(ordered, calls_have_one_text=calls_have_one_text))
 
 
 def renders_text(tokenizer: Tokenizer) -> bool:

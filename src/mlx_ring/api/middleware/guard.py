@@ -135,6 +135,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        scope["path"] = _plain_path(scope["path"])
         request_id = scope["request_id"] = _given_id(headers) or new_request_id()
         REQUEST_ID.set(request_id)
         TRACEPARENT.set("")
@@ -273,6 +274,14 @@ class Guard:
 def _refusal_page(error: RingError) -> Response:
     """Return the refusal for a person in a browser. The sentence names the flag that would allow the request."""
     return HTMLResponse(_REFUSAL.format(reason=html.escape(str(error))), 403)
+
+
+def _plain_path(path: str) -> str:
+    """Return a path without empty parts and with one `/v1` at most, because base URLs often end with `/` or `/v1`."""
+    parts = list(filter(None, path.split("/")))
+    while parts[:2] == ["v1", "v1"]:
+        del parts[0]
+    return "/" + "/".join(parts)
 
 
 def is_open(path: str) -> bool:

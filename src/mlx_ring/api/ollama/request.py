@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
 from mlx_ring.api.chat.prepare import effort_arguments
-from mlx_ring.api.chat.request import AnswerFormat, Tool
+from mlx_ring.api.chat.request import AnswerFormat, Tool, arguments_of, template_call, text_of
 from mlx_ring.api.context import ApiContext
+from mlx_ring.api.openai.messages import MessageContent
 from mlx_ring.api.openai.sampling import (
     MOST_TOKENS,
     STRINGS,
@@ -24,7 +25,8 @@ from mlx_ring.api.openai.sampling import (
     StopString,
     sampling_params,
 )
-from mlx_ring.api.request_body import Body, Unsupported, needs
+from mlx_ring.api.openapi import needs
+from mlx_ring.api.request_body import Body, Unsupported
 from mlx_ring.api.service import ModelService
 from mlx_ring.core.errors import RequestError, UnknownModel
 from mlx_ring.core.types import SamplingParams
@@ -34,7 +36,11 @@ Images = Annotated[None, Unsupported("only text is supported; leave it out.", ([
 
 class CalledFunction(Body):
     name: str
-    arguments: dict[str, object]
+    arguments: Annotated[
+        Annotated[str, Tag("text")] | Annotated[dict[str, object], Tag("object")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+    ]
+    """An object; also its JSON, as clients of OpenAI's API send it."""
     index: int | None = None
     """Index of the call, which is part of an answer that the client sends back."""
     description: str | None = None
@@ -48,10 +54,13 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    content: MessageContent | None = None
+    """Text; also text parts, as clients of OpenAI's API send them."""
     thinking: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
+    name: str | None = None
+    """Former name of `tool_name`."""
     tool_call_id: str | None = None
     images: Images = None
 
@@ -107,22 +116,23 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def _template_message(message: Message) -> dict[str, object]:
-    plain: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    plain: dict[str, object] = {"role": message.role, "content": text_of(message.content or "")}
     if message.thinking is not None:
         plain["reasoning_content"] = message.thinking
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.tool_name is not None:
-        plain["name"] = message.tool_name
+    if (name := message.tool_name or message.name) is not None:
+        plain["name"] = name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
 def _call(call: ToolCall) -> dict[str, object]:
-    named = {} if call.id is None else {"id": call.id}
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {**named, "type": "function", "function": function}
+    given = call.function.arguments
+    return template_call(
+        call.function.name, arguments_of(given) if isinstance(given, str) else given, call.id
+    )
 
 
 LATEST = ":latest"

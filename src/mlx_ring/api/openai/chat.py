@@ -45,8 +45,8 @@ from mlx_ring.api.openai.sampling import (
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenTexts
-from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert, needs
+from mlx_ring.api.openapi import documented_post, needs
+from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
 from mlx_ring.api.streaming import (
     EVENT_STREAM,
     KEEP_ALIVE,

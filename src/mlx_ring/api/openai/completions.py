@@ -28,8 +28,8 @@ from mlx_ring.api.openai.sampling import (
     with_derived_seed,
 )
 from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
-from mlx_ring.api.openapi import documented_post
-from mlx_ring.api.request_body import Unsupported, needs
+from mlx_ring.api.openapi import documented_post, needs
+from mlx_ring.api.request_body import Unsupported
 from mlx_ring.api.service import Answering, Tokenizer
 from mlx_ring.api.streaming import JsonStream, QuietReason, new_id, time_created, while_connected
 from mlx_ring.core.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.request import Tool, ToolUse, arguments_of, template_call, text_of
@@ -21,11 +21,17 @@ _NO_TEXT = {
 }
 
 
-class TextPart(Body):
+class Cached(Body):
+    """Marks of prompt caching. They are accepted without effect, because the prefix cache keeps every prefix."""
+
+    prompt_cache_breakpoint: dict[str, object] | None = None
+    cache_control: dict[str, object] | None = None
+    """Anthropic's mark, which clients with several providers send to all of them."""
+
+
+class TextPart(Cached):
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: dict[str, object] | None = None
-    """Accepted without effect: the prefix cache keeps every prefix."""
 
 
 class RefusalPart(Body):
@@ -77,19 +83,29 @@ class ToolCall(Body):
     """Clients that join the pieces of a stream send it back."""
 
 
-class InstructionMessage(Body):
+class InstructionMessage(Cached):
     role: Literal["system", "developer"]
     content: MessageContent
     name: str | None = None
 
 
-class UserMessage(Body):
+class UserMessage(Cached):
     role: Literal["user"]
     content: MessageContent
     name: str | None = None
 
 
-class AssistantMessage(Body):
+class ReasoningDetail(Body):
+    """Piece of reasoning from another provider. One without text is encrypted, and has no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | None = None
+    thinking: str | None = None
+    summary: str | None = None
+
+
+class AssistantMessage(Cached):
     """Message of the assistant, possibly an answer as SDKs dump it, nulls included."""
 
     role: Literal["assistant"]
@@ -100,13 +116,18 @@ class AssistantMessage(Body):
     function_call: FunctionCall | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_details: list[ReasoningDetail] | None = None
+    thinking_blocks: list[ReasoningDetail] | None = None
+    """Reasoning in other providers' forms, read if the fields above are missing."""
+    provider_specific_fields: dict[str, object] | None = None
+    """Accepted without effect. Gateways add it to answers."""
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     audio: None = None
     parsed: object = None
     """Value that an SDK parsed from the content."""
 
 
-class ToolMessage(Body):
+class ToolMessage(Cached):
     role: Literal["tool"]
     content: MessageContent
     tool_call_id: str
@@ -153,7 +174,7 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     if message.function_call is not None:
         functions.append((message.function_call, None))
     calls = [template_call(call.name, arguments_of(call.arguments), call_id) for call, call_id in functions]
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    reasoning = _reasoning(message)
     if content is None and not calls and reasoning is None:
         raise RequestError(
             f"'messages[{index}].content' is missing; an assistant message has content or tool calls.",
@@ -167,6 +188,14 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     return plain
+
+
+def _reasoning(message: AssistantMessage) -> str | None:
+    given = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if given is not None:
+        return given
+    pieces = message.reasoning_details or message.thinking_blocks or ()
+    return "\n".join(filter(None, (each.text or each.thinking or each.summary for each in pieces))) or None
 
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -191,14 +220,14 @@ Parameters = Annotated[
 ]
 
 
-class FunctionFields(Body):
+class FunctionFields(Cached):
     name: FunctionName
     description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(Cached):
     type: Literal["function"]
     function: FunctionFields
 
