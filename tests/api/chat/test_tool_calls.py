@@ -65,48 +65,6 @@ def answer_of(
     return ChatAnswer(parts=read(pieces, reading_rules, cut_off=cut_off))
 
 
-BARE = ANSWERS["qwen3_coder"].partition("\n")[2]
-"""Call of Qwen3-Coder without its first mark, which the model often leaves out after some text."""
-ARGUMENTS_OF_BARE = {"city": "Paris, France", "days": 2}
-
-
-@pytest.mark.parametrize("end", ["\n</tool_call>", "", "\n"])
-def test_call_without_its_first_mark_is_a_call(end: str) -> None:
-    text = f"Let me look.\n\n{BARE.partition('</tool_call>')[0].rstrip()}{end}"
-    for pieces in ([text], list(text), split_at(text, [20, 25, 31])):
-        answer = answer_of(pieces, "qwen3_coder")
-        assert answer.content == "Let me look."
-        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
-            ("get_weather", ARGUMENTS_OF_BARE)
-        ]
-
-
-def test_functions_without_marks_between_them_are_several_calls() -> None:
-    other = "<function=get_time>\n<parameter=city>\nRome\n</parameter>\n</function>"
-    for opening in ("<tool_call>\n", ""):
-        text = f"{opening}{BARE.partition('</tool_call>')[0]}{other}\n</tool_call>"
-        calls = answer_of([text], "qwen3_coder").calls
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == [
-            ("get_weather", ARGUMENTS_OF_BARE),
-            ("get_time", {"city": "Rome"}),
-        ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Write <function=get_weather> to call it.",
-        "Write <function=other>\n</function>\n</tool_call> to call it.",
-        "A <function",
-        "<function=",
-    ],
-)
-def test_text_that_only_looks_like_the_start_of_a_call_is_content(text: str) -> None:
-    for pieces in ([text], list(text)):
-        answer = answer_of(pieces, "qwen3_coder")
-        assert (answer.content, answer.calls) == (text, [])
-
-
 def test_every_mlx_lm_parser_has_an_example() -> None:
     import mlx_lm.tool_parsers as parsers  # already imported without MLX
 

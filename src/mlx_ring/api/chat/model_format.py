@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -83,10 +82,6 @@ _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[ARGS]", "[CALL_ID]"),
 }
 """Further special tokens that calls may contain, by the name of mlx-lm's parser."""
-_BARE_STARTS: Mapping[str, str] = {"qwen3_coder": "<function="}
-"""Starts of calls whose first mark a model often leaves out, by the name of mlx-lm's parser."""
-_FUNCTION_END = "</function>"
-_NEXT_FUNCTION = re.compile(rf"(?<={_FUNCTION_END})\s*(?=<function=)")
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
 """Number of tokens at a prompt's end in which a template may open reasoning."""
@@ -110,11 +105,6 @@ class CallMarks(Marks):
     parse: ParseCalls = field(repr=False)
     inner: tuple[str, ...] = ()
     """Further marks inside that may be special tokens."""
-
-    @property
-    def bare_start(self) -> str | None:
-        """Start of a call whose first mark the model left out; None for formats in which it is not known."""
-        return _BARE_STARTS.get(self.parser)
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
@@ -266,18 +256,10 @@ def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, st
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
     """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
-    if name == "qwen3_coder":
-        return partial(_parse_functions, own)
     if name != "function_gemma":
         return own
     module = importlib.import_module(own.__module__.replace(name, "gemma4"))
     return gemma.parse_function_gemma(own, module.parse_tool_call)
-
-
-def _parse_functions(own: ParseCalls, text: str, tools: list[dict[str, object]]) -> object:
-    """Parse one or several functions with mlx-lm's parser, which takes all of them for one. Drop the text after them."""
-    whole = text[: text.rfind(_FUNCTION_END) + len(_FUNCTION_END)] if _FUNCTION_END in text else text
-    return [own(function, tools) for function in _NEXT_FUNCTION.split(whole)]
 
 
 def _read_turns(

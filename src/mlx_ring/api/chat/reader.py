@@ -141,7 +141,7 @@ class AnswerReader:
         if then == "calls" and self._rules.calls is not None:
             self._flush_stops()
             self._before_calls = self._state
-            self._calls = CallsReader(self._rules.calls, self.calls, mark)
+            self._calls = CallsReader(self._rules.calls, self.calls)
         else:
             self._flush_all()
             self._state = then
@@ -262,6 +262,4 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
         # In formats with headers, a header announces a call.
         for marks in [header] if header else [start, content, reasoning]:
             marks[format_.calls.start] = "calls"
-            if format_.calls.bare_start is not None:
-                marks[format_.calls.bare_start] = "calls"
     return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}

@@ -167,16 +167,15 @@ class ReadCalls:
 class CallsReader:
     """Reader of the text between one pair of marks: a call, in some formats several."""
 
-    def __init__(self, rules: CallRules, calls: int, mark: str) -> None:
-        """Start at a mark, after `calls` earlier calls of the answer."""
+    def __init__(self, rules: CallRules, calls: int) -> None:
+        """Start after `calls` earlier calls of the answer."""
         self.calls = calls
         self._first = calls
         self._rules = rules
         self._spelling = _SPELLINGS.get(rules.marks.parser)
-        is_bare = mark == rules.marks.bare_start
-        self._text = mark if is_bare else ""
+        self._text = ""
         """Text that is not parsed yet."""
-        self._raw = "" if is_bare else rules.marks.start
+        self._raw = rules.marks.start
         """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
