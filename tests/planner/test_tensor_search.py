@@ -17,7 +17,7 @@ from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import share_out
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
@@ -25,7 +25,7 @@ from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
-from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, alone, fitting_group, group_of
 from mlx_ring.planner.tensor_search import SharedLayers
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mlx_ring.core.types import CpuWeights, LayerRange
-from mlx_ring.planner.pipeline import GroupStage, MachineStage, Pipeline
+from mlx_ring.planner.pipeline import MachineStage, Pipeline
 from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios, Times
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import StageTables, Times
-from mlx_ring.planner.tensor_groups import SharedModel, given_group
+from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, given_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,8 @@ class Forecast:
         if (group := self._groups[stage]) is not None:
             chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
             return max(chunk_s, self._times(stage, 1, context_tokens).steady)
-        of = node, layers.start, layers.end, tokens, context_tokens
-        computing_s = self._tables.prefill_seconds(*of, chunk=tokens)
-        step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
-        return max(computing_s + step_s, self._times(stage, 1, context_tokens).steady)
+        chunk_s = self._tables.chunk_seconds(node, layers.start, layers.end, context_tokens, tokens)
+        return max(chunk_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:
         """Return the seconds from token to token of a single stream, all stages and hops included."""

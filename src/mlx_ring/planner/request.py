@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice, pairwise
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import numpy as np
 
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.core.types import CHUNK_TOKENS
+from mlx_ring.core.types import CHUNK_TOKENS, longest_chunk
 from mlx_ring.settings.strategies import Strategy
 
 Objective = Literal["latency", "throughput", "first-token", "memory"]
@@ -64,6 +64,38 @@ class Demand:
 def chunk_within(prefill_chunk: int | None, context_tokens: int) -> int | None:
     """Return the most tokens of a prompt in a step for `--prefill-chunk`, where no prompt is longer than the context."""
     return prefill_chunk and min(prefill_chunk, max(CHUNK_TOKENS, context_tokens))
+
+
+Chunks = tuple[tuple[int, int], ...]
+"""Steps in which a prompt is read: their tokens, and how many steps have so many."""
+
+
+def usual_chunks(tokens: int, most: int) -> Chunks:
+    """Return the steps of a prompt that has at most so many tokens in each."""
+    whole, rest = divmod(tokens, most)
+    return tuple((size, count) for size, count in ((most, whole), (rest, 1)) if size and count)
+
+
+def chunks_alone(tokens: int, context: int, usual: int, most: int, chunk_s: Callable[[int], float]) -> Chunks:
+    """Return the steps of a prompt alone on a machine or group with all layers, as the engine chooses them (`longest_chunk`).
+
+    Args:
+        tokens: length of the prompt.
+        context: number of tokens before it.
+        usual: most tokens of a usual step.
+        most: most tokens of any step.
+        chunk_s: returns the seconds of a step with so many tokens.
+    """
+    fast = longest_chunk(usual, most, 0, lambda size: 1e6 * chunk_s(size))
+    found, left = list[tuple[int, int]](), tokens
+    while left:
+        size = longest_chunk(usual, fast, context + tokens - left, lambda _: 0.0)
+        if size <= usual:
+            return (*found, *usual_chunks(left, usual))
+        size = min(left, size)
+        found.append((size, 1))
+        left -= size
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
