@@ -21,7 +21,7 @@ LONG_CHUNK_CONTEXT = 8192
 """Tokens up to which steps of that many tokens may reach. Behind more of them, steps have fewer."""
 LONG_CHUNK_US = 1e6
 """Time of chunks that may be longer than usual. A prompt that arrives meanwhile waits for them."""
-_MOST_PAIRS = LONG_CHUNK_TOKENS * LONG_CHUNK_CONTEXT
+LONG_CHUNK_PAIRS = LONG_CHUNK_TOKENS * LONG_CHUNK_CONTEXT
 """Most pairs of tokens in a long chunk: attention may hold a score for each, and each head."""
 BLOCK_TOKENS = 256
 """Tokens of a block of KV on a disk."""
@@ -37,7 +37,7 @@ def longest_chunk(usual: int, most: int, before: int, chunk_us: Callable[[int], 
         chunk_us: returns the microseconds of a chunk of so many tokens on the slowest stage; None if it is not known.
     """
     longest = usual
-    while 2 * longest <= most and 2 * longest * (before + 2 * longest) <= _MOST_PAIRS:
+    while 2 * longest <= most and 2 * longest * (before + 2 * longest) <= LONG_CHUNK_PAIRS:
         us = chunk_us(2 * longest)
         if us is None or us > LONG_CHUNK_US:
             break

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import numpy as np
 
 from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.core.types import CHUNK_TOKENS, longest_chunk
+from mlx_ring.core.types import CHUNK_TOKENS, LONG_CHUNK_PAIRS, longest_chunk
 from mlx_ring.settings.strategies import Strategy
 
 Objective = Literal["latency", "throughput", "first-token", "memory"]
@@ -76,26 +76,28 @@ def usual_chunks(tokens: int, most: int) -> Chunks:
     return tuple((size, count) for size, count in ((most, whole), (rest, 1)) if size and count)
 
 
-def chunks_alone(tokens: int, context: int, usual: int, most: int, chunk_s: Callable[[int], float]) -> Chunks:
+def chunks_alone(tokens: int, usual: int, most: int, chunk_s: Callable[[int, int], float]) -> Chunks:
     """Return the steps of a prompt alone on a machine or group with all layers, as the engine chooses them (`longest_chunk`).
+
+    A size counts with the middle time of its last three chunks, as the engine measures them: those of the prompt's end.
 
     Args:
         tokens: length of the prompt.
-        context: number of tokens before it.
         usual: most tokens of a usual step.
         most: most tokens of any step.
-        chunk_s: returns the seconds of a step with so many tokens.
+        chunk_s: returns the seconds of a step by its tokens, and the number of those before it.
     """
-    fast = longest_chunk(usual, most, 0, lambda size: 1e6 * chunk_s(size))
+
+    def measured_us(size: int) -> float:
+        count = min(tokens, LONG_CHUNK_PAIRS // size) // size
+        return 1e6 * chunk_s(size, size * max(0, count - 2 if count > 2 else count - 1))  # noqa: PLR2004 - the middle of three
+
+    fast = longest_chunk(usual, most, 0, measured_us)
     found, left = list[tuple[int, int]](), tokens
-    while left:
-        size = longest_chunk(usual, fast, context + tokens - left, lambda _: 0.0)
-        if size <= usual:
-            return (*found, *usual_chunks(left, usual))
-        size = min(left, size)
-        found.append((size, 1))
-        left -= size
-    return tuple(found)
+    while left and (size := longest_chunk(usual, fast, tokens - left, lambda _: 0.0)) > usual:
+        found.append((min(left, size), 1))
+        left -= found[-1][0]
+    return (*found, *usual_chunks(left, usual))
 
 
 @dataclass(frozen=True, slots=True)

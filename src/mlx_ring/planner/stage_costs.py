@@ -174,11 +174,11 @@ class StageTables:
         layers = len(self.model.layers)
         if not (most := long_chunk_on([(node, layers)], self.model, self.demand)):
             return self.prefill_seconds(node, 0, layers, tokens)
-        times = partial(self.chunk_seconds, node, 0, layers, 0)
-        return self._seconds_in(chunks_alone(tokens, 0, node.chunk_tokens, most, times), node, 0, layers, 0)
+        chunks = chunks_alone(tokens, node.chunk_tokens, most, partial(self.chunk_seconds, node, 0, layers))
+        return self._seconds_in(chunks, node, 0, layers, 0)
 
-    def chunk_seconds(self, node: NodeProfile, first: int, end: int, context: int, tokens: int) -> float:
-        """Return the seconds of a prefill step after a context, by its number of tokens."""
+    def chunk_seconds(self, node: NodeProfile, first: int, end: int, tokens: int, context: int) -> float:
+        """Return the seconds of a prefill step with `tokens` tokens after a context."""
         step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
         return self._seconds_in(((tokens, 1),), node, first, end, context) + step_s
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -221,13 +222,10 @@ class RankGroup:
     def _alone(self, tokens: int) -> Chunks | None:
         """Return the chunks of a prompt alone; None for the usual ones."""
         ranks = ((node, self._layers) for node in self.nodes)
-        most = long_chunk_on(ranks, self.shared.model, self.shared.demand)
-
-        def chunk_s(size: int) -> float:
-            return self.chunk_seconds(0, self._layers, size, 0)
-
-        usual = self.shared.demand.step_tokens
-        return chunks_alone(tokens, 0, usual, most, chunk_s) if most else None
+        if not (most := long_chunk_on(ranks, self.shared.model, self.shared.demand)):
+            return None
+        times = partial(self.chunk_seconds, 0, self._layers)
+        return chunks_alone(tokens, self.shared.demand.step_tokens, most, times)
 
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""

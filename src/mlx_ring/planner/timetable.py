@@ -302,8 +302,11 @@ class MeanLayers:
         read_s = partial(self._read_s, list(zip(members, shares, strict=True)), ring)
         prompt_s = alone_s = read_s(usual_chunks(tokens, demand.step_tokens))
         if most := long_chunk_on([(self._nodes[place], self._layers) for place in members], model, demand):
-            chunks = chunks_alone(tokens, 0, demand.step_tokens, most, lambda size: read_s(((size, 1),)))
-            alone_s = read_s(chunks)
+            alone_s = read_s(
+                chunks_alone(
+                    tokens, demand.step_tokens, most, lambda size, before: read_s(((size, 1),), before)
+                )
+            )
         return MeanLayer(
             members,
             step_s / self._layers
@@ -314,12 +317,14 @@ class MeanLayers:
             self._room(members),
         )
 
-    def _read_s(self, ranks: Sequence[tuple[int, float]], ring: Ring, chunks: Chunks) -> float:
-        """Return the seconds in which ranks with these places and shares read a prompt in the given steps."""
+    def _read_s(
+        self, ranks: Sequence[tuple[int, float]], ring: Ring, chunks: Chunks, context: int = 0
+    ) -> float:
+        """Return the seconds in which ranks with these places and shares read a prompt in the given steps after a context."""
         each, model = list[float](), self._times.model
         for place, share in ranks:
             bounds = self._shared.bounds(self._nodes[place])
-            least_s, whole_s = (one.prefill_s(0, self._layers, 0, 0, chunks) for one in bounds)
+            least_s, whole_s = (one.prefill_s(0, self._layers, 0, context, chunks) for one in bounds)
             each.append(least_s + share * (whole_s - least_s))
         row_bytes = model.hidden_size * model.number_bytes
         sums_s = sum(count * ring.sum_s(size * row_bytes) for size, count in chunks)
