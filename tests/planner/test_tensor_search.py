@@ -12,7 +12,16 @@ import pytest
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_model, trusting
+from tests.planner.clusters import (
+    NODES,
+    cluster_of,
+    model_of,
+    node_of,
+    on_gpus,
+    shared_model,
+    trusting,
+    with_experts,
+)
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
@@ -240,6 +249,8 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
         )
         for place in range(numbers.randint(2, 4))
     ]
+    if seed % 2 and seed < 24:
+        nodes = on_gpus(nodes)
     slowest = numbers.choice([5e9, 1e9, 1e8])
     links = {
         frozenset(pair): LinkProfile(numbers.choice([15e-6, 5e-5, 3e-4]), slowest * numbers.choice([1, 8]))
@@ -250,6 +261,7 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
         layer_bytes=numbers.choice([200, 400]) * 10**6,
         kv_heads=numbers.choice([2, 4, 8]),
     )
+    model = with_experts(model) if seed % 2 and seed < 24 else model
     users = numbers.choice([1, 1, 1, 4, 16])
     request = PlanRequest(
         Demand(1024, users),
