@@ -216,7 +216,8 @@ def request_within(request: PlanRequest, most_tokens: int, context_tokens: int |
             )
         answer = min(answer, max(1, context // 5))
         prompt = max(1, context - answer)
-    demand = replace(request.demand, context_tokens=context, sequences=request.users)
+    chunk = chunk_within(request.demand.chunk_tokens, context)
+    demand = replace(request.demand, context_tokens=context, sequences=request.users, chunk_tokens=chunk)
     return replace(request, demand=demand, prompt_tokens=prompt, answer_tokens=answer)
 
 
