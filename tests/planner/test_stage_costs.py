@@ -9,9 +9,10 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring
-from mlx_ring.planner.request import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.tensor_groups import SharedModel, alone
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import LinkProfile
 
@@ -44,6 +45,43 @@ def test_each_chunk_of_a_prompt_reads_the_experts_that_it_uses() -> None:
     tables = StageTables(of_layer(EXPERTS), DEMAND)
     assert tables.prefill_seconds(FAST, 0, 1, 4 * 512) == pytest.approx(4 * 1.1 / 100, rel=1e-3)
     assert tables.prefill_seconds(FAST, 0, 1, 1) == pytest.approx(0.1625 / 100, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "demand", "chunks"),
+    [
+        pytest.param({}, DEMAND, 4, id="GPU"),
+        pytest.param({"bandwidth": 1.5e9}, DEMAND, 16, id="slower than a second"),
+        pytest.param({"long_chunk_tokens": 0}, DEMAND, 16, id="CPU"),
+        pytest.param({"reserve_share": 0.0}, DEMAND, 16, id="no free memory"),
+        pytest.param({}, Demand(1024, 1, chunk_tokens=512), 16, id="--prefill-chunk"),
+        pytest.param({}, Demand(1024, 1, chunk_tokens=4096), 2, id="long --prefill-chunk"),
+    ],
+)
+def test_a_prompt_alone_on_a_gpu_reads_experts_for_long_chunks(
+    changes: dict[str, float], demand: Demand, chunks: int
+) -> None:
+    node = replace(FAST, long_chunk_tokens=2048, reserve_share=0.1, bandwidth=100e9)
+    node = replace(node, **changes)  # pyright: ignore[reportArgumentType] - any field
+    model, cluster = of_layer(EXPERTS, 2), cluster_of(node)
+    each_s = 1.1e9 / node.bandwidth
+    tables, shared = StageTables(model, demand), SharedModel(model, demand, None)
+    assert tables.alone_seconds(node, 8192) == pytest.approx(chunks * 2 * each_s, rel=1e-3)
+    assert alone(shared, node).alone_seconds(8192) == pytest.approx(tables.alone_seconds(node, 8192))
+    usual = 2 if demand.chunk_tokens == 4096 else 16
+    assert tables.prefill_seconds(node, 0, 2, 8192) == pytest.approx(usual * 2 * each_s, rel=1e-3)
+    # The first of several users' prompts is read alone; answers are in progress beside the others.
+    table = tables.prefill_table(node, 8192, 3)
+    assert table[0, 2] == pytest.approx((chunks + 2 * usual) / 3 * 2 * each_s, rel=1e-3)
+    assert table[0, 1] == pytest.approx(usual * each_s, rel=1e-3)
+    times = Timetable(model, cluster, demand)
+    for users in (1, 3):
+        request = PlanRequest(demand, objective="first-token", prompt_tokens=8192, users=users)
+        whole = (MachineLayers(0, 0, 2),)
+        (seconds,) = times.requests_s([whole], request)
+        assert seconds == pytest.approx(times.request_s(whole, request))
+        read_s = times.request_s(whole, request) - times.pipeline(whole).token_s(users)
+        assert read_s == pytest.approx((chunks + (users - 1) * usual) * 2 * each_s, rel=1e-3)
 
 
 def test_scores_of_a_prompt_take_heads_by_width_and_end_at_the_window() -> None:
