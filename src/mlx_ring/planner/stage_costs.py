@@ -391,7 +391,9 @@ def long_chunk_bytes(model: ModelProfile, layers: int, layers_ahead: float, *, q
 
 
 def long_chunk_on(ranks: Iterable[tuple[NodeProfile, int]], model: ModelProfile, demand: Demand) -> int:
-    """Return the most tokens of a prompt alone that these ranks may compute in a step, as a head that loads them decides; 0 for no more than usual.
+    """Return the most tokens of a prompt alone that these ranks may compute in a step; 0 for no more than usual.
+
+    A head that loads them decides alike.
 
     Args:
         ranks: machine and number of layers of each rank of each stage.
