@@ -14,7 +14,7 @@ from tests.engine.test_scheduler import REACHES, SHARED, TRAITS
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.sequence import Sequence as Running
-from mlx_ring.planner.request import chunks_alone
+from mlx_ring.planner.request import chunks_alone, usual_chunks
 from mlx_ring.rpc.protos import step_pb2
 
 CHUNK_2 = replace(PLAIN, prefill_chunk=2)
@@ -124,7 +124,8 @@ def test_the_planner_counts_the_chunks_that_the_engine_takes(tokens: int, token_
     pipeline.add(tokens)
     pipeline.run_out()
     (taken,) = zip(*prefill_rows(pipeline.twin.sent), strict=True)
-    counted = chunks_alone(tokens, 64, 2048, lambda size, _: size * token_us / 1e6)
+    long = chunks_alone(tokens, 64, 2048, lambda size, _: size * token_us / 1e6)
+    counted = long or usual_chunks(tokens, 64)
     assert [size for size, count in counted for _ in range(count)] == [*taken]
 
 

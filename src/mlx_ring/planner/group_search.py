@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mlx_ring.planner.request import proportional_counts
+from mlx_ring.planner.plan import proportional_counts
 from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 

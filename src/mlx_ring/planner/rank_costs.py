@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 
 from mlx_ring.models.tensor_shares import TensorShare, TensorSizes
 from mlx_ring.planner.profiles import ClusterProfile, LayerKinds, LayerProfile, NodeProfile, Seconds
-from mlx_ring.planner.request import Chunks, Demand, usual_chunks
+from mlx_ring.planner.request import Chunks, Demand, limited_kv_bytes, planned_kv_bytes, usual_chunks
 from mlx_ring.planner.stage_costs import (
     Table,
     before,
     bytes_ahead,
     head_seconds,
     layer_seconds,
-    limited_kv_bytes,
-    planned_kv_bytes,
     prefill_factor,
     prefill_layers,
     working_bytes,

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_cpu_kernels.machine import scratch_bytes
-from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS
 from mlx_ring.host.machine_profile import WeightRate
 from mlx_ring.planner.profiles import LayerKinds, LayerProfile, LoadedForms, ModelProfile, NodeProfile, Times
-from mlx_ring.planner.request import FULL_PRECISION_BITS, Chunks, Demand, chunks_alone, usual_chunks
+from mlx_ring.planner.request import (
+    FULL_PRECISION_BITS,
+    Chunks,
+    Demand,
+    chunks_alone,
+    held_kv_bytes,
+    limited_kv_bytes,
+    planned_kv_bytes,
+    usual_chunks,
+)
 
 TOKEN_BYTES = 4
 """Bytes of a drawn token, as the last stage sends it back to the first."""
@@ -171,11 +178,15 @@ class StageTables:
 
     def alone_seconds(self, node: NodeProfile, tokens: int) -> float:
         """Return the seconds in which a machine with all layers reads a prompt alone."""
-        layers = len(self.model.layers)
-        if not (most := long_chunk_on([(node, layers)], self.model, self.demand)):
-            return self.prefill_seconds(node, 0, layers, tokens)
-        chunks = chunks_alone(tokens, node.chunk_tokens, most, partial(self.chunk_seconds, node, 0, layers))
-        return self._seconds_in(chunks, node, 0, layers, 0)
+        chunks = self._long(node, tokens) or self._usual(node, tokens)
+        return self._seconds_in(chunks, node, 0, len(self.model.layers), 0)
+
+    def _long(self, node: NodeProfile, tokens: int) -> Chunks | None:
+        """Return the chunks in which a machine with all layers reads a prompt alone; None if they are the usual ones."""
+        usual, layers = node.chunk_tokens, len(self.model.layers)
+        if tokens <= usual or not (most := long_chunk_on([(node, layers)], self.model, self.demand)):
+            return None
+        return chunks_alone(tokens, usual, most, partial(self.chunk_seconds, node, 0, layers))
 
     def chunk_seconds(self, node: NodeProfile, first: int, end: int, tokens: int, context: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""
@@ -194,9 +205,10 @@ class StageTables:
         seconds = table(smallest)
         for form in preferred:
             seconds = np.where(self._memory_of(form, node) <= node.usable_bytes, table(form), seconds)
-        if tokens > node.chunk_tokens and node.long_chunk_tokens:
+        if (long := self._long(node, tokens)) is not None:
             # Answers are in progress when the other prompts are read.
-            seconds[0, -1] += (self.alone_seconds(node, tokens) - seconds[0, -1]) / users
+            alone_s = self._seconds_in(long, node, 0, len(self.model.layers), 0)
+            seconds[0, -1] += (alone_s - seconds[0, -1]) / users
         return seconds
 
 
@@ -416,23 +428,6 @@ def bytes_ahead(model: ModelProfile, layers_ahead: float, layers: Table, tokens:
     if not layers_ahead:
         return 0.0
     return np.maximum(0.0, layers_ahead * layers - 1.0) * _activation_bytes(model, tokens)
-
-
-def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes of a layer, for all promised sequences."""
-    each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
-    return demand.sequences * (each + layer.kv_bytes_per_sequence)
-
-
-def limited_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes of a layer in whole blocks, as a worker with a given KV memory counts them."""
-    tokens = -(-demand.context_tokens // BLOCK) * BLOCK
-    return held_kv_bytes(layer, model, replace(demand, context_tokens=tokens))
-
-
-def planned_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes that a layer adds to its stage; 0 if the memory of the stage's KV cache is given."""
-    return 0.0 if demand.kv_memory_bytes is not None else held_kv_bytes(layer, model, demand)
 
 
 def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:

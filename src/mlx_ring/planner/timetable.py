@@ -302,11 +302,9 @@ class MeanLayers:
         read_s = partial(self._read_s, list(zip(members, shares, strict=True)), ring)
         prompt_s = alone_s = read_s(usual_chunks(tokens, demand.step_tokens))
         if most := long_chunk_on([(self._nodes[place], self._layers) for place in members], model, demand):
-            alone_s = read_s(
-                chunks_alone(
-                    tokens, demand.step_tokens, most, lambda size, before: read_s(((size, 1),), before)
-                )
-            )
+            usual = demand.step_tokens
+            chunks = chunks_alone(tokens, usual, most, lambda size, before: read_s(((size, 1),), before))
+            alone_s = prompt_s if chunks is None else read_s(chunks)
         return MeanLayer(
             members,
             step_s / self._layers
