@@ -42,7 +42,7 @@ def rows_of(name: str) -> Sequence[Row]:
 
 
 def is_fitted(row: Row) -> bool:
-    """Return True if predictions may be fitted to a row, by the rule in the file's header."""
+    """Return True if a row is in the half to which predictions may be fitted, by the rule in the file's header."""
     return zlib.crc32(f"44 {row['publisher']}/{row['machine']}".encode()) % 2 == 0
 
 

@@ -195,6 +195,7 @@ def test_unknown_model_is_404_and_names_the_served_model(api: Api) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/responses/compact", 404),
         ("POST", "/", 405),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),

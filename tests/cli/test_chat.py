@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -91,6 +92,54 @@ def test_reset_drops_the_messages_and_keeps_the_system_prompt(twin: tuple[TwinSe
     service, url = twin
     chat(url, "Hello.", "/system Be brief.", "One.", "/reset", "Two.")
     assert [message["content"] for message in service.tokenizer.conversation] == ["Be brief.", "Two."]
+
+
+def opened(service: TwinService) -> list[Any]:
+    """Return the sampling parameters of each request."""
+    operations = (operation for step in service.executor.sent for operation in step.operations)
+    return [operation.open.sampling for operation in operations if operation.HasField("open")]
+
+
+def test_sampling_parameters_go_with_every_question() -> None:
+    service = TwinService()
+    with serving(service) as url:
+        screen = io.StringIO()
+        given = {"temperature": 0.25, "top_p": None, "max_tokens": 7, "seed": None}
+        asked = lines("One.", "/set temperature", "/set top_p 0.5", "/set seed 3", "Two.")
+        run_chat(url, sampling=given, console=Console(file=screen, width=200), read_line=asked)
+    first, second = opened(service)
+    assert (first.temperature, first.top_p) == (0.25, 1.0)
+    assert (second.temperature, second.top_p) == (1.0, 0.5)
+    assert "seed is 3." in screen.getvalue()
+    assert screen.getvalue().count("7 tokens, ") == 2
+
+
+@pytest.mark.parametrize("given", ["", "heat 1", "temperature warm", "temperature nan", "max_tokens 1.5"])
+def test_a_parameter_that_cannot_be_set_is_named_and_changes_nothing(given: str) -> None:
+    service = TwinService()
+    with serving(service) as url:
+        _, screen = chat(url, f"/set {given}", "Hello.")
+    name, _, value = given.partition(" ")
+    assert f"'{value}' is no number for {name}." in screen or f"not '{name}'." in screen
+    assert [sampling.temperature for sampling in opened(service)] == [1.0]
+
+
+def test_one_question_prints_its_answer_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    service = TwinService(tokenizer=MarkingTokenizer(), says="<think>Hm.</think>Hello.")
+    with serving(service) as url:
+        assert run_chat(url, question="Hi.") == 0
+        assert capfd.readouterr() == ("Hello.\n", "")
+        service.error = WorkerLost("Worker 1 of stage 0 died.")
+        assert run_chat(url, question="Hi.") == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("Worker 1 of stage 0 died.")
+
+
+def test_a_number_that_no_request_carries_is_named(tmp_path: Path) -> None:
+    done = run_in_process("chat", "Hi.", "--temperature", "inf", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mlx-ring: --temperature is inf; it must be a finite number.\n"
 
 
 def test_help_and_unknown_commands_send_no_request() -> None:
@@ -252,7 +301,7 @@ def kept_event(number: int, text: str) -> str:
 
 
 def test_answer_of_a_journal_goes_on_after_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_ring.cli.chat._TRY_EVERY_S", 0.0)
+    monkeypatch.setattr("mlx_ring.cli.head_client._TRY_EVERY_S", 0.0)
     answers = (
         (200, kept_event(0, "Par") + ": keep-alive\n"),
         (503, '{"error": {"message": "The model is being loaded."}}'),

@@ -17,7 +17,7 @@ from tests.default_settings import make_api_settings
 from tests.processes import serving
 
 from mlx_ring.cli import heads, models, processes
-from mlx_ring.cli.heads import name_for, names_at, pull_at
+from mlx_ring.cli.head_client import name_for, names_at, pull_at
 from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running

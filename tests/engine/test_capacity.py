@@ -250,7 +250,8 @@ def test_a_prompt_alone_on_one_stage_takes_as_long_as_the_plan_predicts(
     first_token_s = max(outcome.first_token_s[-users:])
     # A plan counts one more step before the first token, and a time for each prompt.
     waited_s = predicted.first_token_s - predicted.token_s - users * cluster.nodes[0].prompt_s
-    assert first_token_s == pytest.approx(waited_s, rel=0.01)
+    # Some tokens of the others come between the prompts of several users.
+    assert first_token_s == pytest.approx(waited_s, rel=0.01 if users == 1 else 0.02)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
-    [("decode", 1.19, 1.65), ("prefill", 1.23, 3.47), ("moe-streams", 1.44, 2.47), ("depth", 1.19, 1.73)],
+    [("decode", 1.19, 1.67), ("prefill", 1.23, 3.51), ("moe-streams", 1.25, 1.99), ("depth", 1.18, 1.66)],
 )
 def test_predictions_of_the_held_out_half_are_as_near_as_they_were_when_the_fit_was_frozen(
     group: str, mean: float, worst: float

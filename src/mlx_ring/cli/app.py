@@ -41,7 +41,7 @@ _PANELS = {
     },
     "Several machines": {
         "join": "mlx_ring.cli.join:join",
-        "heads": "mlx_ring.cli.heads:heads",
+        "heads": "mlx_ring.cli.join:heads",
         "token": "mlx_ring.cli.node:token_app",
         "node": "mlx_ring.cli.node:node_app",
         "replan": "mlx_ring.cli.node:replan",

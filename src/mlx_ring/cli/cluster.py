@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.errors import ConfigError, HostFailed, reason_of

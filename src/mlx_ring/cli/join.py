@@ -1,22 +1,25 @@
-"""`mlx-ring join`: make this machine a node of a cluster."""
+"""`mlx-ring join`: make this machine a node of a cluster. `mlx-ring heads`: list the clusters that it can join."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import NONE_FOUND, show_heads
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc, restart_without, take_variable
 from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
-from mlx_ring.host.head_announcement import FoundHead
+from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.settings.config import Settings
@@ -31,6 +34,12 @@ TOKEN_VARIABLE = "MLX_RING_JOIN_TOKEN"  # noqa: S105 - a name, not a secret
 _GIVEN = "MLX_RING_GIVEN_JOIN_TOKEN"
 """The same for the token of a flag, when this process has started itself again without that."""
 _TRY_S = 2.0
+_LONGEST_S = 300.0
+NONE_FOUND = """No head was found on this LAN. Check that
+  - `mlx-ring serve MODEL --nodes N` runs on the head's machine, and both are on the same network
+  - no firewall on either machine blocks mDNS (UDP port 5353)
+  - the network carries multicast: guest networks, some Wi-Fi access points, VPNs and containers do not
+An address always works: mlx-ring join HEAD --token TOKEN"""
 
 
 @with_settings(("state_dir", *names_of(MemberSettings)))
@@ -146,3 +155,39 @@ def _keep_address(folder: Path, head: HeadAddress) -> None:
         write_private(folder / _HEAD_FILE, f"{head}\n".encode())
     except (OSError, ConfigError) as error:
         log.warning("The head's address cannot be kept, so the next `mlx-ring join` must name it: %s", error)
+
+
+def heads(
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time to listen.")] = LISTEN_S,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the heads on this LAN that this machine can join.
+
+    The exit code is 1 if none is found.
+    """
+    if not 0 < timeout <= _LONGEST_S:
+        raise ConfigError(f"--timeout is {timeout:g}; it must be a number above 0, at most {_LONGEST_S:g}.")
+    from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
+
+    found = find_heads(timeout)
+    if as_json:
+        print(json.dumps([head.as_json() for head in found], indent=1))
+    elif found:
+        show_heads(found)
+    if not found:
+        print(NONE_FOUND, file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def show_heads(found: Sequence[FoundHead]) -> None:
+    """Print a table with one address per line. Its texts come from the network, so they are no markup."""
+    from rich.table import Table  # a machine that joins by an address prints no table
+
+    table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
+    for head in found:
+        announced = head.announcement
+        first, *more = map(str, head.joinable or ("none that can be reached",))
+        table.add_row(announced.cluster, announced.node, announced.version, announced.authority, first)
+        for address in more:
+            table.add_row("", "", "", "", address)
+    table_console().print(table)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.heads import CACERT, DEFAULT_URL, ask_head, name_for, names_at
+from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head, name_for, names_at
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange

@@ -17,7 +17,7 @@ from mlx_ring.cli.flags import (
     setting_option,
     with_settings,
 )
-from mlx_ring.cli.heads import DEFAULT_URL
+from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.planning import (
     COMPARISONS,
     KV_BITS,

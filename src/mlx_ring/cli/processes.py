@@ -20,10 +20,16 @@ import typer
 
 from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import with_settings
-from mlx_ring.cli.heads import (
+from mlx_ring.cli.head_client import (
     API_KEY,
     CACERT,
     DEFAULT_URL,
+    MAX_TOKENS,
+    QUESTION,
+    SEED,
+    SYSTEM,
+    TEMPERATURE,
+    TOP_P,
     ServedNames,
     ask_head,
     key_to_send,
@@ -149,23 +155,28 @@ def run(
     model: Annotated[
         str, typer.Argument(help="Built-in name, folder, GGUF file, short name or Hugging Face id.")
     ],
+    question: Annotated[str | None, QUESTION] = None,
     url: Annotated[str, typer.Option(help="Server to use if it runs.")] = DEFAULT_URL,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: Annotated[str | None, SYSTEM] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    top_p: Annotated[float | None, TOP_P] = None,
+    max_tokens: Annotated[int | None, MAX_TOKENS] = None,
+    seed: Annotated[int | None, SEED] = None,
     api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Chat with a model, and serve it for that if nothing serves it.
 
     A running server loads the model; without one, a server is started here. When the chat ends, so does what was
-    started for it. A model that is not on this machine is downloaded first.
+    started for it. A model that is not on this machine is downloaded first. With a question, its answer alone is printed.
     """
-    from mlx_ring.cli.chat import run_chat  # `ps` and `stop` need no chat
+    from mlx_ring.cli.chat import run_chat, sampling_of  # `ps` and `stop` need no chat
 
+    sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
-    key = key_to_send(settings)
-    trusted = trust(cacert, settings.ssl_certfile)
+    key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
     with _served(model, url, key, cacert) as (place, name):
-        code = run_chat(place, model=name, system=system, api_key=key, trusted=trusted)
+        code = run_chat(place, name, system, key, sampling=sampling, question=question, trusted=trusted)
     raise typer.Exit(code)
 
 
@@ -187,7 +198,7 @@ def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Gener
     there = found or name_for(url, model)
     if found is None:
         _download(there, url, key, cacert)
-    print(f"Loading {model} on the server at {url}.", flush=True)
+    print(f"Loading {model} on the server at {url}.", file=sys.stderr, flush=True)
     loaded = ask_head(
         url, "/models/load", {"model": there}, api_key=key, cacert=cacert, timeout_s=24 * 3600.0
     )

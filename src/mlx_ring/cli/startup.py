@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from mlx_ring.cli.heads import DEFAULT_URL
+from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.status_tables import show_plan
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import join_lines, lan_addresses

@@ -107,7 +107,7 @@ class Fetches:
         """
         task = self._tasks.get(name)
         if task is None:
-            raise Conflict(f"No download of {name} is in progress: it is complete, or was cancelled before.")
+            raise Conflict(f"No download of {name} is in progress.")
         task.cancel()
 
     def _ended(self, name: str) -> RingError:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
-from mlx_ring.planner.plan import Plan
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios, Times
+from mlx_ring.planner.plan import Plan, Times
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import StageTables, long_chunk_on

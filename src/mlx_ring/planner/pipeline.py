@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, Times, lone_stream
+from mlx_ring.planner.plan import Prediction, Times
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, lone_stream
 from mlx_ring.planner.rank_costs import Kinds
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, before

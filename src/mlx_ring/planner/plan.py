@@ -6,13 +6,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.request import Objective
 from mlx_ring.settings.strategies import Strategy
+
+_Seconds = TypeVar("_Seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Generic[_Seconds]):
+    """Wall-clock times of a step, without and with a CPU quota in effect."""
+
+    unhindered: _Seconds
+    """Time on a machine that was idle before."""
+    steady: _Seconds
+    """Time on a machine that computes all the time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,6 @@ from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
 # and the load.
 
 Seconds = NDArray[np.float64]
-_AnySeconds = TypeVar("_AnySeconds")
 _MOMENTS = 8
 """Number of moments in a period at which a step may begin, for averaging."""
 
@@ -52,16 +50,6 @@ class CpuQuota:
     def steady_s(self, computing_s: Seconds) -> Seconds:
         """Return the wall-clock seconds of a computation on a machine that computes all the time."""
         return computing_s / self.share
-
-
-@dataclass(frozen=True, slots=True)
-class Times(Generic[_AnySeconds]):
-    """Wall-clock times of a step, without and with a CPU quota in effect."""
-
-    unhindered: _AnySeconds
-    """Time on a machine that was idle before."""
-    steady: _AnySeconds
-    """Time on a machine that computes all the time."""
 
 
 def lone_stream(
@@ -115,6 +103,10 @@ class StepRatios:
         return self.overhead_s if self.alone_s is None else self.alone_s
 
 
+EXPERTS_SPREAD = 0.65
+"""Power of a number of tokens that use as many experts together as tokens whose experts are drawn by lot; measured of others."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
     """Sizes of one layer."""
@@ -154,10 +146,11 @@ class LayerProfile:
         """Return the bytes of weights that a step of `rows` tokens reads.
 
         All tokens share attention, norms and shared experts. Of `E` experts, with `k` for each token, they use
-        `E (1 - (1 - k/E)^rows)` on average, if each token's are as good as drawn.
+        `E (1 - (1 - k/E)^drawn)`. Some experts are preferred, so that `drawn` is `rows^EXPERTS_SPREAD`.
         """
         share = self.expert_share or self.read_bytes / max(1, self.weight_bytes)
-        return self.weight_bytes - (self.weight_bytes - self.read_bytes) * (1 - share) ** (rows - 1)
+        unread = (1 - share) ** (rows**EXPERTS_SPREAD - 1)
+        return self.weight_bytes - (self.weight_bytes - self.read_bytes) * unread
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from mlx_cpu_kernels.machine import scratch_bytes
 from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS
 from mlx_ring.host.machine_profile import WeightRate
-from mlx_ring.planner.profiles import LayerKinds, LayerProfile, LoadedForms, ModelProfile, NodeProfile, Times
+from mlx_ring.planner.plan import Times
+from mlx_ring.planner.profiles import LayerKinds, LayerProfile, LoadedForms, ModelProfile, NodeProfile
 from mlx_ring.planner.request import (
     FULL_PRECISION_BITS,
     Chunks,

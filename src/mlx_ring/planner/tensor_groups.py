@@ -18,14 +18,8 @@ from numpy.typing import NDArray
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, share_out
-from mlx_ring.planner.profiles import (
-    ClusterProfile,
-    LayerKinds,
-    LoadedForms,
-    ModelProfile,
-    NodeProfile,
-    Times,
-)
+from mlx_ring.planner.plan import Times
+from mlx_ring.planner.profiles import ClusterProfile, LayerKinds, LoadedForms, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring, crowded
 from mlx_ring.planner.request import Chunks, Demand, chunks_alone, usual_chunks
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table, long_chunk_on, times_on

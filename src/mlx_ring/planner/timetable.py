@@ -15,7 +15,8 @@ import numpy as np
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_search import shortest_pace
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, Times
+from mlx_ring.planner.plan import Times
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Ring
 from mlx_ring.planner.request import Chunks, Demand, PlanRequest, chunks_alone, usual_chunks
 from mlx_ring.planner.search import MachineLayers, RequestTables

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_ring.cli.bench import command as flags
 from mlx_ring.cli.bench.workload import Range
-from mlx_ring.cli.heads import key_to_send
+from mlx_ring.cli.head_client import key_to_send
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.settings.settings_sources import load_settings
 

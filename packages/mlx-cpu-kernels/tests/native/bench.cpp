@@ -20,6 +20,11 @@ double now() {
   return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
 }
 
+double median(std::vector<double>& samples) {
+  std::sort(samples.begin(), samples.end());
+  return samples[samples.size() / 2];
+}
+
 // Seconds a call: the median of 9 samples of at least 20 ms each.
 double seconds(const std::function<void(int)>& call) {
   std::vector<double> samples;
@@ -30,8 +35,26 @@ double seconds(const std::function<void(int)>& call) {
     for (; time < 0.02; calls++, time = now() - begin) call(i++);
     samples.push_back(time / calls);
   }
-  std::sort(samples.begin(), samples.end());
-  return samples[samples.size() / 2];
+  return median(samples);
+}
+
+struct Compared {
+  double first, second, ratio;  // medians of seconds a call, and of the second over the first
+};
+
+// Two calls by turns, 21 times: what slows the machine meanwhile slows both.
+Compared compare(const std::function<void()>& first, const std::function<void()>& second) {
+  std::vector<double> firsts, seconds, ratios;
+  for (int i = 0; i < 21; i++) {
+    double begin = now();
+    first();
+    double between = now();
+    second();
+    firsts.push_back(between - begin);
+    seconds.push_back(now() - between);
+    ratios.push_back(seconds.back() / firsts.back());
+  }
+  return {median(firsts), median(seconds), median(ratios)};
 }
 
 using Sgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
@@ -75,23 +98,27 @@ void bench(const Shape& shape, const std::vector<int64_t>& rows_list, Sgemm sgem
   Threads one(1);
   for (int64_t rows : rows_list) {
     Values x(random, x_type, rows * k), y(x_type, rows * n);
-    double time = seconds([&](int i) {
+    auto product = [&](int i) {
       Quantized q = w.quantized;
       q.weights += i % copies * n * q.row_words;
       q.scales = at(q.scales, type, i % copies * n * q.row_groups);
       if (q.biases) q.biases = at(q.biases, type, i % copies * n * q.row_groups);
       multiply_transposed(x.data(), x_type, k, rows, q, y.data(), n, one);
-    });
+    };
+    double time = seconds(product);
     std::printf("%6ld x %-5ld %d bits, groups of %3d, scales %d, x %d, %4ld rows: %9.1f us %6.1f GB/s %6.1f GFLOP/s",
                 long(n), long(k), bits, group_size, int(type), int(x_type), long(rows), time * 1e6, bytes / time / 1e9,
                 2.0 * rows * n * k / time / 1e9);
     if (sgemm && rows >= 32) {
       Values dense(random, Type::float32, n * k), z(Type::float32, rows * n), a(random, Type::float32, rows * k);
-      double blas = seconds([&](int) {
+      int i = 0;
+      auto by_blas = [&] {
         sgemm(101, 111, 112, int(rows), int(n), int(k), 1, static_cast<float*>(a.data()), int(k),
               static_cast<float*>(dense.data()), int(k), 0, static_cast<float*>(z.data()), int(n));
-      });
-      std::printf(", OpenBLAS %6.1f, ratio %.2f", 2.0 * rows * n * k / blas / 1e9, blas / time);
+      };
+      auto [ours, blas, ratio] = compare([&] { product(i++); }, by_blas);
+      double gflop = 2e-9 * rows * n * k;
+      std::printf(", by turns %6.1f, OpenBLAS %6.1f, ratio %.2f", gflop / ours, gflop / blas, ratio);
     }
     std::printf("\n");
     std::fflush(stdout);

@@ -15,7 +15,7 @@ import httpx
 
 from mlx_ring.cli.bench.summary import STOPPED, Record
 from mlx_ring.cli.bench.workload import Job, Words, as_text, draw
-from mlx_ring.cli.heads import distrust
+from mlx_ring.cli.head_client import distrust
 from mlx_ring.core.errors import ConfigError, NotReady
 from mlx_ring.host.addresses import plain_url
 

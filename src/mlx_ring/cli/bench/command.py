@@ -19,7 +19,7 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.heads import CACERT, checked_key, key_to_send, trust
+from mlx_ring.cli.head_client import CACERT, checked_key, key_to_send, trust
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import is_loopback
 from mlx_ring.settings.settings_sources import load_settings

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from typing import Literal, cast
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
@@ -125,7 +127,13 @@ def routes(context: ApiContext) -> Router:
     for path in ("/v1/responses", "/responses"):
         documented_post(router, path, responses, ResponsesRequest, RESPONSE)
         documented_post(router, f"{path}/input_tokens", input_tokens, ResponsesRequest, INPUT_TOKENS)
+        # It is no ID of a kept response, which would be refused for its method.
+        router.routes.append(ApiRoute(f"{path}/compact", _is_missing, "POST"))
     return router
+
+
+async def _is_missing(_: Request) -> Response:
+    raise HTTPException(HTTPStatus.NOT_FOUND)
 
 
 def kept_routes(context: ApiContext) -> Router:

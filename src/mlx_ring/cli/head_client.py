@@ -1,26 +1,29 @@
-"""`mlx-ring heads`, which lists the heads on this LAN, and requests of other commands to a head over HTTP or HTTPS."""
+"""Requests of commands to a head, and chats with it, over HTTP or HTTPS."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import ssl
-import sys
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from mlx_ring.cli import table_console
-from mlx_ring.core.errors import ConfigError, RequestError, without_number
+from mlx_ring.core.errors import ConfigError, ModelNotFound, RequestError, without_number
 from mlx_ring.host.addresses import is_loopback, plain_url
-from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
+from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import load_settings
+
+if TYPE_CHECKING:
+    import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 CACERT = typer.Option(
@@ -31,52 +34,7 @@ CACERT = typer.Option(
 API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
 QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
-_LONGEST_S = 300.0
 _ANOTHER = "another program answers there"
-NONE_FOUND = """No head was found on this LAN. Check that
-  - `mlx-ring serve MODEL --nodes N` runs on the head's machine, and both are on the same network
-  - no firewall on either machine blocks mDNS (UDP port 5353)
-  - the network carries multicast: guest networks, some Wi-Fi access points, VPNs and containers do not
-An address always works: mlx-ring join HEAD --token TOKEN"""
-
-
-def heads(
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time to listen.")] = LISTEN_S,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List the heads on this LAN that this machine can join.
-
-    The exit code is 1 if none is found.
-    """
-    if not 0 < timeout <= _LONGEST_S:
-        raise ConfigError(f"--timeout is {timeout:g}; it must be a number above 0, at most {_LONGEST_S:g}.")
-    from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
-
-    found = find_heads(timeout)
-    if as_json:
-        print(json.dumps([head.as_json() for head in found], indent=1))
-    elif found:
-        show_heads(found)
-    if not found:
-        print(NONE_FOUND, file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def show_heads(found: Sequence[FoundHead]) -> None:
-    """Print a table with one address per line. Its texts come from the network, so they are no markup."""
-    from rich.table import Table  # a machine that joins by an address prints no table
-
-    table = Table("cluster", "machine", "mlx-ring", "authority", "address", box=None, pad_edge=False)
-    for head in found:
-        announced = head.announcement
-        first, *more = map(str, head.joinable or ("none that can be reached",))
-        table.add_row(announced.cluster, announced.node, announced.version, announced.authority, first)
-        for address in more:
-            table.add_row("", "", "", "", address)
-    table_console().print(table)
-
-
-# ---- requests to a head
 
 
 def ask_head(
@@ -286,3 +244,198 @@ def distrust(error: Exception, url: str) -> str | None:
         f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. "
         "Give the file of its authority, or of the certificate itself, with --cacert FILE."
     )
+
+
+# ---- chats
+
+QUESTION = typer.Argument(help="Question to answer, instead of a chat; only the answer is printed.")
+SYSTEM = typer.Option("--system", help="System prompt.")
+TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
+TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")
+MAX_TOKENS = typer.Option("--max-tokens", min=1, help="Limit of each answer, in tokens.")
+SEED = typer.Option("--seed", help="Seed, with which answers repeat.")
+_CONNECT_S = 5.0
+_SILENCE_S = 60.0
+"""Maximum pause of a stream. A live server sends a comment far more often."""
+_TRY_EVERY_S, _COMES_BACK_S = 1.0, 120.0
+"""Time between two tries to get the rest of an answer, and longest time of all tries."""
+
+
+class ChatError(Exception):
+    """Error whose message is one sentence for the user."""
+
+
+class ConnectionBroke(ChatError):
+    """The server is out of reach, or not ready, and may come back."""
+
+
+class ChatServer:
+    """Client of a running server. Every failure is a `ChatError`."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None
+    ) -> None:
+        import httpx  # slow to import, and `--help` does without it
+
+        self.url = plain_url(base_url.rstrip("/").removesuffix("/v1"))
+        timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(timeout=timeout, headers=headers, trust_env=False, verify=trusted or True)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def find_model(self, wanted: str | None) -> str:
+        """Return the name of the model to ask."""
+        with self._clear_errors():
+            response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
+            _check(response)
+            served = _models(response)
+        if not served:
+            raise ChatError(f"{self.url} serves no model.")
+        if wanted is None:
+            return next(iter(served))
+        hub_id = _hub_id(wanted)
+        for model, names in served.items():
+            if wanted in names or hub_id in names:
+                return model
+        close = difflib.get_close_matches(
+            wanted or "", {each for names in served.values() for each in names}, n=1
+        )
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served)}.{meant}")
+
+    def stream(
+        self, model: str, messages: list[dict[str, str]], sampling: Mapping[str, float | None]
+    ) -> Generator[dict[str, Any]]:
+        """Yield the chunks of an answer; closing the iterator stops it.
+
+        If the connection breaks, a server with a journal gives the rest, also after it was started again.
+        """
+        body = {
+            "model": model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in sampling.items() if value is not None},
+        }
+        last_event, broke_at = LastEvent(), 0.0
+        while True:
+            try:
+                with (
+                    self._clear_errors(),
+                    self._client.stream(
+                        "POST", f"{self.url}/v1/chat/completions", json=body, headers=last_event.headers
+                    ) as response,
+                ):
+                    if response.is_error:
+                        response.read()
+                    _check(response)
+                    for chunk in _chunks(response, last_event):
+                        broke_at = 0.0
+                        yield chunk
+            except ConnectionBroke:
+                broke_at = broke_at or time.monotonic()
+                if not last_event.id or time.monotonic() > broke_at + _COMES_BACK_S:
+                    raise
+                time.sleep(_TRY_EVERY_S)
+            else:
+                return
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Generator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.ConnectError as error:
+            refusal = distrust(error, self.url)
+            if refusal:
+                raise ChatError(refusal) from None
+            raise ConnectionBroke(
+                f"No server answers at {self.url}. Start one with: mlx-ring serve"
+            ) from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL):
+            raise ChatError(
+                f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
+            ) from None
+        except httpx.TimeoutException:
+            raise ConnectionBroke(f"{self.url} does not answer.") from None
+        except httpx.HTTPError as error:
+            raise ConnectionBroke(f"The connection to {self.url} broke: {error}.") from None
+        except UnicodeEncodeError:
+            raise ChatError("The text is not UTF-8: convert it, or set the terminal's encoding.") from None
+        except ValueError:
+            raise ChatError(f"{self.url} answers, but not as an OpenAI API does.") from None
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise `ChatError` with the server's message if it answered with an error."""
+    if not response.is_error:
+        return
+    kind = ConnectionBroke if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE else ChatError
+    if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" not in response.request.headers:
+        raise ChatError("This server requires an API key: give it with --api-key, or set MLX_RING_API_KEY.")
+    try:
+        message = _message_of(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        message = (
+            f"Another program answers at {response.url}: {response.status_code} {response.reason_phrase}."
+        )
+    raise kind(message)
+
+
+def _message_of(error: Any) -> str:
+    """Return the message of an error, which some servers write as a text alone."""
+    message = error.get("message") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return str(error if message is None else message)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Return the hub's id that a short name means; None for any other name."""
+    with contextlib.suppress(ModelNotFound):
+        return None if name is None or "/" in name else find_hub_id(name)
+    return None
+
+
+def _models(response: httpx.Response) -> dict[str, set[str]]:
+    """Return all names of each model, by its id."""
+    try:
+        return {
+            str(model["id"]): {model["id"], *model.get("aliases", ())} for model in response.json()["data"]
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError from error
+
+
+@dataclass(slots=True)
+class LastEvent:
+    """Last event of a stream."""
+
+    id: str = ""
+    """Empty if the server keeps no answers."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that ask for the events after it."""
+        return {"Last-Event-ID": self.id} if self.id else {}
+
+
+def _chunks(response: httpx.Response, last_event: LastEvent) -> Generator[dict[str, Any]]:
+    id_ = ""
+    for line in response.iter_lines():
+        if line.startswith("id:"):
+            id_ = line.removeprefix("id:").strip()
+        data = line.removeprefix("data:").strip()
+        if data == line or not data:
+            continue
+        if data == "[DONE]":
+            return
+        chunk: Any = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError(data)  # noqa: TRY004 - it is text from outside that is wrong
+        if chunk.get("error"):
+            raise ChatError(_message_of(chunk["error"]))
+        last_event.id = id_
+        yield chunk
+    raise ConnectionBroke("The server's answer broke off.")
