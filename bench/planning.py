@@ -21,8 +21,9 @@ from tests.default_settings import make_policy
 from tests.planner.clusters import cluster_of, known_sizes, model_of, node_of
 
 from mlx_ring.engine.capacity import CapacityMeter, Question
-from mlx_ring.engine.capacity_search import replicas_of
-from mlx_ring.engine.simulated_load import ServiceLevel, SimulatedInstance
+from mlx_ring.engine.capacity_search import ServiceLevel
+from mlx_ring.engine.simulated_load import SimulatedInstance
+from mlx_ring.engine.simulated_replicas import replicas_of
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.cluster_file import cluster_of as catalogued

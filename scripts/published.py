@@ -23,10 +23,10 @@ from mlx_ring.planner.catalogue import Fitted, chip_profile, chips, named_links
 from mlx_ring.planner.known_models import MXFP4, Q8, beside_experts, configs, folder_of, with_format
 from mlx_ring.planner.layer_parts import WeightFormat, WeightFormats, read_formats
 from mlx_ring.planner.model_sizes import profile_config, profile_folder
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.tensor_groups import SharedModel, alone, given_group
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, alone, given_group
 from mlx_ring.rpc.link_profile import ETHERNET
 
 DATA = Path(__file__).parents[1] / "tests" / "planner"

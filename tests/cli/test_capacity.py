@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.api.clients import serving
-from tests.api.twins import TwinService
+from tests.api.twins import TwinCatalog, TwinService
 from tests.cli.test_main import complaint
 from tests.default_settings import make_api_settings
+from tests.planner.clusters import known_cluster
 from tests.processes import run_in_process
 
 from mlx_ring.cli.planning import read_lengths
+from mlx_ring.head.served_model import policy_of
+from mlx_ring.planner.place import RunningCluster
+from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.settings.config import Settings
 
 SMALL = ("--prompt", "64", "--answer", "8", "--max-num-seqs", "4")
 MACHINE = ("--machine", "m4-mac-mini-16")
@@ -124,6 +131,33 @@ def test_recorded_requests_are_read_from_a_file_with_a_byte_order_mark(tmp_path:
         "capacity", "demo", *MACHINE, "--requests", "r.csv", "--rate", "0.01", folder=tmp_path
     )
     assert "A request has 150 tokens of prompt and 25 of answer on average" in done.stdout, done.stderr
+
+
+def test_prompts_alone_have_long_chunks_unless_a_number_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ask for experts, which longer chunks read less often, on given machines and of running heads."""
+    options = ("--prompt", "4k", "--answer", "4", "--rate", "0.001", "--max-num-seqs", "1", "--json")
+    asked = ("capacity", "qwen3-30b-a3b-4bit", *options)
+    basis = RunningCluster(known_cluster("m4-max-128"), PlanRequest(Demand(8192, 1)))
+
+    def first_token_s(*flags: str) -> float:
+        found = run_in_process(*asked, *flags, folder=tmp_path)
+        return json.loads(found.stdout)["capacities"][0]["first_token_s"]
+
+    def of_head(chunk: int | None, *flags: str) -> float:
+        request = PlanRequest(Demand(8192, 1, chunk_tokens=chunk))
+        policy = policy_of(Settings(prefill_chunk=chunk))
+        running = replace(basis, request=request, policy=policy)
+        monkeypatch.setattr(TwinCatalog, "running", Mock(return_value=running))
+        with serving(TwinService()) as url:
+            return first_token_s("--url", url, *flags)
+
+    machine = ("--machine", "m4-max-128")
+    usual, long = first_token_s(*machine, "--prefill-chunk", "512"), first_token_s(*machine)
+    assert usual > 1.1 * long
+    assert (of_head(512), of_head(None)) == pytest.approx((usual, long), rel=0.01)
+    assert of_head(None, "--prefill-chunk", "512") == pytest.approx(usual, rel=0.01)
 
 
 def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None:

@@ -50,6 +50,35 @@ def test_a_plan_for_several_users_promises_each_a_sequence(tmp_path: Path) -> No
     assert json.loads(more.stdout)["sequences"] == 9
 
 
+@pytest.mark.parametrize("question", [(), ("--kv-bits", "16,8")], ids=["plan", "what if"])
+def test_a_given_number_limits_chunks_and_its_memory_counts(
+    question: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Ask for experts, which longer chunks read less often."""
+
+    def first_token_s_and_bytes(*flags: str) -> tuple[float, int]:
+        options = ("--machine", "m4-max-128", "--prompt", "4k", *question, *flags, "--json")
+        done = json.loads(run_in_process("plan", "qwen3-30b-a3b-4bit", *options, folder=tmp_path).stdout)
+        if question:
+            return done["outcomes"][0]["first_token_s"], done["outcomes"][0]["memory_bytes"]
+        return done["prediction"]["first_token_s"], done["stages"][0]["memory_bytes"]
+
+    long, usual, longest, whole = (
+        first_token_s_and_bytes(*flags)
+        for flags in (
+            (),
+            ("--prefill-chunk", "512"),
+            ("--prefill-chunk", "8192"),
+            ("--prefill-chunk", "60000"),
+        )
+    )
+    assert usual[0] > 1.1 * long[0]
+    assert usual[1] == long[1] < longest[1]
+    assert longest[0] < long[0]
+    # No prompt is longer than the context.
+    assert whole == longest
+
+
 def test_a_plan_as_json_has_every_layer_once(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         "machines:\n"
@@ -188,6 +217,15 @@ def test_without_machines_the_known_ones_are_listed(tmp_path: Path) -> None:
             "No machines are given for demo; name some, such as `mlx-ring plan demo --machine m4-mac-mini-16` (",
         ),
         (["demo", "--kv-cache-memory", "1GB"], "--kv-cache-memory is 1GB, but no machines are given"),
+        (["demo", "--prefill-chunk", "64"], "--prefill-chunk is 64, but no machines are given; name some"),
+        (
+            ["demo", *MINIS, "--prefill-chunk", "0"],
+            "--prefill-chunk is 0; it must be a whole number from 1 to",
+        ),
+        (
+            ["8B", "--add", "m4-16", "--prefill-chunk", "9"],
+            "--prefill-chunk is 9, which a what-if question to the head",
+        ),
         (["demo", "--kv-bits", "8"], "--kv-bits is 8, but no machines are given; name some with --machine"),
         (["--prompt", "100"], "--prompt is 100, but no machines are given"),
         (["demo", "--strategy", "tensor"], "--strategy is tensor, but no machines are given"),

@@ -14,14 +14,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.default_settings import make_policy
 from tests.examples import examples
-from tests.planner.clusters import cluster_of, model_of, node_of
+from tests.planner.clusters import cluster_of, known_cluster, known_sizes, model_of, node_of
 
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
-from mlx_ring.engine.capacity_search import ServiceLevel
-from mlx_ring.engine.simulated_load import Outcome
+from mlx_ring.engine.capacity_search import Search, ServiceLevel
+from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance
+from mlx_ring.engine.simulated_replicas import replicas_of
 from mlx_ring.engine.simulation import Simulation
+from mlx_ring.planner.catalogue import named_links
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, place
 from mlx_ring.planner.profiles import ClusterProfile
@@ -35,6 +37,7 @@ from mlx_ring.planner.request import (
     SimulatedRequest,
     read_recorded,
 )
+from mlx_ring.settings.strategies import Strategy
 
 SMALL = Load(Lengths(64, 64), Lengths(16, 16))
 SHORT = Load(Lengths(64, 64), Lengths(4, 4))
@@ -212,6 +215,43 @@ def test_a_lone_request_takes_as_long_as_the_plan_predicts() -> None:
     # A plan counts one more step before the first token.
     assert found.first_token_s + found.between_tokens_s == pytest.approx(predicted.first_token_s, rel=0.1)
     assert found.users == pytest.approx(1e-3 * (60 + found.request_s))
+
+
+@pytest.mark.parametrize(
+    ("machines", "strategy", "prompt", "users"),
+    [
+        *((("m4-max-128",), "auto", prompt, 1) for prompt in (500, 1024, 4096, 8192)),
+        *((("m3-ultra-512",), "auto", prompt, 1) for prompt in (1024, 8192, 20_000)),
+        (("m4-max-128",), "auto", 2048, 3),
+        (("m4-max-128", "m4-max-64"), "tensor", 4096, 1),
+        (("linux-desktop-32",), "auto", 2048, 1),
+    ],
+)
+def test_a_prompt_alone_on_one_stage_takes_as_long_as_the_plan_predicts(
+    machines: tuple[str, ...], strategy: Strategy, prompt: int, users: int
+) -> None:
+    """Compare with the last of several requests, or of bursts: the scheduler has measured chunks by then."""
+    cluster = replace(known_cluster(*machines), usual_link=named_links()["tb5-rdma"])
+    model = known_sizes("qwen3-30b-a3b-4bit", cluster)
+    demand = Demand(prompt + 64, users, typical_tokens=prompt)
+    request = PlanRequest(demand, strategy=strategy, prompt_tokens=prompt, answer_tokens=64, users=users)
+    plan = place(model, cluster, request)
+    (replicas,) = replicas_of(model, cluster, request, [plan])
+    predicted, policy = plan.prediction, make_policy(num_speculative_tokens=0)
+    if users == 1:
+        load = Load(Lengths(prompt, prompt), Lengths(8, 8))
+        outcome = Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone
+    else:
+        (one,) = replicas.members
+        instance = SimulatedInstance(one.costs, one.stages, one.kv, one.long_chunk)
+        times = [30 * burst * predicted.request_s for burst in range(20) for _ in range(users)]
+        bursts = [SimulatedRequest(at_s, prompt, 8) for at_s in times]
+        outcome = Simulation([instance], policy).run(bursts)
+    first_token_s = max(outcome.first_token_s[-users:])
+    # A plan counts one more step before the first token, and a time for each prompt.
+    waited_s = predicted.first_token_s - predicted.token_s - users * cluster.nodes[0].prompt_s
+    # Some tokens of the others come between the prompts of several users.
+    assert first_token_s == pytest.approx(waited_s, rel=0.01 if users == 1 else 0.02)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tests.engine.test_scheduler import REACHES, SHARED, TRAITS
 from mlx_ring.core.types import SamplingParams
 from mlx_ring.engine.kv_manager import KvManager
 from mlx_ring.engine.sequence import Sequence as Running
+from mlx_ring.planner.request import chunks_alone, usual_chunks
 from mlx_ring.rpc.protos import step_pb2
 
 CHUNK_2 = replace(PLAIN, prefill_chunk=2)
@@ -114,6 +115,18 @@ def test_long_chunks_become_shorter_behind_long_contexts() -> None:
     )
     assert sorted(sizes[:-1], reverse=True) == [*sizes[:-1]]
     assert {2048, 1024, 512, 256} <= {*sizes}
+
+
+@pytest.mark.parametrize("token_us", [1e6 / 2048, 1e6 / 1000, 1e6 / 70], ids=["fast", "slower", "slow"])
+@pytest.mark.parametrize("tokens", [50, 1500, 8192, 20_000])
+def test_the_planner_counts_the_chunks_that_the_engine_takes(tokens: int, token_us: float) -> None:
+    pipeline = long_chunks(20_100, token_us)
+    pipeline.add(tokens)
+    pipeline.run_out()
+    (taken,) = zip(*prefill_rows(pipeline.twin.sent), strict=True)
+    long = chunks_alone(tokens, 64, 2048, lambda size, _: size * token_us / 1e6)
+    counted = long or usual_chunks(tokens, 64)
+    assert [size for size, count in counted for _ in range(count)] == [*taken]
 
 
 def test_short_prompts_that_arrive_during_a_chunk_share_the_next_step() -> None:

@@ -135,6 +135,7 @@ POLICIES = st.builds(
     max_itl_ratio=st.sampled_from([1.3, 2.5]),
     steps_ahead=st.sampled_from([1, 2]),
     prefill_chunk=st.sampled_from([64, 512]),
+    long_chunk=st.sampled_from([0, 2048]),
     prefix_cache=st.sampled_from([False]),
     num_speculative_tokens=st.just(0),
 )

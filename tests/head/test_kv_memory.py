@@ -15,7 +15,9 @@ from mlx_ring.engine.kv_budget import KEPT_TOKENS, Allowance, NodeRank, RankKv
 from mlx_ring.head.kv_memory import KvKeeper, KvShares, KvUser, Reservation, no_room
 from mlx_ring.head.served_model import policy_of
 from mlx_ring.models.tensor_shares import TensorSizes
-from mlx_ring.planner.profiles import ModelProfile
+from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, ModelProfile, NodeProfile
+from mlx_ring.planner.request import Demand
+from mlx_ring.planner.stage_costs import long_chunk_on
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
@@ -85,6 +87,18 @@ def test_long_chunks_need_gpus_whose_free_part_holds_their_activations(
         shares = KvShares(1 << 20)
         join(shares, "a", {("here", RankId(0, rank)): status for rank in range(ranks)}, {"here": allowance})
         assert shares.long_chunk("a", given, (LayerRange(0, layers),), "off") == longest
+        node = NodeProfile(
+            "here",
+            min(gib, limit_gib or gib) * GIB,
+            1.0,
+            1.0,
+            reserve_share=allowance.reserve_share,
+            layers_ahead=LAYERS_AHEAD_WITH_CUDA if uses_cuda else 0.0,
+            long_chunk_tokens=2048 if device == "gpu" else 0,
+        )
+        if given is not None:
+            assert long_chunk_on([(node, layers)] * ranks, given, Demand(8192, 1)) == longest
+            assert not long_chunk_on([(node, layers)] * ranks, given, Demand(8192, 1, chunk_tokens=512))
 
 
 def test_models_on_one_machine_share_the_memory_for_long_chunks() -> None:
@@ -109,6 +123,9 @@ def test_scores_of_attention_that_is_not_fused_count(head_dim: int, kv_bits: str
     sizes = fused(replace(model_of(32), hidden_size=4096, widest=14336), head_dim)
     join(shares, "a", {HERE: gpu_worker(30)}, {"here": Allowance()})
     assert shares.long_chunk("a", sizes, (LayerRange(0, 32),), kv_bits) == expected
+    demand = Demand(8192, 1, 16 if kv_bits == "off" else int(kv_bits))
+    node = NodeProfile("here", 30 * GIB, 1.0, 1.0, long_chunk_tokens=2048)
+    assert long_chunk_on([(node, 32)], sizes, demand) == expected
 
 
 def fused(model: ModelProfile, head_dim: int = 128) -> ModelProfile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -58,6 +59,19 @@ def shared_model(
 def trusting(*nodes: NodeProfile, link: LinkProfile) -> ClusterProfile:
     """Return a cluster whose machines each have a trusted interface."""
     return cluster_of(*(replace(node, trusted=True) for node in nodes), link=link)
+
+
+def with_experts(model: ModelProfile) -> ModelProfile:
+    """Return a model of the same size with experts: longer chunks of a prompt are faster."""
+    layer = model.layers[0]
+    read = layer.weight_bytes * 3 // 10
+    layer = replace(layer, read_bytes=read, flops_per_token=read // 8, expert_share=0.125)
+    return replace(model, layers=(layer,) * len(model.layers))
+
+
+def on_gpus(nodes: Iterable[NodeProfile]) -> list[NodeProfile]:
+    """Return machines whose engine reads a prompt alone in long chunks."""
+    return [replace(node, long_chunk_tokens=2048, reserve_share=0.1) for node in nodes]
 
 
 def node_of(name: str, gigabytes: float = 16, *, gb_s: float = 100, tflops: float = 4) -> NodeProfile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_ring.planner.catalogue import (
+    chip_profile,
     chips,
     known_machines,
     known_profile,
@@ -44,6 +45,13 @@ def test_names_of_machines_are_known_once_each_in_the_order_of_chips() -> None:
     families = {name.rpartition("-")[0] for name in names}
     assert all(chip in families or chip.rpartition("-")[0] in families for chip, _ in sold)
     assert {chip for chip, _ in sold} <= chips().keys()
+
+
+def test_only_our_engine_takes_long_chunks_and_only_on_gpus() -> None:
+    names = ("m4-max-128", "nvidia-h200", "linux-desktop-32")
+    assert [known_profile(name).long_chunk_tokens for name in names] == [2048, 2048, 0]
+    others = [chip_profile(chip, 64, "x", engine="mlx-lm") for chip in chips().values()]
+    assert {node.long_chunk_tokens for node in others} == {0}
 
 
 def test_a_known_machine_without_gpu_computes_in_float32_as_its_workers_would() -> None:

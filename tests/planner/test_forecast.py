@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
+from tests.planner.clusters import cluster_of, model_of, node_of, on_gpus, shared_model, with_experts
 
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import Forecast, StepTable, forecast_plan
 from mlx_ring.planner.place import place
+from mlx_ring.planner.profiles import StepRatios
 from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import LOCAL, LinkProfile
 
@@ -49,6 +50,23 @@ def test_time_grows_with_rows_context_and_chunk_size(rows: int, context: int, to
         assert once <= forecast.decode_s(stage, rows, context + 512)
         chunk = forecast.chunk_s(stage, tokens, context)
         assert forecast.decode_s(stage, 1, context) <= chunk <= forecast.chunk_s(stage, tokens + 1, context)
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("given", [None, 512])
+def test_a_measured_chunk_is_compared_with_one_of_as_many_tokens(
+    given: int | None, *, is_group: bool
+) -> None:
+    """Expect experts to be read once, also for more tokens than usual or given chunks have. Sums of ranks take longer."""
+    node = on_gpus([replace(node_of("a", tflops=1e6), ratios=StepRatios(prefill=1.5))])[0]
+    model, layers = with_experts(shared_model(8, layer_bytes=400_000_000)), LayerRange(0, 8)
+    ranks = [[(node, 0.5), (node, 0.5)]] if is_group else []
+    demand = replace(DEMAND, chunk_tokens=given)
+    forecast = Forecast(model, demand, cluster_of(node), [(node, layers)], ranks)
+    usual, long = (forecast.chunk_s(0, tokens, 0) for tokens in (512, 2048))
+    assert usual < long < (2.5 if is_group else 1.01) * usual
+    if not is_group:
+        assert long == pytest.approx(1.5 * forecast.corrected({}).chunk_s(0, 2048, 0), rel=0.1)
 
 
 def test_one_stage_has_no_hops() -> None:

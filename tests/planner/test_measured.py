@@ -228,6 +228,12 @@ def test_longer_chunks_of_prompts_take_more_memory_and_fewer_steps(tmp_path: Pat
     assert longer_s <= usual_s
 
 
+def test_prompts_alone_have_long_chunks_on_measured_gpus() -> None:
+    cpu = made_up_profile()
+    gpu = cpu.model_copy(update={"device": "gpu"})
+    assert [measured_node(each, "box").long_chunk_tokens for each in (cpu, gpu)] == [0, 2048]
+
+
 def test_a_split_costs_one_more_step() -> None:
     table = StageTables(model_of(10), ONE_SEQUENCE).seconds(NODE, 1, 100).steady
     assert table[0, 4] + table[4, 10] == pytest.approx(table[0, 10] + COSTS.step_s)

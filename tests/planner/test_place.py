@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.planner.clusters import NODES, cluster_of, model_of, node_of
+from tests.planner.clusters import NODES, cluster_of, model_of, node_of, on_gpus, with_experts
 from tests.planner.test_search import every_partition, orders
 
 from mlx_ring.core.errors import PlanError
@@ -107,14 +107,25 @@ def test_auto_leaves_out_a_machine_that_would_slow_it_down() -> None:
     assert left.why == "no plan with it answers a request sooner"
 
 
-@given(NODES, st.integers(1, 6), st.sampled_from([1, 600, 2048, 16_384]), st.sampled_from([1, 16, 256]))
+@given(
+    NODES,
+    st.integers(1, 6),
+    st.sampled_from([1, 600, 2048, 16_384]),
+    st.sampled_from([1, 16, 256]),
+    st.booleans(),
+)
 @examples(1)
 def test_auto_answers_a_request_soonest_of_all_pipelines(
-    nodes: list[NodeProfile], layers: int, prompt: int, answer: int
+    nodes: list[NodeProfile],
+    layers: int,
+    prompt: int,
+    answer: int,
+    has_long: bool,  # noqa: FBT001 - Hypothesis gives it by place
 ) -> None:
     model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
     request = plan_request(prompt_tokens=prompt, answer_tokens=answer)
-    cluster = with_unlike_links(nodes)
+    cluster = with_unlike_links(on_gpus(nodes) if has_long else nodes)
+    model = with_experts(model) if has_long else model
     times = Timetable(model, cluster, request.demand)
     soonest = min(costs_of_all(times, request), default=np.inf)
     if np.isinf(soonest):
@@ -136,7 +147,8 @@ def test_auto_answers_a_request_soonest_of_all_pipelines(
 def test_auto_answers_several_users_soonest_of_all_pipelines(
     nodes: list[NodeProfile], layers: int, prompt: int, answer: int, users: int, objective: Objective
 ) -> None:
-    model = model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000)
+    model = with_experts(model_of(layers, layer_bytes=400_000_000, head_bytes=100_000_000))
+    nodes = on_gpus(nodes) if layers % 2 else nodes
     request = plan_request(
         demand=Demand(1024, users),
         objective=objective,

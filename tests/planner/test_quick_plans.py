@@ -6,15 +6,30 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.planner.clusters import UNLIKE, known_cluster, known_sizes
+from tests.planner.clusters import (
+    UNLIKE,
+    cluster_of,
+    known_cluster,
+    known_sizes,
+    node_of,
+    on_gpus,
+    shared_model,
+    with_experts,
+)
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.catalogue import named_links
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ModelProfile
 from mlx_ring.planner.quick_plans import QuickSearch
+from mlx_ring.planner.rank_costs import Ring
 from mlx_ring.planner.request import OBJECTIVES, Demand, Objective, PlanRequest
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, alone, group_of
+from mlx_ring.planner.timetable import MeanLayers, Timetable
+from mlx_ring.rpc.link_profile import LinkProfile
 
 
 @pytest.mark.slow
@@ -46,6 +61,29 @@ def test_the_quick_search_finds_about_as_good_plans(link: str, objective: Object
     assert len(factors) > 8
     assert max(factors) < 1.15
     assert sum(factors) / len(factors) < 1.03
+
+
+@pytest.mark.parametrize("users", [1, 3])
+@pytest.mark.parametrize("members", [(0,), (0, 1)], ids=["machine", "group"])
+def test_estimates_of_one_stage_count_long_chunks(members: tuple[int, ...], users: int) -> None:
+    """Compare with the exact prediction of experts, which longer chunks read less often."""
+    nodes = [node_of(name, 64, gb_s=200, tflops=100) for name in "ab"]
+    cluster = cluster_of(*on_gpus(nodes), link=LinkProfile(30e-6, 5e9))
+    model = with_experts(shared_model(8, layer_bytes=400_000_000))
+    demand = Demand(9000, users)
+    request = PlanRequest(demand, objective="first-token", prompt_tokens=8192, users=users)
+    shared = SharedModel(model, demand, model.shared)
+    means = MeanLayers(Timetable(model, cluster, demand), shared, request)
+    ring = Ring(members, (cluster.usual_link,))
+    if len(members) == 1:
+        unit, group = means.alone(0, users), alone(shared, cluster.nodes[0])
+    else:
+        unit, group = means.together(members, ring, users), group_of(shared, cluster.nodes, [0.5, 0.5], ring)
+    assert unit is not None
+    pipeline = Pipeline(cluster, [GroupStage(group, LayerRange(0, 8))], demand)
+    assert means.estimate([unit])[0] == pytest.approx(pipeline.minimized_s(request), rel=0.02)
+    usual = replace(unit, alone_s=unit.chunk_s)
+    assert means.estimate([usual])[0] > 1.1 * means.estimate([unit])[0]
 
 
 def test_a_prompt_of_one_chunk_has_a_plan_for_its_first_token() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.planner.clusters import NODES, cluster_of, model_of
 
-from mlx_ring.planner.profiles import NodeProfile, kinds_of, sets_by_size
+from mlx_ring.planner.profiles import NodeProfile
+from mlx_ring.planner.rank_costs import kinds_of, sets_by_size
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
 from mlx_ring.planner.search import (
     MachineLayers,

@@ -9,9 +9,10 @@ from tests.planner.clusters import cluster_of, model_of, node_of
 
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring
-from mlx_ring.planner.request import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.tensor_groups import SharedModel, alone
 from mlx_ring.planner.timetable import Timetable
 from mlx_ring.rpc.link_profile import LinkProfile
 
@@ -57,6 +58,45 @@ def test_each_chunk_of_a_prompt_reads_the_experts_that_it_uses() -> None:
     of_chunk = 1 - (1 - 4 / 64) ** 512**0.65
     assert tables.prefill_seconds(FAST, 0, 1, 4 * 512) == pytest.approx(4 * (0.1 + of_chunk) / 100, rel=1e-3)
     assert tables.prefill_seconds(FAST, 0, 1, 1) == pytest.approx(0.1625 / 100, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "demand", "size"),
+    [
+        pytest.param({}, DEMAND, 2048, id="GPU"),
+        pytest.param({"bandwidth": 1.5e9}, DEMAND, 512, id="slower than a second"),
+        pytest.param({"long_chunk_tokens": 0}, DEMAND, 512, id="CPU"),
+        pytest.param({"reserve_share": 0.0}, DEMAND, 512, id="no free memory"),
+        pytest.param({}, Demand(1024, 1, chunk_tokens=512), 512, id="--prefill-chunk"),
+        pytest.param({}, Demand(1024, 1, chunk_tokens=4096), 4096, id="long --prefill-chunk"),
+    ],
+)
+def test_a_prompt_alone_on_a_gpu_reads_experts_for_long_chunks(
+    changes: dict[str, float], demand: Demand, size: int
+) -> None:
+    node = replace(FAST, long_chunk_tokens=2048, reserve_share=0.1, bandwidth=100e9)
+    node = replace(node, **changes)  # pyright: ignore[reportArgumentType] - any field
+    model, cluster = of_layer(EXPERTS, 2), cluster_of(node)
+
+    def read_s(size: int) -> float:
+        return 2 * 8192 / size * EXPERTS.read_by(size) / node.bandwidth
+
+    alone_s, usual_s = read_s(size), read_s(4096 if size == 4096 else 512)
+    tables, shared = StageTables(model, demand), SharedModel(model, demand, None)
+    assert tables.alone_seconds(node, 8192) == pytest.approx(alone_s, rel=1e-3)
+    assert alone(shared, node).alone_seconds(8192) == pytest.approx(tables.alone_seconds(node, 8192))
+    assert tables.prefill_seconds(node, 0, 2, 8192) == pytest.approx(usual_s, rel=1e-3)
+    # The first of several users' prompts is read alone; answers are in progress beside the others.
+    table = tables.prefill_table(node, 8192, 3)
+    assert table[0, 2] == pytest.approx((alone_s + 2 * usual_s) / 3, rel=1e-3)
+    assert table[0, 1] == pytest.approx(usual_s / 2, rel=1e-3)
+    times, whole = Timetable(model, cluster, demand), (MachineLayers(0, 0, 2),)
+    for users in (1, 3):
+        request = PlanRequest(demand, objective="first-token", prompt_tokens=8192, users=users)
+        (seconds,) = times.requests_s([whole], request)
+        assert seconds == pytest.approx(times.request_s(whole, request))
+        all_s = times.request_s(whole, request) - times.pipeline(whole).token_s(users)
+        assert all_s == pytest.approx(alone_s + (users - 1) * usual_s, rel=1e-3)
 
 
 def test_scores_of_a_prompt_take_heads_by_width_and_end_at_the_window() -> None:

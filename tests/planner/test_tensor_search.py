@@ -12,12 +12,21 @@ import pytest
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.planner.clusters import NODES, cluster_of, model_of, node_of, shared_model, trusting
+from tests.planner.clusters import (
+    NODES,
+    cluster_of,
+    model_of,
+    node_of,
+    on_gpus,
+    shared_model,
+    trusting,
+    with_experts,
+)
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import share_out
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
@@ -25,7 +34,7 @@ from mlx_ring.planner.rank_costs import Rings
 from mlx_ring.planner.replicas import place_replicas
 from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
-from mlx_ring.planner.tensor_groups import SharedModel, alone, fitting_group, group_of
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, alone, fitting_group, group_of
 from mlx_ring.planner.tensor_search import SharedLayers
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 
@@ -240,6 +249,8 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
         )
         for place in range(numbers.randint(2, 4))
     ]
+    if seed % 2 and seed < 24:
+        nodes = on_gpus(nodes)
     slowest = numbers.choice([5e9, 1e9, 1e8])
     links = {
         frozenset(pair): LinkProfile(numbers.choice([15e-6, 5e-5, 3e-4]), slowest * numbers.choice([1, 8]))
@@ -250,6 +261,7 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
         layer_bytes=numbers.choice([200, 400]) * 10**6,
         kv_heads=numbers.choice([2, 4, 8]),
     )
+    model = with_experts(model) if seed % 2 and seed < 24 else model
     users = numbers.choice([1, 1, 1, 4, 16])
     request = PlanRequest(
         Demand(1024, users),

@@ -226,7 +226,10 @@ def capacity(
     bits = basis.request.demand.kv_bits if kv_bits is None else kv_bits
     kv_memory = given_kv_memory(kv_cache_memory) or basis.request.demand.kv_memory_bytes
     policy = _policy(flags, settings, basis.policy)
-    chunk = chunk_within(policy.prefill_chunk, longest)
+    is_own = basis.policy is None or flags["prefill_chunk"] is not None
+    # Without a number, chunks of a prompt alone may be long.
+    is_limited = (settings.prefill_chunk if is_own else basis.request.demand.chunk_tokens) is not None
+    chunk = chunk_within(policy.prefill_chunk, longest) if is_limited else None
     question = Question(
         load,
         level,

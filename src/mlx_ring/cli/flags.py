@@ -121,6 +121,16 @@ def given_kv_memory(text: str | None) -> int | None:
     return None if text is None else load_settings({"kv_cache_memory": text}).kv_cache_memory
 
 
+def given_prefill_chunk(flags: Mapping[str, object]) -> int | None:
+    """Return the number of `--prefill-chunk`, of flags by the names of their settings; None if it is not given.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
+    text = flags["prefill_chunk"]
+    return None if text is None else load_settings({"prefill_chunk": text}).prefill_chunk
+
+
 def _text(parameter: str, option: Any, kind: type[str | list[str]]) -> inspect.Parameter:
     return _parameter(parameter, Annotated[kind | None, option], None)
 

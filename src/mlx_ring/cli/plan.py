@@ -10,7 +10,13 @@ from typing import Annotated, cast
 
 import typer
 
-from mlx_ring.cli.flags import KvMemory, given_kv_memory, setting_option, with_settings
+from mlx_ring.cli.flags import (
+    KvMemory,
+    given_kv_memory,
+    given_prefill_chunk,
+    setting_option,
+    with_settings,
+)
 from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.planning import (
     COMPARISONS,
@@ -58,7 +64,7 @@ from mlx_ring.settings.fields import flag_of
 from mlx_ring.settings.strategies import STRATEGIES, Strategy, current_strategy
 
 
-@with_settings(("optimize_for", "expected_prompt", "expected_answer", "expected_users"))
+@with_settings(("optimize_for", "expected_prompt", "expected_answer", "expected_users", "prefill_chunk"))
 def plan(
     flags: Mapping[str, object],
     model: ModelName = None,
@@ -197,6 +203,7 @@ class _Given:
         """Flags beside the model; None for those that are not given."""
         settings = {"--optimize-for": self.flags["optimize_for"], "--users": self.flags["expected_users"]}
         settings |= {"--prompt": self.flags["expected_prompt"], "--answer": self.flags["expected_answer"]}
+        settings |= {"--prefill-chunk": self.flags["prefill_chunk"]}
         own = (
             "strategy",
             "proportions",
@@ -227,8 +234,9 @@ class _Given:
         prompt, answer, typical = _lengths(self.flags, fills_context=fills_context)
         objective = str(self.flags["optimize_for"] or OBJECTIVES[0])
         strategy = current_strategy(self.strategy or listed.strategy or "auto")
+        kv_memory, chunk = given_kv_memory(self.kv_cache_memory), given_prefill_chunk(self.flags)
         return PlanRequest(
-            Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical, given_kv_memory(self.kv_cache_memory)),
+            Demand(USUAL_CONTEXT, self.users, self.kinds[0], typical, kv_memory, chunk),
             strategy=cast("Strategy", one_of("--strategy", strategy, tuple(STRATEGIES))),
             objective=cast("Objective", one_of("--optimize-for", objective, OBJECTIVES)),
             proportions=read_numbers("--proportions", self.proportions) or listed.proportions,
@@ -274,6 +282,7 @@ def _ask(
             {
                 "--strategy": given.strategy,
                 "--kv-cache-memory": given.kv_cache_memory,
+                "--prefill-chunk": given.flags["prefill_chunk"],
                 "--quantization": given.quantization,
                 "--proportions": given.proportions,
                 "--layers": given.layers,

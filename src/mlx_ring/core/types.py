@@ -19,8 +19,30 @@ CHUNK_TOKENS, LONG_CHUNK_TOKENS = 512, 2048
 """Most tokens of a prompt in a step if no number is given: usually, and of one alone where GPUs compute that fast."""
 LONG_CHUNK_CONTEXT = 8192
 """Tokens up to which steps of that many tokens may reach. Behind more of them, steps have fewer."""
+LONG_CHUNK_US = 1e6
+"""Time of chunks that may be longer than usual. A prompt that arrives meanwhile waits for them."""
+LONG_CHUNK_PAIRS = LONG_CHUNK_TOKENS * LONG_CHUNK_CONTEXT
+"""Most pairs of tokens in a long chunk: attention may hold a score for each, and each head."""
 BLOCK_TOKENS = 256
 """Tokens of a block of KV on a disk."""
+
+
+def longest_chunk(usual: int, most: int, before: int, chunk_us: Callable[[int], float | None]) -> int:
+    """Return the most tokens of the next chunk of a prompt alone: doubled as often as its time and its context allow.
+
+    Args:
+        usual: most tokens of a usual chunk.
+        most: most tokens of any chunk; no chunk is longer than usual if it is less.
+        before: tokens before the chunk.
+        chunk_us: returns the microseconds of a chunk of so many tokens on the slowest stage; None if it is not known.
+    """
+    longest = usual
+    while 2 * longest <= most and 2 * longest * (before + 2 * longest) <= LONG_CHUNK_PAIRS:
+        us = chunk_us(2 * longest)
+        if us is None or us > LONG_CHUNK_US:
+            break
+        longest *= 2
+    return longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,8 @@ class Search:
         self, queued: int | None, is_over: Callable[[Outcome], bool], *, ends_early: bool = True
     ) -> Simulation:
         instances = [
-            SimulatedInstance(member.costs, member.stages, member.kv) for member in self.replicas.members
+            SimulatedInstance(member.costs, member.stages, member.kv, member.long_chunk)
+            for member in self.replicas.members
         ]
         shares = self.replicas.shares
         shared = SharedMachines(*shares) if shares.most else None

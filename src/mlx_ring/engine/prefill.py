@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS
+from mlx_ring.core.types import LONG_CHUNK_US, longest_chunk
 from mlx_ring.engine.decode import MicroBatches
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
@@ -183,10 +183,6 @@ class PrefillQueue(Generic[P]):
                 return
 
 
-_MOST_ALONE_US = 1e6
-"""Time of chunks that may be longer than usual. A prompt that arrives meanwhile waits for them."""
-_MOST_PAIRS = LONG_CHUNK_TOKENS * LONG_CHUNK_CONTEXT
-"""Most pairs of tokens in a long chunk: attention may hold a score for each, and each head."""
 _SHORT_ALONE = 320
 """Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
 _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
@@ -249,23 +245,19 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         return chunks
 
     def _longest_alone(self) -> int:
-        """Return the most tokens of a chunk. Without answers in progress, it is doubled as often as measured times and its context allow."""
-        longest, before = self._policy.prefill_chunk, next(iter(self)).scheduled
+        """Return the most tokens of a chunk: without answers in progress, as many as `longest_chunk` allows by measured times."""
+        policy = self._policy
         if any(batch.members for batch in self._batches):
-            return longest
-        while 2 * longest <= self._policy.long_chunk and 2 * longest * (before + 2 * longest) <= _MOST_PAIRS:
-            us = self._sizer.measured_us(2 * longest)
-            if us is None or us > _MOST_ALONE_US:
-                break
-            longest *= 2
-        return longest
+            return policy.prefill_chunk
+        before = next(iter(self)).scheduled
+        return longest_chunk(policy.prefill_chunk, policy.long_chunk, before, self._sizer.measured_us)
 
     def _must_end_first(self, size: int) -> bool:
         """Return True if chunks in progress and a long one would together delay a prompt that arrives meanwhile too much."""
         if size <= self._policy.prefill_chunk or self._in_flight.prefills < self._stages:
             return False
         us = self._sizer.measured_us(size) or 0.0
-        return (self._in_flight.prefills + 1) * us > _MOST_ALONE_US
+        return (self._in_flight.prefills + 1) * us > LONG_CHUNK_US
 
     def _short_chunk(self, prompt: int) -> int:
         """Return the size of equal chunks in which a prompt passes all stages sooner than as a whole; 0 if there is none.

@@ -61,6 +61,8 @@ class SimulatedInstance(NamedTuple):
     stages: int
     kv: Mapping[RankId, RankKv] | None = None
     """KV memory of each rank; None for no limit."""
+    long_chunk: int = 0
+    """Most tokens of a prompt alone in a step, in place of the policy's; 0 for the policy's."""
 
 
 # ---- micro-batches
@@ -203,9 +205,8 @@ class StepCounts:
     """Counts of an instance's steps."""
 
     sent: int = 0
-    """Number of the last step that was sent ..."""
     completed: int = 0
-    """... and of the last one that all stages have answered."""
+    """Numbers of the last step that was sent, and of the last one that all stages have answered."""
     prefills: int = 0
     """Number of prefill steps in flight."""
     last_s: float = 0.0
@@ -246,9 +247,8 @@ class Prompts(Prefilling[Stream, Span]):
         self._admitted: list[tuple[float, int]] = []
         """Admissions of the prompts."""
         self._first_tokens: list[tuple[float, int]] = []
-        """First tokens of the streams that decode ..."""
         self._newest: list[tuple[float, int]] = []
-        """... and their admissions, negative."""
+        """First tokens of the streams that decode, and their admissions, negative."""
         self.waits_for_time = False
         """True if a step was not made because too little time is saved for it."""
         self._spares: bool | None = None

@@ -27,6 +27,8 @@ class Replica:
     plan: Plan
     costs: StepTable
     kv: Mapping[RankId, RankKv]
+    long_chunk: int = 0
+    """Most tokens of a prompt alone in a step; 0 for the usual number."""
 
     @property
     def stages(self) -> int:
@@ -182,7 +184,7 @@ def _replicas(
             for stage, ranks in enumerate(rooms)
             for place, room in enumerate(ranks)
         }
-        members.append(Replica(plan, StepTable(forecast, head_s), kv))
+        members.append(Replica(plan, StepTable(forecast, head_s), kv, forecast.long_chunk))
     names = tuple(
         tuple(tuple(rank.node for rank in stage.ranks) for plan in plans for stage in plan.stages)
         for plans in alike

@@ -8,8 +8,10 @@ and the account of KV memory are the engine's own. Speculative decoding is off.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
+from operator import attrgetter
 
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.decode import MicroBatch, MicroBatches
@@ -132,9 +134,9 @@ class _Instance:
         events: Events,
         shared: SharedStages | None,
     ) -> None:
-        self._costs, stages, kv = instance
+        self._costs, stages, kv, long_chunk = instance
         self._stages = stages
-        self._policy = policy
+        self._policy = policy = replace(policy, long_chunk=long_chunk or policy.long_chunk)
         self.waiting: dict[int, Stream] = {}
         self.running: dict[int, Stream] = {}
         self._budget = KvBudget(kv)
@@ -352,7 +354,7 @@ class _Instance:
         ready = [stream for stream in cohort.single.values() if stream.can_step(steps_ahead)]
         if not self._is_limited:
             return ready
-        ready.sort(key=_number)
+        ready.sort(key=attrgetter("id"))
         rows = [stream for stream in ready if stream.cohort is not None and self._make_room(stream)]
         # Making room for one stream may have preempted another one.
         return [stream for stream in rows if stream.cohort is not None]
@@ -444,7 +446,3 @@ class _Instance:
             if stream.request.at_s >= outcome.begin_s:
                 outcome.request_s.append(now - stream.request.at_s)
             self._remove(stream)
-
-
-def _number(stream: Stream) -> int:
-    return stream.id

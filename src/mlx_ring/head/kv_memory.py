@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.engine_stats import BLOCK
 from mlx_ring.core.errors import ContextKept, PlanError, RingError
-from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS, LayerRange, RankId
+from mlx_ring.core.types import LONG_CHUNK_TOKENS, LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.kv_budget import (
     KEPT_TOKENS,
@@ -27,12 +27,8 @@ from mlx_ring.engine.kv_budget import (
     rank_limits,
 )
 from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, ModelProfile
-from mlx_ring.planner.stage_costs import activation_bytes, score_bytes
+from mlx_ring.planner.stage_costs import PART_FOR_LONG_CHUNKS, long_chunk_bytes
 from mlx_ring.rpc.protos import agent_pb2, worker_pb2
-
-_PART_FOR_LONG_CHUNKS = 0.5
-"""Part of the memory that is kept free, which long chunks of prompts may take."""
-
 
 Workers = Mapping[NodeRank, worker_pb2.WorkerStatus]
 """Status of an instance's workers."""
@@ -216,18 +212,17 @@ class KvShares:
         share = self._shares[instance]
         if sizes is None or not are_on_gpus(share.workers):
             return 0
-        scores = score_bytes(sizes, LONG_CHUNK_TOKENS, LONG_CHUNK_CONTEXT, quantizes_kv=kv_bits != "off")
         taken: dict[str, float] = defaultdict(float)
         for (node, rank), status in share.workers.items():
             ahead = LAYERS_AHEAD_WITH_CUDA if status.uses_cuda else 0.0
-            layers = len(ranges[rank.stage])
-            taken[node] += scores + activation_bytes(sizes, layers, LONG_CHUNK_TOKENS, ahead)
+            layers, quantizes_kv = len(ranges[rank.stage]), kv_bits != "off"
+            taken[node] += long_chunk_bytes(sizes, layers, ahead, quantizes_kv=quantizes_kv)
             others = sum(
                 other.chunk_bytes.get(node, 0.0) for other in self._shares.values() if other is not share
             )
             allowance = self._allowances[node]
             memory = min(status.memory_bytes, allowance.limit_bytes or status.memory_bytes)
-            if others + taken[node] > _PART_FOR_LONG_CHUNKS * allowance.reserve_share * memory:
+            if others + taken[node] > PART_FOR_LONG_CHUNKS * allowance.reserve_share * memory:
                 return 0
         share.chunk_bytes = taken
         return LONG_CHUNK_TOKENS

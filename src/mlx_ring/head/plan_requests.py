@@ -28,9 +28,9 @@ from mlx_ring.head.step_speeds import StepSpeeds, step_speeds
 from mlx_ring.host.process import own_memory
 from mlx_ring.host.yielding import Yielding
 from mlx_ring.planner.memory_fit import within_kv_memory
-from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.plan import Plan, proportional_counts
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, measured_node
-from mlx_ring.planner.request import Demand, PlanRequest, chunk_within, proportional_counts
+from mlx_ring.planner.request import Demand, PlanRequest, chunk_within
 from mlx_ring.rpc.backends import is_collective
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.settings.config import Settings

@@ -13,6 +13,7 @@ from typing import Any, cast
 import yaml
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.types import CHUNK_TOKENS, LONG_CHUNK_TOKENS
 from mlx_ring.host.machine_profile import StepCosts, WeightRate
 from mlx_ring.host.process import METAL_SHARE
 from mlx_ring.planner.profiles import LAYERS_AHEAD_WITH_CUDA, NodeProfile
@@ -23,7 +24,7 @@ FAST_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Fitted = Mapping[str, Mapping[str, Mapping[str, Any]]]
 OWN_ENGINE = "mlx-ring"
 """Engine of predictions: its factors are those of mlx-lm, whose layers it computes, with its own chunks of a prompt."""
-_HALF, _EIGHT, _CHUNK = 16, 8, 512
+_HALF, _EIGHT = 16, 8
 _KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
 _ATTENTION_OPERATIONS = 4
 """Operations for each number of a query and each token before it: a score and a weighted value."""
@@ -281,7 +282,7 @@ def chip_profile(
     backend = numbers["backends"][chip.backend]
     factors = numbers["engines"].get(engine, {})
     if engine == OWN_ENGINE:
-        factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": _CHUNK}
+        factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": CHUNK_TOKENS}
     decode, prefill = float(factors.get("decode", 1.0)), float(factors.get("prefill", 1.0))
     attention, overhead = float(factors.get("attention", 1.0)), float(factors.get("overhead", 1.0))
     nominal, operations = chip.gb_s * 1e9, chip.tflops * 1e12
@@ -337,7 +338,8 @@ def chip_profile(
         scan_s=backend["scans"] * prefill / (operations if chip.backend == "cuda" else plain),
         narrow=backend["narrow"],
         prompt_s=float(factors.get("prompt_ms", 0.0)) / 1e3,
-        chunk_tokens=int(factors.get("chunk", _CHUNK)),
+        chunk_tokens=int(factors.get("chunk", CHUNK_TOKENS)),
+        long_chunk_tokens=LONG_CHUNK_TOKENS if engine == OWN_ENGINE and chip.backend != "cpu" else 0,
         layers_ahead=LAYERS_AHEAD_WITH_CUDA if chip.backend == "cuda" else 0.0,
         # As workers load weights on a CPU, with native kernels. Other engines compute with them as they are stored.
         widens=chip.backend == "cpu" and engine == OWN_ENGINE,

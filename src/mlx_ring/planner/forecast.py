@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mlx_ring.core.types import CpuWeights, LayerRange
-from mlx_ring.planner.pipeline import GroupStage, MachineStage, Pipeline
-from mlx_ring.planner.plan import Plan
+from mlx_ring.planner.pipeline import MachineStage, Pipeline
+from mlx_ring.planner.plan import Plan, Times
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.rank_costs import RankCosts
 from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import StageTables, Times
-from mlx_ring.planner.tensor_groups import SharedModel, given_group
+from mlx_ring.planner.stage_costs import StageTables, long_chunk_on
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, given_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,16 @@ class Forecast:
     def __len__(self) -> int:
         return len(self._stages)
 
+    @property
+    def long_chunk(self) -> int:
+        """Most tokens of a prompt alone in a step, if that takes less than a second; 0 for the usual number."""
+        ranks = [
+            (node, len(layers))
+            for stage, (_, layers) in enumerate(self._stages)
+            for node in self._nodes(stage)
+        ]
+        return long_chunk_on(ranks, self._model, self.demand)
+
     def decode_s(self, stage: int, rows: int, context_tokens: int) -> float:
         """Return the seconds of a decode step by its number of sequences and context length."""
         # With several rows per group every group has some, so no stage idles.
@@ -100,10 +110,8 @@ class Forecast:
         if (group := self._groups[stage]) is not None:
             chunk_s = group.chunk_seconds(layers.start, layers.end, tokens, context_tokens)
             return max(chunk_s, self._times(stage, 1, context_tokens).steady)
-        of = node, layers.start, layers.end, tokens, context_tokens
-        computing_s = self._tables.prefill_seconds(*of, chunk=tokens)
-        step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
-        return max(computing_s + step_s, self._times(stage, 1, context_tokens).steady)
+        chunk_s = self._tables.chunk_seconds(node, layers.start, layers.end, tokens, context_tokens)
+        return max(chunk_s, self._times(stage, 1, context_tokens).steady)
 
     def token_s(self, context_tokens: int) -> float:
         """Return the seconds from token to token of a single stream, all stages and hops included."""

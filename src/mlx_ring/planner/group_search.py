@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mlx_ring.planner.request import proportional_counts
+from mlx_ring.planner.plan import proportional_counts
 from mlx_ring.planner.stage_costs import Table
 from mlx_ring.planner.tensor_groups import Ends
 
@@ -199,6 +199,28 @@ def divided(sums: Sequence[Table], paces: Sequence[Table]) -> list[tuple[int, in
         allowed = [np.where(pace <= bound, each, np.inf) for each, pace in zip(sums, paces, strict=True)]
         found.append(cut(allowed, adds=True) or evenly)
     return min(found, key=lambda division: total_s(division) + slowest_s(division))
+
+
+def shortest_pace(layers: int, paces: Sequence[float], rooms: Sequence[float]) -> float:
+    """Return the pace at which all machines just compute all layers, if layers were divisible.
+
+    Args:
+        layers: number of layers.
+        paces: seconds of a layer, by machine.
+        rooms: layers that fit into the memory, by machine.
+    """
+    # Machines are full one after the other, and the rest share the layers by their speed.
+    left, speed = float(layers), sum(1 / pace for pace in paces if pace)
+    left -= sum(room for pace, room in zip(paces, rooms, strict=True) if not pace)
+    for full_s, pace, room in sorted(
+        (pace * room, pace, room) for pace, room in zip(paces, rooms, strict=True) if pace
+    ):
+        if left <= full_s * speed:
+            break
+        left, speed = left - room, speed - 1 / pace
+    else:
+        return max((pace * room for pace, room in zip(paces, rooms, strict=True)), default=0.0)
+    return max(0.0, left / speed)
 
 
 SizedGroups = tuple[tuple[tuple[int, ...], int], ...]

@@ -19,7 +19,8 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.pipeline import PipelineBounds
 from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
-from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, kinds_of
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
+from mlx_ring.planner.rank_costs import Kinds, kinds_of
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES, any_partition
 from mlx_ring.planner.stage_costs import StageTables
@@ -36,7 +37,6 @@ _MOST_TRIES, _FEWER_TRIES = 400, 10
 """Numbers of replicas that are planned to improve a division, without bounds and with them."""
 _MOST_MOVES = 400
 """Number of moves by bounds before the replicas are planned."""
-
 _ROUNDING = 1 + 1e-9
 """Factor by which bounds of throughputs are raised, because times are rounded."""
 _BETTER = 1.001

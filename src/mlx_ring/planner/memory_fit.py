@@ -9,9 +9,9 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import Demand, PlanRequest, held_kv_bytes, limited_kv_bytes
 from mlx_ring.planner.search import in_order
-from mlx_ring.planner.stage_costs import StageTables, held_kv_bytes, limited_kv_bytes
+from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.strategies import METHODS, PipelineMethod, TensorMethod
 from mlx_ring.planner.tensor_plans import MOST_ALIKE, place_tensor
 from mlx_ring.planner.tensor_search import SharedLayers
@@ -24,6 +24,11 @@ _SHORTEST_CONTEXT = 256
 _KV_BITS = (8, 4)
 _PAIR = 2
 _GB = 10**9
+
+
+def least_bytes(model: ModelProfile, demand: Demand) -> int:
+    """Return the bytes of a model's weights and promised KV."""
+    return model.weight_bytes + int(sum(held_kv_bytes(layer, model, demand) for layer in model.layers))
 
 
 def explain_shortage(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> str:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, lone_stream
+from mlx_ring.planner.plan import Prediction, Times
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, lone_stream
+from mlx_ring.planner.rank_costs import Kinds
 from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, Times, before
-from mlx_ring.planner.tensor_groups import RankGroup
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, before
 
 
 class Stage(Protocol):
@@ -39,7 +39,11 @@ class Stage(Protocol):
         ...
 
     def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of all chunks of a prompt, after a context."""
+        """Return the seconds of all usual chunks of a prompt, after a context."""
+        ...
+
+    def alone_seconds(self, tokens: int) -> float:
+        """Return the seconds in which a stage with all layers reads a prompt alone, in chunks that may be longer."""
         ...
 
 
@@ -66,36 +70,13 @@ class MachineStage:
         return self.tables.stage_seconds(self.node, self.layers.start, self.layers.end, rows, context_tokens)
 
     def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of all chunks of a prompt, after a context."""
+        """Return the seconds of all usual chunks of a prompt, after a context."""
         layers = self.layers
         return self.tables.prefill_seconds(self.node, layers.start, layers.end, tokens, context_tokens)
 
-
-@dataclass(frozen=True, slots=True)
-class GroupStage:
-    """Layers that a group of ranks computes together. A lone rank is a group, too."""
-
-    group: RankGroup
-    layers: LayerRange
-
-    @property
-    def nodes(self) -> tuple[NodeProfile, ...]:
-        """Machine of each rank, rank 0 first."""
-        return self.group.nodes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's activations, as rank 0 sends them."""
-        model = self.group.shared.on(self.group.nodes[0]).model
-        return model.hidden_size * model.number_bytes
-
-    def seconds(self, rows: int, context_tokens: int) -> Times[float]:
-        """Return the seconds of a decode step."""
-        return self.group.stage_seconds(self.layers.start, self.layers.end, rows, context_tokens)
-
-    def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of all chunks of a prompt, after a context."""
-        return self.group.prefill_seconds(self.layers.start, self.layers.end, tokens, context_tokens)
+    def alone_seconds(self, tokens: int) -> float:
+        """Return the seconds in which a stage with all layers reads a prompt alone, in chunks that may be longer."""
+        return self.tables.alone_seconds(self.node, tokens)
 
 
 class Pipeline:
@@ -190,12 +171,15 @@ class Pipeline:
 
     def first_token_s(self, prompt_tokens: int, users: int = 1) -> float:
         """Return the seconds to the first token of the last of `users` prompts that arrive at once."""
+        prompt_s = users * self.stages[0].nodes[0].prompt_s
+        if len(self.stages) == 1:
+            # Answers are in progress when the other prompts are read.
+            others_s = (users - 1) * self.stages[0].prefill_seconds(prompt_tokens) if users > 1 else 0.0
+            return prompt_s + self.stages[0].alone_seconds(prompt_tokens) + others_s + self.token_s(users)
         most = self._demand.step_tokens
         chunks, rows = -(-prompt_tokens // most), min(prompt_tokens, most)
         times = [stage.prefill_seconds(prompt_tokens) / chunks for stage in self.stages]
-        slowest_s = max(*times, self._busiest_link_s(rows))
-        later_s = (users * chunks - 1) * slowest_s
-        prompt_s = users * self.stages[0].nodes[0].prompt_s
+        later_s = (users * chunks - 1) * max(*times, self._busiest_link_s(rows))
         return prompt_s + sum(times) + later_s + self.around_s(rows) + self.token_s(users)
 
     def minimized_s(self, request: PlanRequest) -> float:

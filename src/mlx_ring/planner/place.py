@@ -18,13 +18,14 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import StageRanks, settle_weights
 from mlx_ring.planner.memory_fit import explain_shortage
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import crowded
 from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
-from mlx_ring.planner.tensor_groups import SharedModel, crowded, given_group
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, given_group
 from mlx_ring.planner.tensor_plans import best_of_both, place_tensor, plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import Timetable

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, Generic, TypeVar
 
+from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.catalogue import accuracy
 from mlx_ring.planner.request import Objective
 from mlx_ring.settings.strategies import Strategy
+
+_Seconds = TypeVar("_Seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Generic[_Seconds]):
+    """Wall-clock times of a step, without and with a CPU quota in effect."""
+
+    unhindered: _Seconds
+    """Time on a machine that was idle before."""
+    steady: _Seconds
+    """Time on a machine that computes all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +165,48 @@ def stage_texts(plans: Iterable[Plan]) -> Iterator[str]:
     for plan in plans:
         for stage in plan.stages:
             yield f"{'+'.join(rank.node for rank in stage.ranks)} {stage.layers.start}-{stage.layers.end - 1}"
+
+
+# ---- numbers of layers
+
+
+def proportional_counts(layers: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Return numbers of layers in proportion to `shares`, each at least one, by largest remainder.
+
+    Raises:
+        PlanError: a share is not positive, or there are more shares than layers.
+    """
+    for share in shares:
+        if not 0 < share < float("inf"):
+            raise PlanError(f"A share of {share} was given; every share must be more than 0.")
+    if not 1 <= len(shares) <= layers:
+        raise PlanError(
+            f"{len(shares)} shares were given, but the model has {layers} layers: each machine needs a layer."
+        )
+    exact = [Fraction(share) for share in shares]
+    scale = math.lcm(*(share.denominator for share in exact))
+    parts = [int(share * scale) for share in exact]
+    total = sum(parts)
+    counts = [max(1, part * layers // total) for part in parts]
+    while sum(counts) != layers:
+        step = 1 if sum(counts) < layers else -1
+        candidates = [place for place, count in enumerate(counts) if count + step >= 1]
+        # The earlier of two with the same remainder gets the layer.
+        rest = [step * (part * layers - count * total) for part, count in zip(parts, counts, strict=True)]
+        place = max(candidates, key=lambda place: (rest[place], -step * place))
+        counts[place] += step
+    return tuple(counts)
+
+
+def given_counts(layers: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the given numbers of layers.
+
+    Raises:
+        PlanError: they do not add up to the model's layers, or one is less than one.
+    """
+    if sum(counts) != layers or min(counts, default=0) < 1:
+        raise PlanError(
+            f"The layers given are {', '.join(map(str, counts))}, which is {sum(counts)} of {layers}: "
+            "each machine needs one or more, and the sum must be all layers."
+        )
+    return tuple(counts)

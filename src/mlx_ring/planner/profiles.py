@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.core.types import CpuWeights
+from mlx_ring.core.types import CHUNK_TOKENS, LONG_CHUNK_TOKENS, CpuWeights
 from mlx_ring.host.machine_profile import MachineProfile, StepCosts, WeightRate
 from mlx_ring.models.tensor_shares import TensorSizes
 from mlx_ring.rpc.link_profile import ETHERNET, LOCAL, UNREACHABLE, LinkProfile
@@ -253,8 +252,10 @@ class NodeProfile:
     """Hidden size at which a prompt's products have half of their speed, because small ones leave units idle."""
     prompt_s: float = 0.0
     """Seconds for each prompt beside its computation: template, tokens and the way to the engine."""
-    chunk_tokens: int = 512
+    chunk_tokens: int = CHUNK_TOKENS
     """Tokens of a prompt that its engine computes at once."""
+    long_chunk_tokens: int = 0
+    """Most tokens of a prompt alone that its engine computes at once, where that is fast; 0: no more than usual."""
     layers_ahead: float = 0.0
     """Share of a stage's layers whose activations exist at the same time, because they are allocated long before."""
     is_measured: bool = False
@@ -348,6 +349,41 @@ class ClusterProfile:
         return link != UNREACHABLE and (link.trusted or (one.trusted and other.trusted))
 
 
+class LayerKinds:
+    """Distinct kinds of a model's layers."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self.model = model
+        # Most layers are the same object, whose fields need not be compared again.
+        objects = {id(layer): layer for layer in model.layers}
+        places = {layer: place for place, layer in enumerate(dict.fromkeys(objects.values()))}
+        place_of = {key: places[layer] for key, layer in objects.items()}
+        self.kinds = tuple(places)
+        self.index: NDArray[np.intp] = np.array([place_of[id(layer)] for layer in model.layers])
+
+    def by_layer(self, values: Sequence[float]) -> Seconds:
+        """Return for every layer the value of its kind."""
+        return np.array(values, dtype=np.float64)[self.index]
+
+
+class LoadedForms:
+    """Forms in which machines hold a model's weights."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self._stored = LayerKinds(model)
+        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
+        self._with_scales = self._widened if model.with_scales is None else LayerKinds(model.with_scales)
+        self._dequantized = None if model.dequantized is None else LayerKinds(model.dequantized)
+
+    def on(self, node: NodeProfile) -> tuple[LayerKinds, ...]:
+        """Return the forms that a machine may hold, the preferred one first and the smallest last."""
+        widened = self._with_scales if node.keeps_scales else self._widened
+        stored = widened if node.widens else self._stored
+        if self._dequantized is None or node.cpu_weights == "quantized":
+            return (stored,)
+        return (self._dequantized,) if node.cpu_weights == "float32" else (self._dequantized, stored)
+
+
 def measured_node(
     profile: MachineProfile,
     name: str,
@@ -392,6 +428,7 @@ def measured_node(
         # A GPU has memory of its own, or an advised part of it, where no process lies.
         process_bytes=profile.worker_bytes + beside if profile.device == "cpu" else 0,
         layers_ahead=LAYERS_AHEAD_WITH_CUDA if profile.uses_cuda else 0.0,
+        long_chunk_tokens=0 if profile.device == "cpu" else LONG_CHUNK_TOKENS,
         cpu_quota=_cpu_quota(profile),
         is_measured=True,
         workers_at_once=max(1, profile.cores // profile.blas_threads) if profile.device == "cpu" else 1,
@@ -404,51 +441,3 @@ def _cpu_quota(profile: MachineProfile) -> CpuQuota | None:
     if profile.device != "cpu" or profile.blas_threads > 1 or share is None or share >= 1 or period_s is None:
         return None
     return CpuQuota(share, period_s)
-
-
-# ---- machines that are alike
-
-Kinds = Sequence[Sequence[int]]
-"""Machines by their places, in lists of those that are alike."""
-
-
-def kinds_of(keys: Sequence[Hashable], *between: Seconds) -> Kinds:
-    """Return the lists of machines that are alike: two of them can be exchanged without changing any cost.
-
-    Args:
-        keys: what makes a machine different, by machine.
-        between: costs from machine to machine.
-    """
-    kinds: dict[Hashable, list[list[int]]] = {}
-    for place, key in enumerate(keys):
-        lists = kinds.setdefault(key, [])
-        same = next((kind for kind in lists if all(_is_alike(kind[0], place, one) for one in between)), None)
-        if same is None:
-            lists.append([place])
-        else:
-            same.append(place)
-    return sorted(kind for lists in kinds.values() for kind in lists)
-
-
-def _is_alike(one: int, other: int, costs: Seconds) -> bool:
-    """Return True if the costs stay when the two machines are exchanged."""
-    others = np.ones(len(costs), bool)
-    others[[one, other]] = False
-    return bool(
-        costs[one, other] == costs[other, one]
-        and np.array_equal(costs[one, others], costs[other, others])
-        and np.array_equal(costs[others, one], costs[others, other])
-    )
-
-
-def sets_by_size(kinds: Kinds) -> list[list[int]]:
-    """Return all sets of machines by their number, as bits; of machines that are alike, only the first ones."""
-    found: list[list[int]] = [[0]]
-    for kind in kinds:
-        first_ones = [0, *accumulate(1 << place for place in kind)]
-        longer: list[list[int]] = [[] for _ in range(len(found) + len(kind))]
-        for size, sets in enumerate(found):
-            for more, bits in enumerate(first_ones):
-                longer[size + more] += [members | bits for members in sets]
-        found = longer
-    return found

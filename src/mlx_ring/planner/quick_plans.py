@@ -25,7 +25,7 @@ from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.group_search import cut, divided
 from mlx_ring.planner.memory_fit import explain_shortage, fits
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.place import check_request, plan_of_pieces
 from mlx_ring.planner.place import place as place_exactly
 from mlx_ring.planner.plan import Plan
@@ -35,7 +35,7 @@ from mlx_ring.planner.replicas import total_tokens_per_s
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import FEW_NODES, MachineLayers, RequestTables, in_order
 from mlx_ring.planner.stage_costs import StageTables, Table
-from mlx_ring.planner.tensor_groups import SharedModel, fitting_group, quick_group
+from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, fitting_group, quick_group
 from mlx_ring.planner.tensor_plans import plan_of
 from mlx_ring.planner.tensor_search import SharedPipeline
 from mlx_ring.planner.timetable import MeanLayer, MeanLayers, Timetable, Users

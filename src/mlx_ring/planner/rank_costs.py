@@ -3,7 +3,7 @@
 Attention and KV count by heads, MLPs and experts by rows, the output head by tokens of the vocabulary. Each counts as in
 the shares that can really be made. Norms, routers, the embedding, activations and drawing are whole.
 
-It also has the times of collectives over machines, and the order of the machines in their ring.
+It also has the times of collectives over machines, the order of the machines in their ring, and those that are alike.
 
 MLX's backend jaccl sums in one round over a mesh of cables. Its ring sums in `2 (K - 1)` rounds, in each of which every rank sends one part of `K` to the next. Gathering takes
 `K - 1` rounds of a rank's whole part. All send at once, so that the slowest link of the ring makes the pace.
@@ -11,24 +11,22 @@ MLX's backend jaccl sums in one round over a mesh of cables. Its ring sums in `2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.models.tensor_shares import TensorShare, TensorSizes
-from mlx_ring.planner.profiles import ClusterProfile, LayerProfile, NodeProfile
-from mlx_ring.planner.request import Demand
+from mlx_ring.planner.profiles import ClusterProfile, LayerKinds, LayerProfile, NodeProfile, Seconds
+from mlx_ring.planner.request import Chunks, Demand, limited_kv_bytes, planned_kv_bytes, usual_chunks
 from mlx_ring.planner.stage_costs import (
-    LayerKinds,
     Table,
     before,
     bytes_ahead,
     head_seconds,
     layer_seconds,
-    limited_kv_bytes,
-    planned_kv_bytes,
     prefill_factor,
     prefill_layers,
     working_bytes,
@@ -72,7 +70,7 @@ class RankCosts:
         kv = layers.by_layer([planned_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         limited = layers.by_layer([limited_kv_bytes(layer, layers.model, demand) for layer in self._kinds])
         self._seconds: dict[tuple[int, int], Table] = {}
-        self._prefill: dict[tuple[int, int, int | None], Table] = {}
+        self._prefill: dict[tuple[int, Chunks], Table] = {}
         self._weights_before, self._kv_before = before(weights), before(kv)
         self._given_bytes, self._limited_before = demand.kv_memory_bytes, before(limited)
 
@@ -97,12 +95,13 @@ class RankCosts:
         return before(each)
 
     def prefill_s(
-        self, first: int, end: int, tokens: int, context: int = 0, chunk: int | None = None
+        self, first: int, end: int, tokens: int, context: int = 0, chunks: Chunks | None = None
     ) -> float:
-        """Return the seconds of a stage's prefill in the usual steps or in those of `chunk`, without the exchange between ranks."""
-        key = tokens, context, chunk or self._demand.chunk_tokens
+        """Return the seconds of a stage's prefill in the usual steps or in given ones, without the exchange between ranks."""
+        chunks = chunks or usual_chunks(tokens, self._demand.chunk_tokens or self.node.chunk_tokens)
+        key = context, chunks
         if key not in self._prefill:
-            self._prefill[key] = prefill_layers(self._layers, self._kinds, self.node, *key)
+            self._prefill[key] = prefill_layers(self._layers, self._kinds, self.node, context, chunks)
         return float(self._prefill[key][first:end].sum()) * prefill_factor(self.node)
 
     def weight_bytes(self, first: int, end: int) -> int:
@@ -179,6 +178,30 @@ class RankCosts:
     def fits_table(self, ends: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Return `fits` of every stage between two of the ends."""
         return (self.memory_table(ends) <= self.node.usable_bytes) & (self.kv_shares(ends) >= 1)
+
+
+def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
+    """Return the machine as one of several ranks on it finds it. Ranks share its speed if it cannot run all at once."""
+    slower = ranks / min(ranks, node.workers_at_once)
+    if slower <= 1:
+        return node
+    costs = node.costs
+    return replace(
+        node,
+        bandwidth=node.bandwidth / slower,
+        flops=node.flops / slower,
+        rates=tuple(
+            rate.model_copy(
+                update={
+                    "bandwidth": rate.bandwidth / slower,
+                    "row_s": rate.row_s * slower,
+                    "flops": rate.flops / slower,
+                }
+            )
+            for rate in node.rates
+        ),
+        costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
+    )
 
 
 def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:
@@ -292,3 +315,51 @@ class Rings:
         while bits := bits & ~(1 << order[-1]):
             order.append(int(np.maximum(self._slowest_hops(bits), self._seconds[:, order[-1]]).argmin()))
         return order[::-1]
+
+
+# ---- machines that are alike
+
+Kinds = Sequence[Sequence[int]]
+"""Machines by their places, in lists of those that are alike."""
+
+
+def kinds_of(keys: Sequence[Hashable], *between: Seconds) -> Kinds:
+    """Return the lists of machines that are alike: two of them can be exchanged without changing any cost.
+
+    Args:
+        keys: what makes a machine different, by machine.
+        between: costs from machine to machine.
+    """
+    kinds: dict[Hashable, list[list[int]]] = {}
+    for place, key in enumerate(keys):
+        lists = kinds.setdefault(key, [])
+        same = next((kind for kind in lists if all(_is_alike(kind[0], place, one) for one in between)), None)
+        if same is None:
+            lists.append([place])
+        else:
+            same.append(place)
+    return sorted(kind for lists in kinds.values() for kind in lists)
+
+
+def _is_alike(one: int, other: int, costs: Seconds) -> bool:
+    """Return True if the costs stay when the two machines are exchanged."""
+    others = np.ones(len(costs), bool)
+    others[[one, other]] = False
+    return bool(
+        costs[one, other] == costs[other, one]
+        and np.array_equal(costs[one, others], costs[other, others])
+        and np.array_equal(costs[others, one], costs[others, other])
+    )
+
+
+def sets_by_size(kinds: Kinds) -> list[list[int]]:
+    """Return all sets of machines by their number, as bits; of machines that are alike, only the first ones."""
+    found: list[list[int]] = [[0]]
+    for kind in kinds:
+        first_ones = [0, *accumulate(1 << place for place in kind)]
+        longer: list[list[int]] = [[] for _ in range(len(found) + len(kind))]
+        for size, sets in enumerate(found):
+            for more, bits in enumerate(first_ones):
+                longer[size + more] += [members | bits for members in sets]
+        found = longer
+    return found

@@ -17,9 +17,8 @@ from mlx_ring.planner.many_machines import ManyMachines, too_many_replicas
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.request import PlanRequest
+from mlx_ring.planner.request import PlanRequest, held_kv_bytes
 from mlx_ring.planner.search import MOST_NODES, steadiest_costs
-from mlx_ring.planner.stage_costs import held_kv_bytes
 from mlx_ring.planner.tensor_plans import best_of_both
 from mlx_ring.planner.timetable import Timetable
 

@@ -1,20 +1,21 @@
-"""Request for a plan: the promised load, the strategy, the objective, and given numbers of layers; and loads of many requests. Pure."""
+"""Request for a plan: the promised load, the strategy, and the objective; and loads of many requests. Pure."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
-from mlx_ring.core.errors import ConfigError, PlanError
-from mlx_ring.core.types import CHUNK_TOKENS
+from mlx_ring.core.engine_stats import BLOCK
+from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.types import CHUNK_TOKENS, LONG_CHUNK_PAIRS, longest_chunk
+from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 from mlx_ring.settings.strategies import Strategy
 
 Objective = Literal["latency", "throughput", "first-token", "memory"]
@@ -66,6 +67,59 @@ def chunk_within(prefill_chunk: int | None, context_tokens: int) -> int | None:
     return prefill_chunk and min(prefill_chunk, max(CHUNK_TOKENS, context_tokens))
 
 
+def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """Return the KV bytes of a layer, for all promised sequences."""
+    each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
+    return demand.sequences * (each + layer.kv_bytes_per_sequence)
+
+
+def limited_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """Return the KV bytes of a layer in whole blocks, as a worker with a given KV memory counts them."""
+    tokens = -(-demand.context_tokens // BLOCK) * BLOCK
+    return held_kv_bytes(layer, model, replace(demand, context_tokens=tokens))
+
+
+def planned_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
+    """Return the KV bytes that a layer adds to its stage; 0 if the memory of the stage's KV cache is given."""
+    return 0.0 if demand.kv_memory_bytes is not None else held_kv_bytes(layer, model, demand)
+
+
+Chunks = tuple[tuple[int, int], ...]
+"""Steps in which a prompt is read: their tokens, and how many steps have so many."""
+
+
+def usual_chunks(tokens: int, most: int) -> Chunks:
+    """Return the steps of a prompt that has at most so many tokens in each."""
+    whole, rest = divmod(tokens, most)
+    return tuple((size, count) for size, count in ((most, whole), (rest, 1)) if size and count)
+
+
+def chunks_alone(tokens: int, usual: int, most: int, chunk_s: Callable[[int, int], float]) -> Chunks | None:
+    """Return the steps of a prompt alone on a machine or group with all layers, as the engine chooses them; None for usual ones.
+
+    A size counts with the middle time of its last three chunks, as the engine measures them: those of the prompt's end.
+
+    Args:
+        tokens: length of the prompt.
+        usual: most tokens of a usual step.
+        most: most tokens of any step.
+        chunk_s: returns the seconds of a step by its tokens, and the number of those before it.
+    """
+
+    def measured_us(size: int) -> float:
+        count = min(tokens, LONG_CHUNK_PAIRS // size) // size
+        return 1e6 * chunk_s(size, size * max(0, count - 2 if count > 2 else count - 1))  # noqa: PLR2004 - the middle of three
+
+    fast = longest_chunk(usual, most, 0, measured_us)
+    if fast == usual:
+        return None
+    found, left = list[tuple[int, int]](), tokens
+    while left and (size := longest_chunk(usual, fast, tokens - left, lambda _: 0.0)) > usual:
+        found.append((min(left, size), 1))
+        left -= found[-1][0]
+    return (*found, *usual_chunks(left, usual))
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """Requirements of a plan."""
@@ -111,48 +165,6 @@ class PlanRequest:
         return 0 if self.objective == "first-token" else self.answer_tokens
 
 
-def proportional_counts(layers: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Return numbers of layers in proportion to `shares`, each at least one, by largest remainder.
-
-    Raises:
-        PlanError: a share is not positive, or there are more shares than layers.
-    """
-    for share in shares:
-        if not 0 < share < float("inf"):
-            raise PlanError(f"A share of {share} was given; every share must be more than 0.")
-    if not 1 <= len(shares) <= layers:
-        raise PlanError(
-            f"{len(shares)} shares were given, but the model has {layers} layers: each machine needs a layer."
-        )
-    exact = [Fraction(share) for share in shares]
-    scale = math.lcm(*(share.denominator for share in exact))
-    parts = [int(share * scale) for share in exact]
-    total = sum(parts)
-    counts = [max(1, part * layers // total) for part in parts]
-    while sum(counts) != layers:
-        step = 1 if sum(counts) < layers else -1
-        candidates = [place for place, count in enumerate(counts) if count + step >= 1]
-        # The earlier of two with the same remainder gets the layer.
-        rest = [step * (part * layers - count * total) for part, count in zip(parts, counts, strict=True)]
-        place = max(candidates, key=lambda place: (rest[place], -step * place))
-        counts[place] += step
-    return tuple(counts)
-
-
-def given_counts(layers: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the given numbers of layers.
-
-    Raises:
-        PlanError: they do not add up to the model's layers, or one is less than one.
-    """
-    if sum(counts) != layers or min(counts, default=0) < 1:
-        raise PlanError(
-            f"The layers given are {', '.join(map(str, counts))}, which is {sum(counts)} of {layers}: "
-            "each machine needs one or more, and the sum must be all layers."
-        )
-    return tuple(counts)
-
-
 def request_within(request: PlanRequest, most_tokens: int, context_tokens: int | None) -> PlanRequest:
     """Return the request with its context, in which prompt and answer have room, and a sequence for each user.
 
@@ -182,7 +194,8 @@ def request_within(request: PlanRequest, most_tokens: int, context_tokens: int |
             )
         answer = min(answer, max(1, context // 5))
         prompt = max(1, context - answer)
-    demand = replace(request.demand, context_tokens=context, sequences=request.users)
+    chunk = chunk_within(request.demand.chunk_tokens, context)
+    demand = replace(request.demand, context_tokens=context, sequences=request.users, chunk_tokens=chunk)
     return replace(request, demand=demand, prompt_tokens=prompt, answer_tokens=answer)
 
 

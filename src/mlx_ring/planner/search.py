@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from mlx_ring.planner.group_search import KnownCuts, arriving_room, by_length, cut, once, paces_by_length
-from mlx_ring.planner.profiles import Kinds, kinds_of, sets_by_size
+from mlx_ring.planner.rank_costs import Kinds, kinds_of, sets_by_size
 from mlx_ring.planner.stage_costs import Table
 
 MOST_NODES = 8

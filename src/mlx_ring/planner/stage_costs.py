@@ -7,18 +7,28 @@ each of these is what was found there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_cpu_kernels.machine import scratch_bytes
-from mlx_ring.core.engine_stats import BLOCK
+from mlx_ring.core.types import LONG_CHUNK_CONTEXT, LONG_CHUNK_TOKENS
 from mlx_ring.host.machine_profile import WeightRate
-from mlx_ring.planner.profiles import LayerProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.request import Demand
+from mlx_ring.planner.plan import Times
+from mlx_ring.planner.profiles import LayerKinds, LayerProfile, LoadedForms, ModelProfile, NodeProfile
+from mlx_ring.planner.request import (
+    FULL_PRECISION_BITS,
+    Chunks,
+    Demand,
+    chunks_alone,
+    held_kv_bytes,
+    limited_kv_bytes,
+    planned_kv_bytes,
+    usual_chunks,
+)
 
 TOKEN_BYTES = 4
 """Bytes of a drawn token, as the last stage sends it back to the first."""
@@ -31,6 +41,8 @@ for 1,024 and 3,072 of them, and 73,000 for 2,048 and 6,144, with 3 layers and w
 _FLOAT_BYTES = 4
 _FUSED_WIDTH, _LEAST_WIDTH, _SCORES_AND_WEIGHTS = 128, 64, 2
 """Numbers of the widest heads for which MLX fuses attention on GPUs, and of narrow ones; and arrays that hold a number for each score."""
+PART_FOR_LONG_CHUNKS = 0.5
+"""Part of the memory that is kept free, which long chunks of prompts may take."""
 _TOO_MUCH = 1e18
 """Bytes that no machine has, as the memory of stages whose KV cache is larger than `kv_memory_bytes`."""
 _HALF_TILE = 16
@@ -38,53 +50,6 @@ _HALF_TILE = 16
 
 Table = NDArray[np.float64]
 """`(layers + 1, layers + 1)`: by first layer and end; infinite where no stage can be."""
-
-_Seconds = TypeVar("_Seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class Times(Generic[_Seconds]):
-    """Wall-clock times of a step, without and with a CPU quota in effect."""
-
-    unhindered: _Seconds
-    """Time on a machine that was idle before."""
-    steady: _Seconds
-    """Time on a machine that computes all the time."""
-
-
-class LayerKinds:
-    """Distinct kinds of a model's layers."""
-
-    def __init__(self, model: ModelProfile) -> None:
-        self.model = model
-        # Most layers are the same object, whose fields need not be compared again.
-        objects = {id(layer): layer for layer in model.layers}
-        places = {layer: place for place, layer in enumerate(dict.fromkeys(objects.values()))}
-        place_of = {key: places[layer] for key, layer in objects.items()}
-        self.kinds = tuple(places)
-        self.index: NDArray[np.intp] = np.array([place_of[id(layer)] for layer in model.layers])
-
-    def by_layer(self, values: Sequence[float]) -> Table:
-        """Return for every layer the value of its kind."""
-        return np.array(values, dtype=np.float64)[self.index]
-
-
-class LoadedForms:
-    """Forms in which machines hold a model's weights."""
-
-    def __init__(self, model: ModelProfile) -> None:
-        self._stored = LayerKinds(model)
-        self._widened = self._stored if model.widened is None else LayerKinds(model.widened)
-        self._with_scales = self._widened if model.with_scales is None else LayerKinds(model.with_scales)
-        self._dequantized = None if model.dequantized is None else LayerKinds(model.dequantized)
-
-    def on(self, node: NodeProfile) -> tuple[LayerKinds, ...]:
-        """Return the forms that a machine may hold, the preferred one first and the smallest last."""
-        widened = self._with_scales if node.keeps_scales else self._widened
-        stored = widened if node.widens else self._stored
-        if self._dequantized is None or node.cpu_weights == "quantized":
-            return (stored,)
-        return (self._dequantized,) if node.cpu_weights == "float32" else (self._dequantized, stored)
 
 
 class StageTables:
@@ -198,24 +163,53 @@ class StageTables:
         return computing if node.cpu_quota is None else node.cpu_quota.steady_s(computing)
 
     def prefill_seconds(
-        self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0, chunk: int | None = None
+        self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0
     ) -> float:
-        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others, in the usual steps or in those of `chunk`."""
-        form, chunk = self._form(node, first, end), chunk or self.demand.chunk_tokens
-        computing = prefill_layers(form, form.kinds, node, tokens, context, chunk)[first:end].sum()
-        return float(computing) * prefill_factor(node)
+        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others, in the usual steps."""
+        return self._seconds_in(self._usual(node, tokens), node, first, end, context)
 
-    def prefill_table(self, node: NodeProfile, tokens: int) -> Table:
-        """Return the seconds of every possible stage's prefill of `tokens` tokens, regardless of memory."""
+    def _seconds_in(self, chunks: Chunks, node: NodeProfile, first: int, end: int, context: int) -> float:
+        form = self._form(node, first, end)
+        return float(
+            prefill_layers(form, form.kinds, node, context, chunks)[first:end].sum()
+        ) * prefill_factor(node)
+
+    def _usual(self, node: NodeProfile, tokens: int) -> Chunks:
+        return usual_chunks(tokens, self.demand.chunk_tokens or node.chunk_tokens)
+
+    def alone_seconds(self, node: NodeProfile, tokens: int) -> float:
+        """Return the seconds in which a machine with all layers reads a prompt alone."""
+        chunks = self._long(node, tokens) or self._usual(node, tokens)
+        return self._seconds_in(chunks, node, 0, len(self.model.layers), 0)
+
+    def _long(self, node: NodeProfile, tokens: int) -> Chunks | None:
+        """Return the chunks in which a machine with all layers reads a prompt alone; None if they are the usual ones."""
+        usual, layers = node.chunk_tokens, len(self.model.layers)
+        if tokens <= usual or not (most := long_chunk_on([(node, layers)], self.model, self.demand)):
+            return None
+        return chunks_alone(tokens, usual, most, partial(self.chunk_seconds, node, 0, layers))
+
+    def chunk_seconds(self, node: NodeProfile, first: int, end: int, tokens: int, context: int) -> float:
+        """Return the seconds of a prefill step with `tokens` tokens after a context."""
+        step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
+        return self._seconds_in(((tokens, 1),), node, first, end, context) + step_s
+
+    def prefill_table(self, node: NodeProfile, tokens: int, users: int = 1) -> Table:
+        """Return the mean seconds of every possible stage's prefill of `users` prompts of `tokens` tokens, regardless of memory."""
         *preferred, smallest = self._forms.on(node)
+        chunks = self._usual(node, tokens)
 
         def table(form: LayerKinds) -> Table:
-            sums = before(prefill_layers(form, form.kinds, node, tokens, 0, self.demand.chunk_tokens))
+            sums = before(prefill_layers(form, form.kinds, node, 0, chunks))
             return (sums[None, :] - sums[:, None]) * prefill_factor(node)
 
         seconds = table(smallest)
         for form in preferred:
             seconds = np.where(self._memory_of(form, node) <= node.usable_bytes, table(form), seconds)
+        if (long := self._long(node, tokens)) is not None:
+            # Answers are in progress when the other prompts are read.
+            alone_s = self._seconds_in(long, node, 0, len(self.model.layers), 0)
+            seconds[0, -1] += (alone_s - seconds[0, -1]) / users
         return seconds
 
 
@@ -320,9 +314,8 @@ def prefill_layers(
     form: LayerKinds,
     layers: Sequence[LayerProfile],
     node: NodeProfile,
-    tokens: int,
-    context: int = 0,
-    chunk_tokens: int | None = None,
+    context: int,
+    chunks: Chunks,
 ) -> Table:
     """Return the computing seconds of each layer in a prefill.
 
@@ -333,14 +326,11 @@ def prefill_layers(
         form: the model's layers, as the machine holds them.
         layers: each kind of them, or a rank's share of it.
         node: the machine.
-        tokens: length of the prompt.
-        context: number of tokens before it.
-        chunk_tokens: most tokens of a step; None for what the machine's engine takes.
+        context: number of tokens before the prompt.
+        chunks: its steps.
     """
     rate = node.rate(form.model.weights)
-    chunk_tokens = chunk_tokens or node.chunk_tokens
-    whole, rest = divmod(tokens, chunk_tokens)
-    chunks = [(chunk_tokens, whole), (rest, bool(rest))]
+    tokens, steps = sum(size * count for size, count in chunks), sum(count for _, count in chunks)
 
     def seconds(layer: LayerProfile) -> float:
         products = sum(
@@ -350,10 +340,9 @@ def prefill_layers(
                 layer.flops_per_token * size / (rate.flops * node.pace(layer, size, form.model.hidden_size)),
             )
             for size, count in chunks
-            if size and count
         )
         scores = _scores(layer, form.model, context + tokens) - _scores(layer, form.model, context)
-        started_s = (whole + bool(rest)) * _started_s(layer, node, form.model)
+        started_s = steps * _started_s(layer, node, form.model)
         activations = tokens * form.model.hidden_size * node.activation_s
         activations += tokens * layer.has_state * layer.kv_bytes_per_sequence * node.scan_s
         return _with_start(products + activations + scores / node.flops, started_s, node)
@@ -408,28 +397,38 @@ def score_bytes(model: ModelProfile, tokens: int, context_tokens: int, *, quanti
     return _SCORES_AND_WEIGHTS * heads * tokens * context_tokens * model.number_bytes
 
 
+def long_chunk_bytes(model: ModelProfile, layers: int, layers_ahead: float, *, quantizes_kv: bool) -> float:
+    """Return the bytes that a stage of some layers takes beside weights and KV for the longest chunks of prompts."""
+    scores = score_bytes(model, LONG_CHUNK_TOKENS, LONG_CHUNK_CONTEXT, quantizes_kv=quantizes_kv)
+    return scores + activation_bytes(model, layers, LONG_CHUNK_TOKENS, layers_ahead)
+
+
+def long_chunk_on(ranks: Iterable[tuple[NodeProfile, int]], model: ModelProfile, demand: Demand) -> int:
+    """Return the most tokens of a prompt alone that these ranks may compute in a step; 0 for no more than usual.
+
+    A head that loads them decides alike.
+
+    Args:
+        ranks: machine and number of layers of each rank of each stage.
+        model: sizes as they are stored.
+        demand: with `chunk_tokens`, no chunk is longer.
+    """
+    taken: dict[str, float] = defaultdict(float)
+    for node, layers in ranks:
+        if not node.long_chunk_tokens or demand.chunk_tokens is not None:
+            return 0
+        quantizes_kv = demand.kv_bits < FULL_PRECISION_BITS
+        taken[node.name] += long_chunk_bytes(model, layers, node.layers_ahead, quantizes_kv=quantizes_kv)
+        if taken[node.name] > PART_FOR_LONG_CHUNKS * node.reserve_share * node.memory_bytes:
+            return 0
+    return LONG_CHUNK_TOKENS
+
+
 def bytes_ahead(model: ModelProfile, layers_ahead: float, layers: Table, tokens: int) -> Table | float:
     """Return the bytes of activations of further layers that exist at the same time, for numbers of layers, and `tokens` of a prompt."""
     if not layers_ahead:
         return 0.0
     return np.maximum(0.0, layers_ahead * layers - 1.0) * _activation_bytes(model, tokens)
-
-
-def held_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes of a layer, for all promised sequences."""
-    each = layer.kv_bytes_per_token * demand.context_tokens * demand.kv_factor(model.number_bytes)
-    return demand.sequences * (each + layer.kv_bytes_per_sequence)
-
-
-def limited_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes of a layer in whole blocks, as a worker with a given KV memory counts them."""
-    tokens = -(-demand.context_tokens // BLOCK) * BLOCK
-    return held_kv_bytes(layer, model, replace(demand, context_tokens=tokens))
-
-
-def planned_kv_bytes(layer: LayerProfile, model: ModelProfile, demand: Demand) -> float:
-    """Return the KV bytes that a layer adds to its stage; 0 if the memory of the stage's KV cache is given."""
-    return 0.0 if demand.kv_memory_bytes is not None else held_kv_bytes(layer, model, demand)
 
 
 def _bytes_before(layers: LayerKinds, demand: Demand) -> Table:

@@ -14,7 +14,8 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.group_search import KnownCuts
-from mlx_ring.planner.request import PlanRequest, given_counts, proportional_counts
+from mlx_ring.planner.plan import given_counts, proportional_counts
+from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import (
     FEW_NODES,
     MOST_NODES,

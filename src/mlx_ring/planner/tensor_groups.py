@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import TensorSizes, nearest_proportions, share_out
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring
-from mlx_ring.planner.request import Demand
-from mlx_ring.planner.stage_costs import (
-    TOKEN_BYTES,
-    LayerKinds,
-    LoadedForms,
-    Table,
-    Times,
-    times_on,
-)
+from mlx_ring.planner.plan import Times
+from mlx_ring.planner.profiles import ClusterProfile, LayerKinds, LoadedForms, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import Fractions, RankCosts, Ring, crowded
+from mlx_ring.planner.request import Chunks, Demand, chunks_alone, usual_chunks
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table, long_chunk_on, times_on
 
 SUMS_PER_LAYER = 2
 _PARTS = 256
@@ -126,6 +122,7 @@ class RankGroup:
         self._layers = len(shared.model.layers)
         self._stage_s: dict[tuple[int, int, int, int], Times[float]] = {}
         self._prefill_s: dict[tuple[int, int, int, int], float] = {}
+        self._alone_s: dict[int, float] = {}
         self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
 
     def on(self, nodes: Sequence[NodeProfile], places: tuple[int, ...]) -> RankGroup:
@@ -201,17 +198,33 @@ class RankGroup:
             self._prefill_s[key] = self._chunks_seconds(*key)
         return self._prefill_s[key]
 
-    def _chunks_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
-        computing = max(member.costs.prefill_s(first, end, tokens, context_tokens) for member in self.members)
-        most = self.shared.demand.step_tokens
-        whole, rest = divmod(tokens, most)
-        exchanged = whole * self.exchange_s(most)[0] + bool(rest) * self.exchange_s(rest)[0]
-        return computing + (end - first) * exchanged
+    def _chunks_seconds(
+        self, first: int, end: int, tokens: int, context_tokens: int, chunks: Chunks | None = None
+    ) -> float:
+        computing = max(
+            member.costs.prefill_s(first, end, tokens, context_tokens, chunks) for member in self.members
+        )
+        steps = chunks or usual_chunks(tokens, self.shared.demand.step_tokens)
+        return computing + (end - first) * sum(count * self.exchange_s(size)[0] for size, count in steps)
+
+    def alone_seconds(self, tokens: int) -> float:
+        """Return the seconds in which a group with all layers reads a prompt alone."""
+        if tokens not in self._alone_s:
+            self._alone_s[tokens] = self._chunks_seconds(0, self._layers, tokens, 0, self._alone(tokens))
+        return self._alone_s[tokens]
+
+    def _alone(self, tokens: int) -> Chunks | None:
+        """Return the chunks of a prompt alone; None for the usual ones."""
+        ranks = ((node, self._layers) for node in self.nodes)
+        if not (most := long_chunk_on(ranks, self.shared.model, self.shared.demand)):
+            return None
+        times = partial(self.chunk_seconds, 0, self._layers)
+        return chunks_alone(tokens, self.shared.demand.step_tokens, most, times)
 
     def chunk_seconds(self, first: int, end: int, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""
         computing = max(
-            member.costs.prefill_s(first, end, tokens, context_tokens, tokens)
+            member.costs.prefill_s(first, end, tokens, context_tokens, ((tokens, 1),))
             + member.node.costs.step_s / (member.node.cpu_quota.share if member.node.cpu_quota else 1.0)
             for member in self.members
         )
@@ -219,6 +232,37 @@ class RankGroup:
 
     def fits(self, first: int, end: int) -> bool:
         return all(member.costs.fits(first, end) for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStage:
+    """Layers that a group of ranks computes together. A lone rank is a group, too."""
+
+    group: RankGroup
+    layers: LayerRange
+
+    @property
+    def nodes(self) -> tuple[NodeProfile, ...]:
+        """Machine of each rank, rank 0 first."""
+        return self.group.nodes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's activations, as rank 0 sends them."""
+        model = self.group.shared.on(self.group.nodes[0]).model
+        return model.hidden_size * model.number_bytes
+
+    def seconds(self, rows: int, context_tokens: int) -> Times[float]:
+        """Return the seconds of a decode step."""
+        return self.group.stage_seconds(self.layers.start, self.layers.end, rows, context_tokens)
+
+    def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
+        """Return the seconds of all usual chunks of a prompt, after a context."""
+        return self.group.prefill_seconds(self.layers.start, self.layers.end, tokens, context_tokens)
+
+    def alone_seconds(self, tokens: int) -> float:
+        """Return the seconds in which a stage with all layers reads a prompt alone, in chunks that may be longer."""
+        return self.group.alone_seconds(tokens)
 
 
 def alone(shared: SharedModel, node: NodeProfile, place: int = 0) -> RankGroup:
@@ -359,30 +403,6 @@ def _in_parts(shares: Table) -> list[float]:
     while counts.sum() > _PARTS:
         counts[int((counts - shares * _PARTS + (counts > 1)).argmax())] -= 1
     return [float(count) / _PARTS for count in counts]
-
-
-def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
-    """Return the machine as one of several ranks on it finds it. Ranks share its speed if it cannot run all at once."""
-    slower = ranks / min(ranks, node.workers_at_once)
-    if slower <= 1:
-        return node
-    costs = node.costs
-    return replace(
-        node,
-        bandwidth=node.bandwidth / slower,
-        flops=node.flops / slower,
-        rates=tuple(
-            rate.model_copy(
-                update={
-                    "bandwidth": rate.bandwidth / slower,
-                    "row_s": rate.row_s * slower,
-                    "flops": rate.flops / slower,
-                }
-            )
-            for rate in node.rates
-        ),
-        costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
-    )
 
 
 def stage_seconds(

@@ -9,12 +9,11 @@ from typing import Protocol
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.models.tensor_shares import splittable
-from mlx_ring.planner.pipeline import GroupStage
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES
-from mlx_ring.planner.tensor_groups import GroupRank
+from mlx_ring.planner.tensor_groups import GroupRank, GroupStage
 from mlx_ring.planner.tensor_search import SharedLayers, SharedPipeline
 
 

@@ -24,14 +24,15 @@ from mlx_ring.planner.group_search import (
     cut,
     even_divisions,
 )
-from mlx_ring.planner.pipeline import GroupStage, Pipeline
+from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.plan import Prediction
-from mlx_ring.planner.profiles import ClusterProfile, Kinds, ModelProfile, NodeProfile, kinds_of, sets_by_size
-from mlx_ring.planner.rank_costs import Rings
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
+from mlx_ring.planner.rank_costs import Kinds, Rings, kinds_of, sets_by_size
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import FEW_NODES, MOST_NODES
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, Table
 from mlx_ring.planner.tensor_groups import (
+    GroupStage,
     RankGroup,
     SharedModel,
     alone,
@@ -343,9 +344,8 @@ class SharedLayers:
         pipeline = Pipeline(self._cluster, stages, self._request.demand)
         prediction = pipeline.prediction(self._request)
         each = tuple(pipeline.lone_stream(self._shared.context_tokens)[0])
-        return SharedPipeline(
-            tuple(stages), each, prediction, prediction.minimized_s(self._request.objective)
-        )
+        cost = prediction.minimized_s(self._request.objective)
+        return SharedPipeline(tuple(stages), each, prediction, cost)
 
     def _rows(self, stages: int) -> int:
         """Return the rows of a step, for a number of stages."""

@@ -6,18 +6,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.group_search import shortest_pace
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
+from mlx_ring.planner.plan import Times
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.rank_costs import Ring
-from mlx_ring.planner.request import Demand, PlanRequest
+from mlx_ring.planner.request import Chunks, Demand, PlanRequest, chunks_alone, usual_chunks
 from mlx_ring.planner.search import MachineLayers, RequestTables
-from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, Times
+from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, long_chunk_on
 from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
 _LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
@@ -57,7 +60,7 @@ class Timetable:
         """First machine with the same profile, for each machine."""
         self._unhindered: dict[int, list[Table]] = {}
         self._steady: dict[int, list[Table]] = {}
-        self._prefill: dict[int, list[Table]] = {}
+        self._prefill: dict[tuple[int, int], list[Table]] = {}
         self._hops: dict[int, Table] = {}
 
     def pipeline(self, pieces: Sequence[MachineLayers]) -> Pipeline:
@@ -113,7 +116,7 @@ class Timetable:
         if request.objective == "throughput":
             return token_s / streams
         chunks, rows = request.chunks, request.chunk_rows
-        chunk_s = by_stage(self._prefill_tables(request.prompt_tokens)) / chunks
+        chunk_s = by_stage(self._prefill_tables(request)) / chunks
         prompt_s = request.users * np.array([node.prompt_s for node in self.cluster.nodes])[nodes[:, 0]]
         later_s = (request.users * chunks - 1) * slowest_s(chunk_s, rows)
         first_token_s = prompt_s + chunk_s.sum(axis=1) + later_s + around_s(rows) + token_s
@@ -128,7 +131,7 @@ class Timetable:
         chunks, tokens = request.chunks, 1 + request.minimized_tokens
         later, rows = request.users * chunks - 1, request.chunk_rows
         in_rounds, in_paces = tokens * users.round_weight, tokens * (1 - users.round_weight) * users.groups
-        prefill = self._prefill_tables(request.prompt_tokens)
+        prefill = self._prefill_tables(request)
         decode, steady = self.tables(users.rows), self.steady_tables(users.rows)
         return RequestTables(
             sums=self._once(lambda place: prefill[place] / chunks + _scaled(in_rounds, decode[place])),
@@ -170,12 +173,13 @@ class Timetable:
         self._unhindered[rows] = [each.unhindered for each in times]
         self._steady[rows] = [each.steady for each in times]
 
-    def _prefill_tables(self, tokens: int) -> list[Table]:
-        """Return for each machine the seconds of every possible stage's prefill."""
-        if tokens not in self._prefill:
+    def _prefill_tables(self, request: PlanRequest) -> list[Table]:
+        """Return for each machine the mean seconds of every possible stage's prefill of the users' prompts."""
+        key = request.prompt_tokens, request.users
+        if key not in self._prefill:
             nodes = self.cluster.nodes
-            self._prefill[tokens] = self._once(lambda place: self.costs.prefill_table(nodes[place], tokens))
-        return self._prefill[tokens]
+            self._prefill[key] = self._once(lambda place: self.costs.prefill_table(nodes[place], *key))
+        return self._prefill[key]
 
     def _once(self, value: Callable[[int], _Value]) -> list[_Value]:
         """Return a value for each machine by its place, computed once for those that are alike."""
@@ -230,6 +234,8 @@ class MeanLayer:
     decode_s: float
     chunk_s: float
     """Seconds of a prompt's chunk."""
+    alone_s: float
+    """Mean seconds of a chunk if there are no other stages: the first prompt may have longer ones."""
     step_s: float
     """Seconds of a decode step beside its layers."""
     room: float
@@ -257,6 +263,7 @@ class MeanLayers:
         step = costs.stage_seconds(node, 0, self._layers, rows, self._times.demand.mean_context_tokens)
         decode_s = step.steady if self._request.objective == "throughput" else step.unhindered
         prompt_s = costs.prefill_seconds(node, 0, self._layers, self._request.prompt_tokens)
+        alone_s = costs.alone_seconds(node, self._request.prompt_tokens)
         held = costs.memory(node)[0]
         each = max(1.0, (held[-1] - held[1]) / max(1, self._layers - 1))
         own_s = _own_seconds(node)
@@ -268,9 +275,15 @@ class MeanLayers:
             (place,),
             (decode_s - own_s) / self._layers,
             prompt_s / self._chunks / self._layers,
+            self._mean_s(alone_s, prompt_s),
             own_s,
             room,
         )
+
+    def _mean_s(self, alone_s: float, prompt_s: float) -> float:
+        """Return the mean seconds of a layer's chunk, where the first prompt takes `alone_s` and the others `prompt_s`."""
+        users = self._request.users
+        return (alone_s + (users - 1) * prompt_s) / (users * self._chunks * self._layers)
 
     def together(self, members: tuple[int, ...], ring: Ring, rows: int) -> MeanLayer | None:
         """Return the mean layer of ranks that take equally long, as if shares were divisible; None if they are too many."""
@@ -283,34 +296,46 @@ class MeanLayers:
         )
         wanted = [max(1 / most, (level - one.fixed_s) / one.shared_s) for one in parts]
         shares = [share / sum(wanted) for share in wanted]
-        both = list(zip(parts, shares, strict=True))
-        step_s = max(one.fixed_s + share * one.shared_s for one, share in both)
-        prompt_s = max(one.fixed_prompt_s + share * one.shared_prompt_s for one, share in both)
-        model = self._times.model
-        row_bytes = model.hidden_size * model.number_bytes
-        chunk_rows = self._request.chunk_rows
+        step_s = max(one.fixed_s + share * one.shared_s for one, share in zip(parts, shares, strict=True))
+        model, demand, tokens = self._times.model, self._request.demand, self._request.prompt_tokens
         logits = rows * model.vocabulary * max(shares) * model.number_bytes
         step_s += ring.gather_s(logits) + ring.sum_s(TOKEN_BYTES * rows)
+        read_s = partial(self._read_s, list(zip(members, shares, strict=True)), ring)
+        prompt_s = alone_s = read_s(usual_chunks(tokens, demand.step_tokens))
+        if most := long_chunk_on([(self._nodes[place], self._layers) for place in members], model, demand):
+            usual = demand.step_tokens
+            chunks = chunks_alone(tokens, usual, most, lambda size, before: read_s(((size, 1),), before))
+            alone_s = prompt_s if chunks is None else read_s(chunks)
         return MeanLayer(
             members,
-            step_s / self._layers + SUMS_PER_LAYER * ring.sum_s(rows * row_bytes),
-            prompt_s / self._chunks / self._layers + SUMS_PER_LAYER * ring.sum_s(chunk_rows * row_bytes),
+            step_s / self._layers
+            + SUMS_PER_LAYER * ring.sum_s(rows * model.hidden_size * model.number_bytes),
+            prompt_s / self._chunks / self._layers,
+            self._mean_s(alone_s, prompt_s),
             max(_own_seconds(self._nodes[place]) for place in members),
             self._room(members),
         )
+
+    def _read_s(
+        self, ranks: Sequence[tuple[int, float]], ring: Ring, chunks: Chunks, context: int = 0
+    ) -> float:
+        """Return the seconds in which ranks with these places and shares read a prompt in the given steps after a context."""
+        each, model = list[float](), self._times.model
+        for place, share in ranks:
+            bounds = self._shared.bounds(self._nodes[place])
+            least_s, whole_s = (one.prefill_s(0, self._layers, 0, context, chunks) for one in bounds)
+            each.append(least_s + share * (whole_s - least_s))
+        row_bytes = model.hidden_size * model.number_bytes
+        sums_s = sum(count * ring.sum_s(size * row_bytes) for size, count in chunks)
+        return max(each) + SUMS_PER_LAYER * self._layers * sums_s
 
     def _parts_on(self, place: int, rows: int) -> _Parts:
         if (place, rows) not in self._parts:
             node, context = self._nodes[place], self._times.demand.mean_context_tokens
             ends = self._shared.bounds(node)
             fixed_s, whole_s = (float(one.seconds_before(rows, context)[-1]) for one in ends)
-            least_s, prompt_s = (one.prefill_s(0, self._layers, self._request.prompt_tokens) for one in ends)
-            self._parts[place, rows] = _Parts(
-                fixed_s * node.ratios.decode,
-                max(1e-12, (whole_s - fixed_s) * node.ratios.decode),
-                least_s,
-                prompt_s - least_s,
-            )
+            shared_s = max(1e-12, (whole_s - fixed_s) * node.ratios.decode)
+            self._parts[place, rows] = _Parts(fixed_s * node.ratios.decode, shared_s)
         return self._parts[place, rows]
 
     def _room(self, members: Sequence[int]) -> float:
@@ -350,7 +375,7 @@ class MeanLayers:
             more = self._minimized * streams if streams > 1 else 0
             paces = [later * unit.chunk_s + more * unit.decode_s for unit in units]
         order = sorted(range(len(units)), key=weights.__getitem__)
-        shortest = self._shortest_pace(paces, [unit.room for unit in units])
+        shortest = shortest_pace(self._layers, paces, [unit.room for unit in units])
         best: tuple[float, list[int]] = (math.inf, [])
         for looser in _LOOSER:
             # No bound at all, even where the shortest pace is 0 because nothing waits for a stage.
@@ -364,21 +389,6 @@ class MeanLayers:
             if cost < best[0]:
                 best = cost, used
         return best
-
-    def _shortest_pace(self, paces: Sequence[float], rooms: Sequence[float]) -> float:
-        """Return the pace at which all machines just compute all layers."""
-        # Machines are full one after the other, and the rest share the layers by their speed.
-        left, speed = float(self._layers), sum(1 / pace for pace in paces if pace)
-        left -= sum(room for pace, room in zip(paces, rooms, strict=True) if not pace)
-        for full_s, pace, room in sorted(
-            (pace * room, pace, room) for pace, room in zip(paces, rooms, strict=True) if pace
-        ):
-            if left <= full_s * speed:
-                break
-            left, speed = left - room, speed - 1 / pace
-        else:
-            return max((pace * room for pace, room in zip(paces, rooms, strict=True)), default=0.0)
-        return max(0.0, left / speed)
 
     def _filled(
         self, order: Sequence[int], paces: Sequence[float], units: Sequence[MeanLayer], pace_s: float
@@ -403,7 +413,11 @@ class MeanLayers:
         token_s = sum(each) + around_s if streams == 1 else max(sum(each) + around_s, stages * max(each))
         if self._request.objective == "throughput":
             return token_s
-        chunks = [unit.chunk_s * count for unit, count in zip(units, layers, strict=True)]
+        is_alone = len(units) == 1
+        chunks = [
+            (unit.alone_s if is_alone else unit.chunk_s) * count
+            for unit, count in zip(units, layers, strict=True)
+        ]
         rows = self._request.chunk_rows
         return sum(chunks) + later * max(chunks) + self._around_s(units, rows) + self._minimized * token_s
 
@@ -433,5 +447,3 @@ class _Parts:
 
     fixed_s: float
     shared_s: float
-    fixed_prompt_s: float
-    shared_prompt_s: float

@@ -12,7 +12,7 @@ from itertools import count, pairwise, takewhile
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.cluster_file import with_machines
-from mlx_ring.planner.memory_fit import most_of, room_at_most, room_for
+from mlx_ring.planner.memory_fit import least_bytes, most_of, room_at_most, room_for
 from mlx_ring.planner.place import LoadedStages, plan_instances, plan_loaded, stages_of
 from mlx_ring.planner.plan import WHY_LEFT_OUT, Plan, nodes_of, ranges_of, stage_texts
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
@@ -20,7 +20,6 @@ from mlx_ring.planner.quick_plans import QuickSearch, search_work
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
 from mlx_ring.planner.request import USUAL_CONTEXT, Demand, Objective, PlanRequest, request_within
 from mlx_ring.planner.search import MOST_NODES
-from mlx_ring.planner.stage_costs import held_kv_bytes
 
 _SHORTEST = 1024
 _ROW_PLANS, _CURVE_PLANS = 5, 18
@@ -315,8 +314,7 @@ def _outcome(
     try:
         plans = case.plans(request, near)
     except PlanError as error:
-        least = model.weight_bytes + int(sum(held_kv_bytes(layer, model, demand) for layer in model.layers))
-        return replace(plain, why=str(error), memory_bytes=least), (), None
+        return replace(plain, why=str(error), memory_bytes=least_bytes(model, demand)), (), None
     users = max(request.users, case.room(_for_users(request, 1)))
     best = _fastest(case, request, plans, users, before)
     if request.objective == "throughput" and best.plans:
