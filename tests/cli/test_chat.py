@@ -24,7 +24,8 @@ from tests.default_settings import make_api_settings
 from tests.eventually import eventually
 from tests.processes import run_in_process
 
-from mlx_ring.cli.chat import ChatServer, run_chat
+from mlx_ring.cli.chat import run_chat
+from mlx_ring.cli.head_client import ChatServer
 from mlx_ring.core.errors import WorkerLost
 
 

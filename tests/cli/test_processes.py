@@ -16,7 +16,7 @@ from tests.api.twins import TwinService
 from tests.default_settings import make_api_settings
 from tests.processes import serving
 
-from mlx_ring.cli import heads, models, processes
+from mlx_ring.cli import head_client, models, processes
 from mlx_ring.cli.head_client import name_for, names_at, pull_at
 from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
@@ -133,7 +133,7 @@ def test_a_folder_here_is_the_same_one_for_a_server_of_this_machine(
 
 
 def test_a_program_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "QUICK_ANSWER_S", 0.1)
+    monkeypatch.setattr(head_client, "QUICK_ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for ask in (partial(names_at, url), partial(models.load, "demo", url)):
@@ -146,7 +146,7 @@ def test_another_program_is_named_whatever_it_answers(listed: str, monkeypatch: 
     def answer(*_: object, **__: object) -> object:
         return json.loads(listed)
 
-    monkeypatch.setattr(heads, "ask_head", answer)
+    monkeypatch.setattr(head_client, "ask_head", answer)
     with pytest.raises(
         ConfigError, match=r"No head answers at http://here \(another program answers there\)"
     ):
