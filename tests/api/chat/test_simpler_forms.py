@@ -88,7 +88,7 @@ def test_a_system_message_amid_the_chat_becomes_the_users_where_the_template_wan
     assert rendered(tokenizer, SYSTEM_FIRST, chat, monkeypatch) == (
         "[system:Be brief.][user:Hello.][assistant:Hi.][user:Answer in French.\nHello.]"
     )
-    # The messages before it stay the same, so that the cached prefix still matches.
+    # This form writes the messages before it as the template did when it took them, so the cached prefix matches.
     assert (
         rendered(tokenizer, SYSTEM_FIRST, chat[:3], monkeypatch)
         == "[system:Be brief.][user:Hello.][assistant:Hi.]"
