@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from functools import cache
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -203,6 +205,17 @@ def test_docs_page_ignores_the_query() -> None:
         plain, queried = API.get(path), API.get(f"{path}?content=alert(1)&media_type=text/html")
         assert queried.content == plain.content
         assert queried.headers["content-type"] == plain.headers["content-type"]
+
+
+@pytest.mark.parametrize("path", ["/docs/", "/docs//"])
+def test_docs_page_with_a_slash_leads_to_one_whose_links_are_right(path: str) -> None:
+    address = urljoin(path, API.get(path).headers["location"])
+    page = API.get(address)
+    assert page.status_code == 200
+    links = re.findall(r'(?:href|src)="([^":]+)"', page.text)
+    assert set(links) == {"docs/page.css", "docs/page.js", "openapi.json"}
+    for link in links:
+        assert API.get(urljoin(address, link)).status_code == 200
 
 
 def test_docs_page_needs_no_key_and_loads_nothing_external() -> None:

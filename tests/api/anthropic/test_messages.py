@@ -197,6 +197,7 @@ def test_a_system_message_for_one_turn_is_left_out_of_the_next() -> None:
     ]
     messages = conversation_from([user, kept, once, answer, user]).messages
     assert [message["content"] for message in messages] == ["1+1?", "Be kind.", "2", "1+1?"]
+    assert [message["content"] for message in conversation_from([once]).messages] == ["Be quick."]
 
 
 def test_content_blocks_become_chat_template_messages() -> None:

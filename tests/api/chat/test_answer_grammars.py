@@ -377,6 +377,56 @@ def test_look_around_in_a_non_strict_tool_is_ignored() -> None:
         assert not accepts(grammar, JSON_TOOLS.whole(sent.replace(there, other)))
 
 
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "pattern", "properties"])
+def test_look_around_is_ignored_in_properties_named_like_keywords(name: str) -> None:
+    inner = {
+        "type": "object",
+        "properties": {name: {"type": "string", "pattern": "(?=a)"}},
+        "required": [name],
+    }
+    tool = Tool("send", parameters={"type": "object", "properties": {name: inner}, "required": [name]})
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(tool))
+    assert accepts(grammar, sent({name: {name: "b"}}))
+    assert not accepts(grammar, sent({name: {name: 1}}))
+
+
+@pytest.mark.parametrize("further", [{}, {"additionalProperties": False}])
+def test_names_of_properties_with_look_around_may_be_any(further: dict[str, Any]) -> None:
+    patterns = {"^(?!x)": {"type": "integer"}, "^(?=y)": {"type": "integer"}, "^n": {"type": "integer"}}
+    tool = Tool("send", parameters={"type": "object", "patternProperties": patterns, **further})
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(tool))
+    assert accepts(grammar, sent({"a": 1, "n": 2}))
+    assert not accepts(grammar, sent({"n": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched", "other"),
+    [
+        (r"^f\(?=x$", "f(=x", "g=x"),
+        (r"^[(?=]+$", "(?=", "a"),
+        (r"^[^(?=]+$", "a", "(?="),
+        (r"^[\](?=]$", "]", "a"),
+        (r"^a\\(?:b)$", "a\\b", "a"),
+    ],
+)
+def test_a_pattern_that_only_looks_like_look_around_is_enforced(
+    pattern: str, matched: str, other: str
+) -> None:
+    fields = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"],
+    }
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(Tool("send", parameters=fields)))
+    assert accepts(grammar, sent({"a": matched}))
+    assert not accepts(grammar, sent({"a": other}))
+
+
+def sent(arguments: dict[str, Any]) -> str:
+    """Return an answer that calls `send`."""
+    return JSON_TOOLS.whole(json.dumps({"name": "send", "arguments": arguments}))
+
+
 def _text_after_string(example: CallExample) -> str:
     """Return the text that closes a string."""
     return example.minimal_call.partition("Rome")[2].partition(">")[0] + ">"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -86,7 +88,7 @@ def test_a_system_message_amid_the_chat_becomes_the_users_where_the_template_wan
     assert rendered(tokenizer, SYSTEM_FIRST, chat, monkeypatch) == (
         "[system:Be brief.][user:Hello.][assistant:Hi.][user:Answer in French.\nHello.]"
     )
-    # The messages before it stay the same, so that the cached prefix still matches.
+    # This form writes the messages before it as the template did when it took them, so the cached prefix matches.
     assert (
         rendered(tokenizer, SYSTEM_FIRST, chat[:3], monkeypatch)
         == "[system:Be brief.][user:Hello.][assistant:Hi.]"
@@ -174,6 +176,23 @@ def test_a_template_that_takes_too_much_is_not_tried_again(
     source = "{% if messages | length == 3 %}{{ 10 ** 9999999 }}{% endif %}"
     with pytest.raises(RequestError, match="makes a number"):
         rendered(tokenizer, source, [USER, USER, REMINDER], monkeypatch)
+
+
+def test_all_forms_share_one_limit_of_time(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each form looks at the clock three times, each a second later, so there is time for less than two.
+    late = "{% for i in range(512) %}{% endfor %}{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages | length }}"
+    chat = [SYSTEM, USER, ANSWER, ANSWER]
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    assert rendered(tokenizer, late, chat, monkeypatch) == "2"
+    monkeypatch.setattr(time, "thread_time", count().__next__)
+    with pytest.raises(RequestError, match="rejects these messages: no"):
+        rendered(tokenizer, late, chat, monkeypatch)
+
+
+def test_no_form_follows_one_that_takes_too_much(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% if messages | length == 4 %}{{ raise_exception('no') }}{% elif messages[0].role == 'system' %}{{ 10 ** 9999999 }}{% endif %}"
+    with pytest.raises(RequestError, match="rejects these messages: no"):
+        rendered(tokenizer, source, [SYSTEM, USER, ANSWER, ANSWER], monkeypatch)
 
 
 def test_forms_that_change_nothing_are_left_out() -> None:

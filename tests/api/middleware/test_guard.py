@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
+from starlette.types import Receive, Scope, Send
 from tests.api.clients import Api, error_of, refusal
 from tests.default_settings import make_api_settings
+
+from mlx_ring.api.middleware.guard import Admission, Guard
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,23 @@ def test_request_id_of_the_client_is_kept_if_it_is_safe_to_log(api: Api, name: s
 @pytest.mark.parametrize("path", ["/v1/models/", "//v1/models", "/v1//models", "/v1/v1/models", "/models/"])
 def test_a_base_url_may_end_with_a_slash_or_the_prefix(api: Api, path: str) -> None:
     assert api.get(path).json() == api.get("/v1/models").json()
+
+
+@pytest.mark.timeout(60)
+def test_a_long_path_is_read_in_time_linear_in_its_length() -> None:
+    """Send a path of 6 MB, which takes a second; with work for each pair of parts it would take a quarter of an hour."""
+    paths: list[str] = []
+
+    async def app(scope: Scope, _receive: Receive, _send: Send) -> None:
+        paths.append(scope["path"])
+
+    async def unused(*_: object) -> Any:
+        raise AssertionError
+
+    guard = Guard(app, make_api_settings(), Admission())
+    for path in ("/v1" * 2_000_000, "/v1" * 2_000_000 + "/models"):
+        asyncio.run(guard({"type": "http", "method": "GET", "path": path, "headers": []}, unused, unused))
+    assert paths == ["/v1", "/v1/models"]
 
 
 def test_slashes_do_not_bypass_the_key() -> None:

@@ -324,14 +324,17 @@ def test_fields_of_other_providers_are_accepted_in_history_and_tools() -> None:
         {"thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
         {"reasoning": "Own.", "reasoning_details": [summary], "provider_specific_fields": {"refusal": None}},
         {"reasoning_details": [encrypted]},
+        {"reasoning_details": [encrypted], "thinking_blocks": [{"type": "thinking", "thinking": "Hm."}]},
+        {"reasoning_details": [encrypted], "content": None},
+        {"thinking_blocks": [{"type": "redacted_thinking", "data": "xyz"}], "content": None},
     ]
     history = [{"role": "assistant", "content": "a", **answer, **mark} for answer in answers]
     part: dict[str, Any] = {"type": "text", "text": "b", **mark}
     messages = [{"role": "system", "content": "c", **mark}, *history, {"role": "user", "content": [part]}]
     tools = [{"type": "function", **mark, "function": {"name": "f", **mark}}]
     assert api.chat(messages=messages, tools=tools).status_code == 200
-    reasoning = [message.get("reasoning_content") for message in api.service.tokenizer.conversation[1:5]]
-    assert reasoning == ["Hm.\nOr so.", "Hm.", "Own.", None]
+    reasoning = [message.get("reasoning_content") for message in api.service.tokenizer.conversation[1:8]]
+    assert reasoning == ["Hm.\nOr so.", "Hm.", "Own.", None, "Hm.", None, None]
 
 
 def test_tools_are_refused_where_the_template_has_no_place_for_them(api: Api) -> None:

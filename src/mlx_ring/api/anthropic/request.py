@@ -311,7 +311,7 @@ def _system(fields: PromptFields) -> Iterator[Plain]:
 
 def _template_messages(messages: Sequence[Message]) -> Iterator[Plain]:
     names: dict[str, str] = {}
-    last_user = max((place for place, each in enumerate(messages) if each.role == "user"), default=0)
+    last_user = max((place for place, each in enumerate(messages) if each.role == "user"), default=-1)
     for place, message in enumerate(messages):
         if isinstance(message, SystemMessage):
             if message.clear_at != "next_user_message" or place > last_user:

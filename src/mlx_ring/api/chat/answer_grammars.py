@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import cast
 
-from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
+from mlx_ring.api.chat.lark import ANY_TEXT, DEFINITIONS, SPACE, LarkGrammar, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.chat.tool_call_grammars import (
@@ -68,9 +68,14 @@ def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa:
     return conversation.format.kind != "text" or use.choice == "required" or strict
 
 
-_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_LOOK_AROUND = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*|(?P<found>\(\?<?[=!])", re.DOTALL)
+"""Look-around in a pattern, or something that may only look like it: an escaped character, or a class."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are no schemas."""
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "dependencies", *DEFINITIONS}
+)
+"""Keywords whose values are schemas by names, which may be keywords."""
 
 
 def _with_known_patterns(conversation: Conversation) -> Conversation:
@@ -91,9 +96,20 @@ def _with_known_patterns(conversation: Conversation) -> Conversation:
 def _without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
     kept: dict[str, object] = {}
     for name, value in schema.items():
-        if isinstance(value, str) and name == "pattern" and _LOOK_AROUND.search(value):
+        if name == "pattern" and _looks_around(value):
             continue
-        kept[name] = value if name in _VALUES else _inside(value)
+        if name in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            named = cast("Mapping[str, object]", value)
+            kept[name] = {key: _inside(each) for key, each in named.items()}
+        else:
+            kept[name] = value if name in _VALUES else _inside(value)
+    if isinstance(kept.get("patternProperties"), dict):
+        patterns = cast("dict[str, object]", kept["patternProperties"])
+        known = {key: each for key, each in patterns.items() if not _looks_around(key)}
+        if len(known) < len(patterns):
+            # The properties that the other patterns would describe are now further ones, so these may be any.
+            kept |= {"patternProperties": known, "additionalProperties": True}
+            kept.pop("unevaluatedProperties", None)
     return kept
 
 
@@ -101,6 +117,10 @@ def _inside(value: object) -> object:
     if isinstance(value, Mapping):
         return _without_look_around(cast("Mapping[str, object]", value))
     return list(map(_inside, cast("list[object]", value))) if isinstance(value, list) else value
+
+
+def _looks_around(pattern: object) -> bool:
+    return isinstance(pattern, str) and any(found["found"] for found in _LOOK_AROUND.finditer(pattern))
 
 
 def _with_closed_schemas(conversation: Conversation) -> Conversation:

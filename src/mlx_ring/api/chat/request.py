@@ -216,7 +216,9 @@ def simpler_forms(messages: Sequence[Mapping[str, object]]) -> Iterator[Sequence
     """Yield the messages in forms for a template that rejects them, the one with the fewest changes first.
 
     Clients do not know the model. They send system messages amid a chat, adjacent messages of one role, ids of any kind,
-    and arguments that were cut off. Each form changes messages in their places, so that cached prefixes still match.
+    and arguments that were cut off. Each form keeps the order of texts. How it changes a message depends on no later one,
+    except that neighbours may be joined. A cached prefix of an earlier request matches up to the first message that the
+    template got in another form then, at most.
     """
     plain = list(_with_simple_calls(messages))
     leading = list(itertools.takewhile(lambda message: message["role"] == "system", plain))

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import chain
 from typing import Any, cast
 
-from jinja2 import TemplateRuntimeError
+from jinja2 import Environment, TemplateRuntimeError
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
-from jinja2.utils import Namespace, generate_lorem_ipsum
+from jinja2.utils import Namespace, generate_lorem_ipsum, pass_environment
 
 _MOST_CHARACTERS = 1 << 26
 """Largest text that a chat template may make; a request has fewer characters."""
@@ -39,7 +40,10 @@ MOST_NODES = 1 << 15
 _MOST_COMPARED = 1 << 31
 """Largest product of the lengths of two texts that are compared at every position."""
 _CPU_S = 5.0
-"""Processor time of one rendering. A prompt of 10,000 messages takes a second."""
+"""Processor time of a chat's renderings, of which there are several if the template rejects its messages.
+
+A prompt of 10,000 messages takes a second.
+"""
 _LARGE = 1 << 15
 """Size from which reading or making a text or a list counts as work."""
 _LOOKS = 256
@@ -47,17 +51,22 @@ _LOOKS = 256
 
 
 class _Spending(threading.local):
-    """Resources that the rendering of this thread has used. It is reset at the start of each."""
+    """Resources that the renderings of one chat in this thread have used: time in all, and memory of the last one."""
 
     until_s = math.inf
     made = 0
     iterations = 0
 
     def __enter__(self) -> None:
-        self.until_s, self.made, self.iterations = time.thread_time() + _CPU_S, 0, 0
+        self.until_s = time.thread_time() + _CPU_S
 
     def __exit__(self, *_: object) -> None:
         self.until_s = math.inf
+
+    def start_rendering(self) -> None:
+        """Start a rendering in the time that earlier ones have left."""
+        self.made, self.iterations = 0, 0
+        self.check_time()
 
     def make(self, characters: int, *parts: object) -> None:
         """Count a text before it is made of these parts. Only with parts in ASCII are characters known to be small."""
@@ -403,6 +412,19 @@ def check_filter(name: str, value: Any, given: tuple[Any, ...], named: Mapping[s
         spending.make_entries(len(value), _REFERENCE_BYTES if is_there else _OBJECT_BYTES)
     elif name == "tojson" and everything:
         spending.make(_size(value) * (1 + _depth(value)) * _largest(everything))
+
+
+@pass_environment
+def limited_sum(
+    environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
+) -> Any:
+    """Add up values as the filter does, but count each sum."""
+    total = start
+    for each in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        spending.iterate()
+        check_operands("+", total, each)
+        total = total + each
+    return total
 
 
 def _depth(value: Any) -> int:

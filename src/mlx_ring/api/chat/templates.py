@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
+from itertools import chain
 from typing import Any, cast
 
 from jinja2 import Environment, Template, TemplateError, TemplateRuntimeError, nodes
-from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import pass_environment
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
@@ -35,6 +33,7 @@ from mlx_ring.api.chat.template_limits import (
     counted,
     cut,
     join,
+    limited_sum,
     listed,
     spending,
 )
@@ -79,22 +78,24 @@ def render(
 ) -> str | tuple[int, ...]:
     """Return the prompt's text, or its tokens if the tokenizer gives no text.
 
-    A template that rejects the messages gets them in simpler forms.
+    A template that rejects the messages gets them in simpler forms, within one limit of time for all.
 
     Args:
         tokenizer: the model's.
         conversation: messages and arguments of the template.
         change: function for every string in them, also for names of fields.
     """
-    try:
-        return _render(tokenizer, conversation, change)
-    except RequestError as error:
-        # Simpler messages do not help a template that takes too much.
-        forms = () if type(error.__cause__) is TemplateRuntimeError else simpler_forms(conversation.messages)
-        for messages in forms:
-            with suppress(RequestError):
+    refusals: list[RequestError] = []
+    with spending:
+        for messages in chain((conversation.messages,), simpler_forms(conversation.messages)):
+            try:
                 return _render(tokenizer, replace(conversation, messages=messages), change)
-        raise
+            except RequestError as error:
+                refusals.append(error)
+                # Simpler messages do not help a template that takes too much.
+                if type(error.__cause__) is TemplateRuntimeError:
+                    break
+    raise refusals[0]
 
 
 def _render(
@@ -105,13 +106,13 @@ def _render(
     if change is not None:
         messages, arguments = _changed(messages, change), _changed(arguments, change)
     try:
-        with spending:
-            prompt = renderer(tokenizer)(
-                messages,
-                tokenize=not renders_text(tokenizer),
-                add_generation_prompt=conversation.adds_generation_prompt and not conversation.continues,
-                **arguments,
-            )
+        spending.start_rendering()
+        prompt = renderer(tokenizer)(
+            messages,
+            tokenize=not renders_text(tokenizer),
+            add_generation_prompt=conversation.adds_generation_prompt and not conversation.continues,
+            **arguments,
+        )
     except _TEMPLATE_ERRORS as error:
         raise RequestError(
             f"The model's chat template rejects these messages: {error}",
@@ -279,19 +280,6 @@ def _limited_test(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return limited
 
 
-@pass_environment
-def _limited_sum(
-    environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
-) -> Any:
-    """Add up values as the filter does, but count each sum."""
-    total = start
-    for each in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
-        spending.iterate()
-        check_operands("+", total, each)
-        total = total + each
-    return total
-
-
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Environment of chat templates that stops one that takes too much memory or time."""
 
@@ -426,7 +414,7 @@ class _Counting(NodeTransformer):
 def _limit(environment: Any) -> None:
     """Limit the templates that are compiled in an environment of the sandbox from now on."""
     environment.__class__ = _LimitedEnvironment
-    environment.filters["sum"] = _limited_sum
+    environment.filters["sum"] = limited_sum
     environment.filters = {name: _limited_filter(name, each) for name, each in environment.filters.items()}
     environment.tests = {name: _limited_test(name, each) for name, each in environment.tests.items()}
     environment.finalize = checked

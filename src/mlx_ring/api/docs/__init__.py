@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from importlib import resources
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
@@ -37,7 +37,7 @@ def routes(_: ApiContext) -> Router:
     for path, (name, media_type) in _FILES.items():
         page = _endpoint(resources.files("mlx_ring.api.docs").joinpath(name).read_bytes(), media_type)
         if path == "/docs":
-            documented_get(router, path, page, _DOC)
+            documented_get(router, path, _without_slash(page), _DOC)
         else:
             router.routes.append(ApiRoute(path, page))
     return router
@@ -50,3 +50,19 @@ def _endpoint(content: bytes, media_type: str) -> Callable[[Request], Awaitable[
         return Response(content, media_type=media_type, headers=_HEADERS)
 
     return page
+
+
+def _without_slash(
+    page: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that redirects addresses ending with slashes, with which the page's relative links would fail.
+
+    The redirect is relative too, because a proxy may serve these routes under a prefix.
+    """
+
+    async def without_slash(request: Request) -> Response:
+        address: bytes = request.scope.get("raw_path") or b""
+        slashes = len(address) - len(address.rstrip(b"/"))
+        return RedirectResponse(f"{'../' * slashes}docs") if slashes else await page(request)
+
+    return without_slash

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -279,9 +280,8 @@ def _refusal_page(error: RingError) -> Response:
 def _plain_path(path: str) -> str:
     """Return a path without empty parts and with one `/v1` at most, because base URLs often end with `/` or `/v1`."""
     parts = list(filter(None, path.split("/")))
-    while parts[:2] == ["v1", "v1"]:
-        del parts[0]
-    return "/" + "/".join(parts)
+    prefixes = len(list(takewhile("v1".__eq__, parts)))
+    return "/" + "/".join(parts[max(prefixes - 1, 0) :])
 
 
 def is_open(path: str) -> bool:

@@ -175,7 +175,8 @@ def _assistant(index: int, message: AssistantMessage) -> dict[str, object]:
         functions.append((message.function_call, None))
     calls = [template_call(call.name, arguments_of(call.arguments), call_id) for call, call_id in functions]
     reasoning = _reasoning(message)
-    if content is None and not calls and reasoning is None:
+    pieces = message.reasoning_details or message.thinking_blocks
+    if content is None and not calls and reasoning is None and not pieces:
         raise RequestError(
             f"'messages[{index}].content' is missing; an assistant message has content or tool calls.",
             param=f"messages[{index}].content",
@@ -194,8 +195,11 @@ def _reasoning(message: AssistantMessage) -> str | None:
     given = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if given is not None:
         return given
-    pieces = message.reasoning_details or message.thinking_blocks or ()
-    return "\n".join(filter(None, (each.text or each.thinking or each.summary for each in pieces))) or None
+    return _text_of_pieces(message.reasoning_details) or _text_of_pieces(message.thinking_blocks) or None
+
+
+def _text_of_pieces(pieces: Sequence[ReasoningDetail] | None) -> str:
+    return "\n".join(filter(None, (each.text or each.thinking or each.summary for each in pieces or ())))
 
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
