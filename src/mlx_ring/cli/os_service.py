@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import plistlib
 import re
 import shlex
@@ -18,6 +19,7 @@ import typer
 from typer.main import get_command
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import home_folder
 from mlx_ring.core.join_token import PREFIX
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -278,13 +280,13 @@ def uninstall(
 
     If there is none, the exit code is 0.
     """
-    keeper, scope = _keeper(), _scope(system)
+    keeper, scope, home = _keeper(), _scope(system), _own_home()
     for verb in _known(verbs):
-        path = unit_path(keeper, scope, verb, Path.home())
+        path = unit_path(keeper, scope, verb, home)
         if not path.exists():
             print(f"{path} is not there.")
             continue
-        _stop(stop_commands(keeper, scope, verb, Path.home()))
+        _stop(stop_commands(keeper, scope, verb, home))
         _remove(path)
         print(f"{path} is removed.")
 
@@ -299,7 +301,7 @@ def show(
     if arguments:
         print(unit_text(_keeper(), _service(arguments, system, run_as)), end="")
         return
-    paths = [unit_path(_keeper(), _scope(system), verb, Path.home()) for verb in VERBS]
+    paths = [unit_path(_keeper(), _scope(system), verb, _own_home()) for verb in VERBS]
     written = [path for path in paths if path.exists()]
     for path in written:
         print(f"# {path}\n{path.read_text('utf-8')}")
@@ -320,7 +322,7 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
         raise ConfigError(
             f"--run-as is {run_as}, which needs --system, because a user's own service runs as that user."
         )
-    user = run_as or getpass.getuser()
+    user = run_as or _own_name()
     words = _without_token(tuple(arguments or ()))
     service = Service(_program(), words, Path.cwd(), _scope(system), user, _home_of(user))
     check_service(service)
@@ -353,9 +355,23 @@ def _check_start(service: Service) -> None:
         full_name(model)
 
 
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as error:
+        raise ConfigError(
+            f"This user, number {os.getuid()}, has no name on this machine, but a service needs one: run "
+            "`mlx-ring service` as a user with an account."
+        ) from error
+
+
+def _own_home() -> Path:
+    return home_folder("services", "set HOME, or run `mlx-ring service` as a user with an account")
+
+
 def _home_of(user: str) -> Path:
-    if user == getpass.getuser():
-        return Path.home()
+    if user == _own_name():
+        return _own_home()
     try:
         return Path(f"~{user}").expanduser()
     except RuntimeError as error:
