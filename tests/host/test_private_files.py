@@ -70,6 +70,21 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         make_private_folder(tmp_path / "file" / "folder")
 
 
+def test_on_a_file_system_without_locks_nobody_holds_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert not is_held(tmp_path)
+    descriptor = try_lock(tmp_path / "lock")
+    assert descriptor is not None
+    os.close(descriptor)
+    with locked(tmp_path / "state"):
+        pass
+
+
 def test_only_one_thread_is_inside_a_locked_folder(tmp_path: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")

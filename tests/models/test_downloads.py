@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import ClassVar
@@ -286,6 +287,106 @@ def test_an_interrupt_and_an_error_end_a_pull_whose_other_files_stall(
     assert "someone/tiny is incomplete: `mlx-ring pull someone/tiny` continues the download." in listed
 
 
+class ExpiringHub(FakeHub):
+    """Hub whose connection breaks in the middle of the weights. Their address is refused then, until it is asked for again."""
+
+    requests: ClassVar[list[str]] = []
+    breaks: ClassVar[list[int]] = []
+    """Numbers of bytes after which the next answers break off."""
+
+    def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        if not self.path.endswith(".safetensors"):
+            super().send(status, data, with_body=with_body, code=code)
+            return
+        has_expired = with_body and self.requests[-1:] == ["broken"]
+        self.requests.append("refused" if has_expired else "sent" if with_body else "asked")
+        if has_expired:
+            self.send_response(403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif with_body and self.breaks:
+            self.requests[-1] = "broken"
+            begin = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+            self.send_response(206 if begin else 200)
+            self.send_header("Content-Length", str(len(data) - begin))
+            self.end_headers()
+            self.wfile.write(data[begin : begin + self.breaks.pop(0)])
+            self.close_connection = True
+        else:
+            super().send(status, data, with_body=with_body, code=code)
+
+
+def pull_from_expiring_hub(
+    breaks: list[int], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Sequence[int], list[str]]:
+    """Pull a model, and return the bytes of each progress, and what the hub did with the weights."""
+    monkeypatch.setattr(ExpiringHub, "requests", [])
+    monkeypatch.setattr(ExpiringHub, "breaks", breaks)
+    monkeypatch.setattr(hub, "_PAUSE_S", 0.01)
+    awake = Event()
+    awake.set()
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", awake.wait)
+    done: list[int] = []
+    with running_hub(model, ExpiringHub) as (endpoint, _), patch.object(constants, "ENDPOINT", endpoint):
+        urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
+        hub.fetch("someone/tiny", report=lambda progress: done.append(progress.done_bytes))
+    return done, ExpiringHub.requests
+
+
+def test_a_download_continues_at_another_address_once_its_own_has_expired(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = (tiny_model / "model.safetensors").read_bytes()
+    done, requests = pull_from_expiring_hub([len(weights) // 3] * 2, tiny_model, monkeypatch)
+    assert requests == [*["asked", "broken", "refused"] * 2, "asked", "sent", "asked"]
+    assert done == sorted(done), "the progress goes back"
+    assert done[-1] == sum(file.stat().st_size for file in tiny_model.iterdir())
+    [kept] = (home / "hub").glob("models--someone--tiny/snapshots/*/model.safetensors")
+    assert kept.read_bytes() == weights
+
+
+def test_a_download_whose_address_is_refused_without_a_new_byte_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelNotFound, match="the hub answered 403"):
+        pull_from_expiring_hub([300_000, 0], tiny_model, monkeypatch)
+    assert ExpiringHub.requests == ["asked", "broken", "refused"] * 2
+
+
+def test_a_download_without_a_new_byte_for_long_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PATIENCE_S", 0.0)
+    with pytest.raises(ModelNotFound, match="the hub answered 403"):
+        pull_from_expiring_hub([300_000], tiny_model, monkeypatch)
+    assert ExpiringHub.requests == ["asked", "broken", "refused"]
+
+
+def test_a_part_with_more_bytes_than_the_file_is_fetched_again(tiny_model: Path, home: Path) -> None:
+    weights = (tiny_model / "model.safetensors").read_bytes()
+    part = home / "hub" / "models--someone--tiny" / "blobs" / f"{hashlib.sha256(weights).hexdigest()}{PART}"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(weights + b"more")
+    with running_hub(tiny_model) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 0, pulled.stderr
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_model_is_pulled_and_removed_on_a_file_system_without_locks(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("mlx_ring.host.private_files.fcntl.flock", refuse)
+    with running_hub(tiny_model) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 0, pulled.stderr
+    assert mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home).returncode == 0
+
+
 def test_weights_with_another_content_than_the_hub_states_are_not_kept(tiny_model: Path, home: Path) -> None:
     with running_hub(tiny_model, OtherHub) as (endpoint, _):
         refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
@@ -435,6 +536,7 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
             PermissionError(errno.EACCES, "Permission denied", "/a/b"),
             "to /a/b (Permission denied): correct that",
         ),
+        (OSError(errno.ENOLCK, "No locks available"), "hub (No locks available): correct that"),
         (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
         (OSError("[Errno -2] Name not known"), "cannot be fetched (Name not known): connect to the network"),
     ],

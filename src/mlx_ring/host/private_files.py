@@ -6,11 +6,13 @@ A file is written whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Generator
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,6 +27,8 @@ _OWNER_ONLY = 0o600
 _OWNER_FOLDER = 0o700
 _LOOK_S, _LOOKS = 0.001, 1000
 """Pause between attempts to lock a file at which others look, and their number."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks."""
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
 
 
@@ -102,16 +106,30 @@ def locked(folder: Path) -> Generator[None]:
     make_private_folder(folder)
     descriptor = _open_lock(folder / ".lock")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock_open_file(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
+def lock_open_file(file: int | FileIO, kind: int = fcntl.LOCK_EX) -> None:
+    """Call `fcntl.flock`. Does nothing on a file system without locks, such as some mounts of NFS, SMB and Lustre.
+
+    Raises:
+        BlockingIOError: another process holds it, and `kind` says not to wait.
+        OSError: it cannot be locked.
+    """
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
 def try_lock(file: Path, note: bytes = b"") -> int | None:
     """Return a descriptor that holds the file's lock until it is closed or its process ends; None if another holds it.
 
-    Others can read the holder's note in the file.
+    Others can read the holder's note in the file. On a file system without locks, nobody holds one.
     """
     make_private_folder(file.parent)
     descriptor = _open_lock(file)
@@ -175,7 +193,7 @@ def _takes(descriptor: int) -> bool:
             return True
         if not _locks(descriptor, fcntl.LOCK_SH):
             return False
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        lock_open_file(descriptor, fcntl.LOCK_UN)
         time.sleep(_LOOK_S)
     return False
 
@@ -183,7 +201,7 @@ def _takes(descriptor: int) -> bool:
 def _locks(descriptor: int, kind: int) -> bool:
     """Lock it, unless that would have to wait; return True if it is locked."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        lock_open_file(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -24,7 +24,7 @@ from typing import Literal
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, Conflict, ModelCorrupt, ModelError, ModelNotFound
 from mlx_ring.core.folders import cache_folder, is_there, typed_path
-from mlx_ring.host.private_files import hold, is_held
+from mlx_ring.host.private_files import hold, is_held, lock_open_file
 from mlx_ring.models.config_limits import require_loadable
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
@@ -427,7 +427,7 @@ def _remove_unless_held(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process holds it, or has removed it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_open_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mlx_ring.core.errors import ModelCorrupt, PlanError, ProtocolError
-from mlx_ring.host.private_files import locked, make_private_folder
+from mlx_ring.host.private_files import lock_open_file, locked, make_private_folder
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, hash_range, is_digest
 
 log = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ def _lock(path: Path, kind: int) -> int:
     except FileNotFoundError as error:
         raise _removed(path.parent) from error
     try:
-        fcntl.flock(descriptor, kind)
+        lock_open_file(descriptor, kind)
     except BaseException:
         os.close(descriptor)
         raise
