@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.eventually import eventually
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import running_folder
@@ -108,6 +110,19 @@ def test_the_next_start_removes_the_folder_of_a_killed_process(short_folder: Pat
         assert own.is_dir()
         assert other.is_dir()
     assert list(short_folder.iterdir()) == []
+
+
+def test_what_is_in_a_folder_for_sockets_never_grows_old(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_FRESH_S", 0.01)
+    with make_run_folder(short_folder) as folder, socket.socket(socket.AF_UNIX) as listener:
+        (folder / "a0").mkdir()
+        listener.bind(str(folder / "a0" / "agent.sock"))
+        paths = [folder, folder / "owner.json", folder / "a0", folder / "a0" / "agent.sock"]
+        for path in paths:
+            os.utime(path, (1.0, 1.0))
+        eventually(lambda: min(min(path.stat()[7:9]) for path in paths) > 1)
 
 
 def test_a_parent_too_long_for_sockets_is_refused(short_folder: Path) -> None:
