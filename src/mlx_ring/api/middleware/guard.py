@@ -125,7 +125,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._admission = admission
-        given = (settings.host, *settings.own_names, *settings.allowed_hosts)
+        given = (settings.host, *settings.own_names(), *settings.allowed_hosts)
         self._hosts = _LOCAL | set(map(_bare, given))
         self._keys = tuple((form, key) for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
@@ -244,16 +244,22 @@ class Guard:
             "*" in self._origins
             or origin.rstrip("/").lower() in self._origins
             or (host is not None and origin.partition("://")[0].lower() in _APP_SCHEMES)
-            or (host is not None and (host in self._origins or host in self._hosts))
+            or (host is not None and (host in self._origins or self._is_known(host)))
             or (host is not None and asked is not None and host == _hostname(f"//{asked}"))
         )
 
     def _is_ours(self, host: str | None) -> bool:
         if host is None:
             return False
-        if "*" in self._hosts or host in self._hosts or host in _OF_CONTAINERS:
+        if "*" in self._hosts or self._is_known(host) or host in _OF_CONTAINERS:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
+
+    def _is_known(self, host: str) -> bool:
+        """Return True for a name of this machine. It may have got another one since the start, or its first one."""
+        if host not in self._hosts:
+            self._hosts |= set(map(_bare, self._settings.own_names()))
+        return host in self._hosts
 
     def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
         headers["x-request-id"] = scope["request_id"]
