@@ -27,7 +27,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound, ModelUnsupported
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
-from mlx_ring.models.hub_cache import PART, check_shared_memory, interrupted_downloads
+from mlx_ring.models.hub_cache import PART, Meter, Part, check_shared_memory, interrupted_downloads
 from mlx_ring.models.model_source import (
     describe_model,
     find_model,
@@ -385,6 +385,34 @@ def test_a_model_is_pulled_and_removed_on_a_file_system_without_locks(
         pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
     assert pulled.returncode == 0, pulled.stderr
     assert mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home).returncode == 0
+
+
+def test_without_links_weights_are_on_the_disk_once(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(_: object = None) -> bool:
+        return False
+
+    for module in ("mlx_ring.models.hub", "huggingface_hub.file_download"):
+        monkeypatch.setattr(f"{module}.are_symlinks_supported", no_links)
+    with running_hub(tiny_model) as (endpoint, _):
+        for _ in range(2):
+            pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+            assert pulled.returncode == 0, pulled.stderr
+    size = (tiny_model / "model.safetensors").stat().st_size
+    kept = [path for path in (home / "hub").rglob("*") if path.is_file() and path.stat().st_size == size]
+    assert [path.name for path in kept] == ["model.safetensors"]
+    assert mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home).returncode == 0
+
+
+def test_a_part_that_another_process_has_completed_grows_no_more(tmp_path: Path) -> None:
+    meter = Meter(10, lambda _: None)
+    with Part(tmp_path / "part", meter) as part:
+        part.write(b"first")
+        (tmp_path / "part").rename(tmp_path / "whole")
+        with pytest.raises(InterruptedError, match="another process has fetched the file"):
+            part.write(b"again")
+    assert (tmp_path / "whole").read_bytes() == b"first"
 
 
 def test_weights_with_another_content_than_the_hub_states_are_not_kept(tiny_model: Path, home: Path) -> None:

@@ -10,7 +10,6 @@ one that was killed: the hub's client alone would begin the file again. They are
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
 import threading
@@ -40,6 +39,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import (
+    are_symlinks_supported,
     http_get,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare tqdm
 )
 from huggingface_hub.utils import (
@@ -57,6 +57,7 @@ from mlx_ring.models.hub_cache import (
     Part,
     check_disk,
     check_shared_memory,
+    is_of_disk,
     kept_bytes,
     remove_outdated_parts,
     repository_folder,
@@ -87,8 +88,6 @@ PATIENCE_S, _PAUSE_S = 300.0, 2.0
 """Time without a byte after which a fetch that received some ends, and the time between attempts."""
 _SERVER_ERRORS = 500
 """Least status of an answer that another attempt may change."""
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOLCK, errno.ENOTSUP)
-"""Errors of a disk that name no file."""
 
 
 Found = TypeVar("Found")
@@ -263,7 +262,9 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
             kept = kept_bytes(blobs, file.sha256)
             is_refusal = isinstance(error, HfHubHTTPError) and error.response.status_code < _SERVER_ERRORS
             may_pass = (
-                kept > refused_at if is_refusal else not isinstance(error, RingError) and not _of_disk(error)
+                kept > refused_at
+                if is_refusal
+                else not isinstance(error, RingError) and not is_of_disk(error)
             )
             if not may_pass or not meter.has_grown_within(PATIENCE_S):
                 raise
@@ -277,12 +278,16 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
 def _fetch_rest(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
     url, headers = url_of(name, file.name), build_hf_headers()
     found = get_hf_file_metadata(url, headers=headers)
-    blob = blobs / (found.etag or "")
+    complete = blobs / (found.etag or "")
+    if found.commit_hash and not are_symlinks_supported(blobs.parent):
+        # The client would copy a blob: weights of 100 GB would take 200 GB.
+        complete = blobs.parent / "snapshots" / found.commit_hash / file.name
+        complete.parent.mkdir(parents=True, exist_ok=True)
     if (
         found.etag is None
         or found.size is None
         or found.size > constants.MAX_HTTP_DOWNLOAD_SIZE
-        or blob.is_file()
+        or complete.is_file()
     ):
         # The client itself fetches it: a file without a known name, or one that is too large for plain HTTP.
         return
@@ -290,7 +295,7 @@ def _fetch_rest(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
     with Part(path, meter) as part:
         # Another process may fetch the same file; this one then continues from what it leaves.
         lock_open_file(part)
-        if blob.is_file():
+        if complete.is_file():
             return
         begun = part.count()
         if begun > found.size:  # the hub would refuse to continue it
@@ -308,7 +313,7 @@ def _fetch_rest(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
                     f"{file.name} of {name} arrived with SHA-256 {digest[:16]}…, but the hub states {file.sha256[:16]}…: "
                     "it is removed; pull the model again."
                 )
-        path.rename(blob)
+        path.rename(complete)
 
 
 def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
@@ -413,14 +418,6 @@ def _in_time(name: str, ask: Callable[[], Found], *, is_here: bool = False) -> F
     raise explain_failure(name, cause, is_here=is_here) from cause
 
 
-def _of_disk(error: Exception) -> bool:
-    return (
-        isinstance(error, OSError)
-        and bool(error.strerror)
-        and bool(error.filename or error.errno in _DISK_ERRORS)
-    )
-
-
 def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> RingError:
     """Return the error for a failure of the hub, of the network, or of the disk, for a model that is complete here or not."""
     if isinstance(error, GatedRepoError):
@@ -435,7 +432,7 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
             f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
             "download continues where it ended."
         )
-    if isinstance(error, OSError) and _of_disk(error):
+    if isinstance(error, OSError) and is_of_disk(error):
         return PlanError(
             f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
             "set HF_HOME to another folder, then pull it again; the download continues where it ended."

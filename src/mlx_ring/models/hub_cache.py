@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import math
@@ -28,6 +29,8 @@ from mlx_ring.models.model_folder import PullProgress, Report
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
 _DISK_RESERVE_BYTES = 1 << 30
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOLCK, errno.ENOTSUP)
+"""Errors of a disk that name no file."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 
 
@@ -90,6 +93,8 @@ class Part(io.FileIO):
     def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
         if self._meter.is_stopped:
             raise InterruptedError("the fetch has ended")
+        if not self._path.exists():  # on a file system where several processes hold a lock
+            raise InterruptedError("another process has fetched the file, or removed it")
         written = super().write(data)
         self._size += written
         self._meter.set_part(self._path, self._size, has_grown=True)
@@ -191,6 +196,13 @@ def check_shared_memory(name: str, weight_bytes: int, memory_bytes: int) -> None
             f"{name} needs {gigabytes(weight_bytes)} of memory for its weights, but the machines here have "
             f"{gigabytes(memory_bytes)}. Choose a smaller model."
         )
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Report whether an error is the disk's, and not the network's."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return False
+    return bool(error.filename) or error.errno in _DISK_ERRORS
 
 
 def is_being_fetched(folder: Path) -> bool:
