@@ -169,6 +169,13 @@ def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(folder: Path, fields
         read_model_folder(folder)
 
 
+def test_a_folder_of_a_gguf_file_names_it_and_not_what_macos_puts_beside_it(tmp_path: Path) -> None:
+    for name in ("._llama.gguf", "llama.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFound, match=rf"To serve a GGUF file, name it: {tmp_path}/llama\.gguf\.$"):
+        read_model_folder(tmp_path)
+
+
 PARTS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 
 

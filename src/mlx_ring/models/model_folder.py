@@ -240,7 +240,8 @@ def read_model_folder(path: Path) -> ModelFolder:
     _require_access(path)
     _refuse_special_files(path)
     if not (path / "config.json").is_file():
-        file = min(path.glob(f"*{SUFFIX}"), default=None)
+        # macOS writes `._model.gguf` beside files on disks of other systems.
+        file = min(path.glob(f"[!.]*{SUFFIX}"), default=None)
         hint = "" if file is None else f" To serve a GGUF file, name it: {file}."
         raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.{hint}")
     _refuse_code(path)
