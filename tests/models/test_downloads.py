@@ -374,7 +374,7 @@ def test_a_part_with_more_bytes_than_the_file_is_fetched_again(tiny_model: Path,
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
-def test_a_model_is_pulled_and_removed_on_a_file_system_without_locks(
+def test_on_a_file_system_without_locks_a_model_is_pulled_and_nothing_removed(
     tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -384,7 +384,24 @@ def test_a_model_is_pulled_and_removed_on_a_file_system_without_locks(
     with running_hub(tiny_model) as (endpoint, _):
         pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
     assert pulled.returncode == 0, pulled.stderr
-    assert mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home).returncode == 0
+    # Locks would show whether a server uses the model, or another process downloads it.
+    snapshot = next((home / "hub" / "models--someone--tiny").glob("snapshots/*"))
+    hold_folder(snapshot)
+    removed = mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home)
+    assert removed.returncode == 2
+    assert f"then remove {home}/hub/models--someone--tiny yourself" in removed.stderr
+    part = snapshot.parents[1] / "blobs" / f"{'0' * 64}{PART}"
+    part.write_bytes(b"of another process")
+    damaged = snapshot / "tokenizer_config.json"
+    damaged.write_text("{}")
+    with running_hub(tiny_model) as (endpoint, _):
+        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        assert "It stays, because its file system has no locks" in refused.stderr
+        assert damaged.read_text() == "{}"
+        shutil.copy(tiny_model / damaged.name, damaged)
+        assert mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).returncode == 0
+    assert part.exists()
+    release(snapshot)
 
 
 def test_without_links_weights_are_on_the_disk_once(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import time
@@ -39,7 +38,7 @@ from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.machine import NodePorts, make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
-from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.private_files import sole_holder
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
@@ -294,13 +293,15 @@ async def serve_as_member(options: MemberOptions) -> None:
         ConfigError: this machine has no certificate, or an agent that runs already.
         PeerRefused: the head refuses this machine.
     """
-    folder, settings = node_folder(options.state), options.settings
+    folder = node_folder(options.state)
+    refusal = f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
+    with sole_holder(folder / AGENT_LOCK, refusal, agent_note(options.head.address.port)):
+        await _serve(options, folder)
+
+
+async def _serve(options: MemberOptions, folder: Path) -> None:
+    settings = options.settings
     trust = Trust(settings.trusted_interface)
-    lock = try_lock(folder / AGENT_LOCK, agent_note(options.head.address.port))
-    if lock is None:
-        raise ConfigError(
-            f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
-        )
 
     def credentials() -> Credentials:
         kept = load_credentials(folder)
@@ -378,7 +379,6 @@ async def serve_as_member(options: MemberOptions) -> None:
         await supervisor.stop()
         responder.stop(None)
         await server.stop(grace=0.5)
-        os.close(lock)
         log.info("Ended")
 
 

@@ -101,19 +101,21 @@ def read_private(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Generator[None]:
-    """Admit only one process, and one thread of it, for a folder. The lock ends with its holder."""
+def locked(folder: Path) -> Generator[bool]:
+    """Admit only one process, and one thread of it, for a folder. The lock ends with its holder.
+
+    Yields False on a file system without locks, where others are not kept out.
+    """
     make_private_folder(folder)
     descriptor = _open_lock(folder / ".lock")
     try:
-        lock_open_file(descriptor)
-        yield
+        yield lock_open_file(descriptor)
     finally:
         os.close(descriptor)
 
 
-def lock_open_file(file: int | FileIO, kind: int = fcntl.LOCK_EX) -> None:
-    """Call `fcntl.flock`. Does nothing on a file system without locks, such as some mounts of NFS, SMB and Lustre.
+def lock_open_file(file: int | FileIO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Call `fcntl.flock`. Return False on a file system without locks, such as some mounts of NFS, SMB and Lustre.
 
     Raises:
         BlockingIOError: another process holds it, and `kind` says not to wait.
@@ -124,6 +126,8 @@ def lock_open_file(file: int | FileIO, kind: int = fcntl.LOCK_EX) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return False
+    return True
 
 
 def try_lock(file: Path, note: bytes = b"") -> int | None:
@@ -144,12 +148,21 @@ def try_lock(file: Path, note: bytes = b"") -> int | None:
 
 
 @contextlib.contextmanager
-def sole_holder(file: Path, refusal: str) -> Generator[None]:
-    """Hold the file's lock. Raises `ConfigError` with this text if another process holds it."""
-    descriptor = try_lock(file)
+def sole_holder(file: Path, refusal: str, note: bytes = b"") -> Generator[None]:
+    """Hold the file's lock, with a note as of `try_lock`.
+
+    Raises:
+        ConfigError: another process holds it, which `refusal` says, or the file system has no locks.
+    """
+    descriptor = try_lock(file, note)
     if descriptor is None:
         raise ConfigError(refusal)
     try:
+        if not lock_open_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            raise ConfigError(
+                f"{file} cannot be locked, because its file system has no locks: choose a folder on another disk with "
+                "--state-dir."
+            )
         yield
     finally:
         os.close(descriptor)
@@ -174,14 +187,32 @@ def release(folder: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Report whether a process holds a folder, or locks a file. This process counts too."""
+    """Report whether a process holds a folder, or locks a file. This process counts too.
+
+    On a file system without locks, nobody is seen to. Ask `may_remove` before something is removed.
+    """
+    return _looks_held(path) is True
+
+
+def may_remove(path: Path) -> bool:
+    """Report whether surely no process holds a folder, or locks a file. False also where that cannot be known."""
+    return _looks_held(path) is False
+
+
+def _looks_held(path: Path) -> bool | None:
+    """Report whether a process holds it; None if that cannot be known."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return None
     try:
         # Shared locks hold a folder. A file's is not, so that processes which look at it do not see each other.
-        return not _locks(descriptor, fcntl.LOCK_EX if path.is_dir() else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if path.is_dir() else fcntl.LOCK_SH
+        return False if lock_open_file(descriptor, kind | fcntl.LOCK_NB) else None
+    except OSError:
+        return True
     finally:
         os.close(descriptor)
 

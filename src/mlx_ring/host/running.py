@@ -21,7 +21,7 @@ import psutil
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, running_folder
-from mlx_ring.host.private_files import is_held, read_private, try_lock, write_private
+from mlx_ring.host.private_files import is_held, may_remove, read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _is_abandoned(folder: Path) -> bool:
     with contextlib.suppress(OSError, ConfigError):
         if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not mark.is_file():
             return False
-        if not is_held(mark):
+        if may_remove(mark):
             owner = _read(mark)
             return owner is not None and _process(owner) is None
     return False

@@ -49,7 +49,7 @@ from huggingface_hub.utils import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
-from mlx_ring.host.private_files import is_held, lock_open_file
+from mlx_ring.host.private_files import is_held, lock_open_file, may_remove
 from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
 from mlx_ring.models.hub_cache import (
     PART,
@@ -366,11 +366,14 @@ def verify(name: str, report: Report = lambda _: None) -> str:
 
 def _damaged(name: str, path: Path, found: str) -> ModelCorrupt:
     """Remove a file that differs from the hub's, unless a process serves the model, and return the error that says so."""
-    if is_held(path.parent):
-        return ModelCorrupt(
-            f"{path.name} of {name} has {found}. It stays, because a server uses it: stop that server, then pull the model "
-            "again."
+    if not may_remove(path.parent):
+        why = (
+            "a server uses it: stop that server, then pull"
+            if is_held(path.parent)
+            else "its file system has no locks that would show whether a server uses it: end all servers of the model, "
+            f"remove {path.resolve()}, then pull"
         )
+        return ModelCorrupt(f"{path.name} of {name} has {found}. It stays, because {why} the model again.")
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     return ModelCorrupt(f"{path.name} of {name} has {found}: it is removed; pull the model again.")

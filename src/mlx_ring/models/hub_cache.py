@@ -21,7 +21,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, PlanError
 from mlx_ring.core.folders import typed_path
-from mlx_ring.host.private_files import is_held
+from mlx_ring.host.private_files import is_held, may_remove
 from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import PullProgress, Report
@@ -158,7 +158,7 @@ def sha256_of(path: Path) -> str:
 def remove_outdated_parts(name: str) -> None:
     """Remove what earlier downloads of a complete model left of other versions, unless a process still downloads it."""
     for part in repository_folder(name).glob(f"blobs/*{PART}"):
-        if not is_held(part):
+        if may_remove(part):
             with contextlib.suppress(OSError):  # of another user
                 part.unlink()
 
