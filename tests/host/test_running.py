@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -123,6 +124,26 @@ def test_what_is_in_a_folder_for_sockets_never_grows_old(
         for path in paths:
             os.utime(path, (1.0, 1.0))
         eventually(lambda: min(min(path.stat()[7:9]) for path in paths) > 1)
+
+
+def test_a_folder_that_disappears_while_it_is_walked_does_not_let_the_others_grow_old(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def scan_unless_removed(path: str | Path = ".") -> Any:
+        if str(path).endswith("removed"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scan(path)
+
+    with make_run_folder(short_folder) as folder:
+        (folder / "removed").mkdir()
+        monkeypatch.setattr(os, "scandir", scan_unless_removed)
+        monkeypatch.setattr(running, "_FRESH_S", 0.01)
+        with running.kept_fresh(folder):
+            os.utime(folder / "owner.json", (1.0, 1.0))
+            eventually(lambda: (folder / "owner.json").stat().st_mtime > 1)
+        monkeypatch.undo()
 
 
 def test_a_parent_too_long_for_sockets_is_refused(short_folder: Path) -> None:

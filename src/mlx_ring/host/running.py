@@ -113,9 +113,10 @@ def kept_fresh(folder: Path) -> Generator[None]:
 
     def renew() -> None:
         while not ended.wait(_FRESH_S):
-            for path in (folder, *folder.rglob("*")):
-                with contextlib.suppress(OSError):  # it has been removed
-                    os.utime(path, follow_symlinks=False)
+            for place, _, names in os.walk(folder):  # passes over folders that are removed meanwhile
+                for path in (place, *(f"{place}/{name}" for name in names)):
+                    with contextlib.suppress(OSError):  # it has been removed
+                        os.utime(path, follow_symlinks=False)
 
     thread = threading.Thread(target=renew, name="times of sockets", daemon=True)
     thread.start()
