@@ -55,6 +55,10 @@ def test_a_name_that_the_machine_gets_later_is_allowed() -> None:
     names.append("mini.local")
     assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
     refusal(api.get("/", host="studio.local:8100"), 403)
+    names[:] = ["mini-2.local"]
+    refusal(api.get("/", host=host), 403)
+    refusal(api.get("/", host="mini-2.local:8100", origin=f"http://{host}"), 403)
+    assert api.get("/", host="mini-2.local:8100").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["host.docker.internal", "host.containers.internal"])

@@ -125,8 +125,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._admission = admission
-        given = (settings.host, *settings.own_names(), *settings.allowed_hosts)
-        self._hosts = _LOCAL | set(map(_bare, given))
+        self._given_hosts = _LOCAL | set(map(_bare, (settings.host, *settings.allowed_hosts)))
         self._keys = tuple((form, key) for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
@@ -205,7 +204,7 @@ class Guard:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(name := _hostname(f"//{host}")):
             raise Refused(
-                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts)}. If that name is this "
+                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts())}. If that name is this "
                 f"machine's, start it again with `mlx-ring serve MODEL --allowed-hosts {_as_argument(name)}`."
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
@@ -251,15 +250,16 @@ class Guard:
     def _is_ours(self, host: str | None) -> bool:
         if host is None:
             return False
-        if "*" in self._hosts or self._is_known(host) or host in _OF_CONTAINERS:
+        if "*" in self._given_hosts or self._is_known(host) or host in _OF_CONTAINERS:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
 
     def _is_known(self, host: str) -> bool:
-        """Return True for a name of this machine. It may have got another one since the start, or its first one."""
-        if host not in self._hosts:
-            self._hosts |= set(map(_bare, self._settings.own_names()))
-        return host in self._hosts
+        return host in self._given_hosts or host in self._hosts()
+
+    def _hosts(self) -> frozenset[str]:
+        """Return the allowed names. The machine's own may change, and another machine may get a former one."""
+        return self._given_hosts | set(map(_bare, self._settings.own_names()))
 
     def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
         headers["x-request-id"] = scope["request_id"]
