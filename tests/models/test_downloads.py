@@ -582,6 +582,8 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
             "to /a/b (Permission denied): correct that",
         ),
         (OSError(errno.ENOLCK, "No locks available"), "hub (No locks available): correct that"),
+        (OSError(errno.EROFS, "Read-only file system"), "hub (Read-only file system): correct that"),
+        (OSError(errno.ESTALE, "Stale file handle"), "hub (Stale file handle): correct that"),
         (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
         (OSError("[Errno -2] Name not known"), "cannot be fetched (Name not known): connect to the network"),
     ],

@@ -29,7 +29,10 @@ from mlx_ring.models.model_folder import PullProgress, Report
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
 _DISK_RESERVE_BYTES = 1 << 30
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOLCK, errno.ENOTSUP)
+_DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EROFS, errno.ESTALE, errno.ENOLCK, errno.ENOTSUP),
+)
 """Errors of a disk that name no file."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 
