@@ -19,6 +19,7 @@ from mlx_ring.agent.leaving import Leave, PowerWatch
 from mlx_ring.agent.member import Registration, stay_registered
 from mlx_ring.cluster.control import Control, open_control
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.host.power import LogindWarnings
 from mlx_ring.rpc.protos.cluster_pb2 import AttendReply
 from mlx_ring.rpc.tls.peers import open_identity
@@ -281,7 +282,9 @@ async def attending(folder: Path, leave: Leave) -> AsyncGenerator[tuple[Control,
         credentials = await asyncio.to_thread(join, str(head), token, folder / "a")
         who = Registration(open_identity(folder / "a").node, 4000, made_up_profile(), 0.9)
         task = asyncio.create_task(
-            leave.attend(lambda: stay_registered(head, lambda: credentials, who, lambda _: None, leave))
+            leave.attend(
+                lambda: stay_registered(HeadPlace(head), lambda: credentials, who, lambda _: None, leave)
+            )
         )
         yield control, who.node
         leave.end()

@@ -30,7 +30,9 @@ from mlx_ring.agent.worker_processes import end_orphaned_workers
 from mlx_ring.cluster.control import open_control
 from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.core.errors import PeerRefused
+from mlx_ring.host import head_announcement
 from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.rpc.channels import FailureLog, open_aio_channel
 from mlx_ring.rpc.methods import HAVE
 from mlx_ring.rpc.protos import weights_pb2, worker_pb2
@@ -63,7 +65,9 @@ def test_a_head_that_closes_a_connection_in_the_handshake_is_asked_again(tmp_pat
             lambda: Closing(closed), address.host, address.port
         )
         who = Registration("mini-1", 4000, made_up_profile(), 0.9)
-        task = asyncio.create_task(stay_registered(address, lambda: credentials, who, lambda _: None))
+        task = asyncio.create_task(
+            stay_registered(HeadPlace(address), lambda: credentials, who, lambda _: None)
+        )
         try:
             async with listener, asyncio.timeout(60):
                 while len(closed) < 2:
@@ -91,8 +95,10 @@ def test_a_full_disk_ends_neither_the_registration_nor_the_renewal(monkeypatch: 
 
     async def run() -> None:
         tasks = [
-            asyncio.create_task(enrolment.keep_renewed(address, Path())),
-            asyncio.create_task(stay_registered(address, lambda: fail("registration"), who, lambda _: None)),
+            asyncio.create_task(enrolment.keep_renewed(HeadPlace(address), Path())),
+            asyncio.create_task(
+                stay_registered(HeadPlace(address), lambda: fail("registration"), who, lambda _: None)
+            ),
         ]
         async with asyncio.timeout(60):
             while min(tries["renewal"], tries["registration"]) < 2:
@@ -189,7 +195,7 @@ def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
             return require_credentials(tmp_path / "node")
 
         who = Registration(node, 4000, made_up_profile(), 0.9)
-        attending = asyncio.create_task(stay_registered(address, credentials, who, lambda _: None))
+        attending = asyncio.create_task(stay_registered(HeadPlace(address), credentials, who, lambda _: None))
         try:
             async with open_control(state, address) as control:
                 await control.wait_until_present(node)
@@ -213,6 +219,41 @@ def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
     asyncio.run(run())
 
 
+def test_a_member_finds_its_head_at_another_address_and_distrusts_others_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_LOOK_AFTER_S", "_LOOK_EVERY_S"):
+        monkeypatch.setattr(head_announcement, name, 0.0)
+    monkeypatch.setattr(member, "_DISTRUST_PAUSE_S", 0.1)
+    old, wrong, new = (HeadAddress("127.0.0.1", free_pair_of_ports()) for _ in range(3))
+    state, found, kept = tmp_path / "head", [wrong, new], list[HeadAddress]()
+    place = HeadPlace(old, lambda _: found.pop(0) if found else None, kept.append)
+
+    async def run() -> None:
+        async with asyncio.timeout(100):
+            async with open_control(state, old) as control:
+                token = control.make_token(life_s=600)
+                await asyncio.to_thread(enrolment.join, str(old), token, tmp_path / "node")
+            node = open_identity(tmp_path / "node").node
+            who = Registration(node, 4000, made_up_profile(), 0.9)
+            attending = asyncio.create_task(
+                stay_registered(place, lambda: require_credentials(tmp_path / "node"), who, lambda _: None)
+            )
+            async with (
+                await asyncio.start_server(answer_plainly, wrong.host, wrong.port),
+                open_control(state, new) as control,
+            ):
+                waiting = asyncio.create_task(control.wait_until_present(node))
+                await asyncio.wait((attending, waiting), return_when=asyncio.FIRST_COMPLETED)
+                assert not attending.done(), attending.exception()
+                assert control.membership.members[node].head_host == new.host
+            attending.cancel()
+            await asyncio.gather(attending, return_exceptions=True)
+
+    asyncio.run(run())
+    assert kept == [new]
+
+
 def test_a_member_that_has_never_reached_its_head_ends_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         address = HeadAddress("127.0.0.1", free_pair_of_ports())
@@ -220,7 +261,7 @@ def test_a_member_that_has_never_reached_its_head_ends_with_the_reason(tmp_path:
         who = Registration("mini-1", 4000, made_up_profile(), 0.9)
         async with await asyncio.start_server(answer_plainly, address.host, address.port):
             with pytest.raises(PeerRefused, match="did not speak TLS"):
-                await stay_registered(address, lambda: credentials, who, lambda _: None)
+                await stay_registered(HeadPlace(address), lambda: credentials, who, lambda _: None)
 
     asyncio.run(run())
 

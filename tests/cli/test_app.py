@@ -141,3 +141,19 @@ def test_an_output_that_cannot_be_written_is_reported_in_one_sentence(
     assert said == [
         "mlx-ring: The output cannot be written: No space left on device. Free some space, or write it elsewhere."
     ]
+
+
+def test_a_name_that_the_terminal_cannot_show_is_printed_with_escapes(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "machines: [{name: büro, memory_gb: 24, bandwidth_gb_s: 100, tflops: 4}]\n", encoding="utf-8"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "plan", "demo", "--cluster", "cluster.yaml"],
+        env=clean_environment() | {"COLUMNS": "200", "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "b\\xfcro" in done.stdout

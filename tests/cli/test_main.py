@@ -207,6 +207,44 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "mlx-ring")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            (words.split(), "set HOME, or MLX_RING_STATE_DIR")
+            for words in ("ps", "doctor", "stop", "token list")
+        ),
+        (["pull", "someone/tiny"], "set HF_HOME"),
+        (["rm", "someone/tiny"], "set HF_HOME"),
+        (["service", "show"], "set HOME, or run `mlx-ring service` as a user with an account"),
+    ],
+)
+def test_a_refusal_of_a_user_without_a_home_says_what_to_set(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(without_home))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~nobody-has-this-name/hub")
+    environment = {} if "STATE_DIR" in said else {"MLX_RING_STATE_DIR": str(tmp_path / "state")}
+    sentence = complaint(*arguments, folder=tmp_path, **environment)
+    assert sentence.startswith("This user has no home folder for ")
+    assert said in sentence
+
+
+def test_a_service_of_a_user_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    assert "has no name on this machine" in complaint(
+        "service", "show", "--", "serve", "demo", folder=tmp_path
+    )
+
+
 def test_help_lists_every_command(tmp_path: Path) -> None:
     done = run_in_process("--help", folder=tmp_path, environment={"COLUMNS": "200"})
     assert done.returncode == 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.processes import run_cli, run_in_process
 
+from mlx_ring.core.environment import library_variables
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the paths are those of systemd")
 
 UNIT = Path(".config/systemd/user/mlx-ring-join.service")
@@ -71,6 +73,28 @@ def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_pat
     again = run_with_calls("uninstall", home=tmp_path)
     assert again.returncode == 0
     assert again.stdout.count("is not there.") == 2
+
+
+def test_install_names_the_variables_of_the_shell_that_a_service_lacks(tmp_path: Path) -> None:
+    def reported(given: dict[str, str]) -> list[str]:
+        environment = environment_in(tmp_path) | dict.fromkeys(library_variables(), "") | given
+        words = ("service", "install", "--", "serve", "demo")
+        done = run_in_process(*words, folder=tmp_path, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if "does not get" in line]
+
+    assert reported({}) == []
+    settings, others = reported(
+        {"MLX_RING_PORT": "8200", "HF_HOME": "/big/models", "https_proxy": "http://user:secret@10.0.0.1"}
+    )
+    assert settings == (
+        "The service does not get MLX_RING_PORT from this shell: give flags, or write such lines into "
+        f"{tmp_path / '.env'}."
+    )
+    assert others == (
+        "The service does not get HF_HOME, https_proxy from this shell: run `systemctl --user edit "
+        "mlx-ring-serve.service`, and add lines such as Environment=HF_HOME=… below [Service]."
+    )
 
 
 def test_show_prints_the_unit_before_and_after_install(tmp_path: Path) -> None:

@@ -14,15 +14,20 @@ import threading
 import uuid
 from collections.abc import Generator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.machines import node_credentials
 from tests.namespaces import Host, lan, skip_without_namespaces
 from tests.processes import MLX_RING
 
+from mlx_ring.cli.join import find_again
 from mlx_ring.cluster.announcement import announcing, find_heads
-from mlx_ring.host.head_announcement import FoundHead, HeadAnnouncement
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.host.addresses import HeadAddress
+from mlx_ring.host.head_announcement import FINGERPRINT_DIGITS, FoundHead, HeadAnnouncement
 from mlx_ring.host.interfaces import LanAddress
 
 LOOPBACK = (LanAddress("lo", 1, "127.0.0.1", "wired"),)
@@ -89,6 +94,39 @@ def test_a_head_is_found_with_its_announcement_until_it_ends() -> None:
         assert await asyncio.to_thread(found_on_loopback, head.cluster, 0.5) == []
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("announced", "answering", "expected"),
+    [
+        (("127.0.0.2", "127.0.0.3"), ["127.0.0.3"], "127.0.0.3"),
+        (("127.0.0.1", "127.0.0.3"), ["127.0.0.3"], "127.0.0.3"),
+        (("127.0.0.2", "127.0.0.1"), ["127.0.0.2", "127.0.0.1"], None),
+        (("127.0.0.2",), ["127.0.0.4"], None),
+    ],
+)
+def test_a_head_that_answers_at_its_address_again_is_not_taken_elsewhere(
+    announced: tuple[str, ...],
+    answering: list[str],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    authority = Authority.open(tmp_path / "head")
+    node_credentials(authority, "mini-1").save(tmp_path / "node")
+    digits = authority.fingerprint.hex()[:FINGERPRINT_DIGITS]
+    with ExitStack() as stack:
+        port = stack.enter_context(socket.create_server((answering[0], 0))).getsockname()[1]
+        for address in answering[1:]:
+            stack.enter_context(socket.create_server((address, port)))
+        ours = FoundHead(HeadAnnouncement("home", "mini-7f3a", "0.1.0", digits), port, announced)
+        others = [
+            FoundHead(HeadAnnouncement("other", "pi-1", "0.1.0", mark), port, (answering[0],))
+            for mark in ("", "0" * FINGERPRINT_DIGITS)
+        ]
+        monkeypatch.setattr("mlx_ring.cluster.announcement.find_heads", lambda: [*others, ours])
+        found = find_again(tmp_path / "node", HeadAddress("127.0.0.1", port))
+    assert found == (None if expected is None else HeadAddress(expected, port))
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from mlx_ring.core.errors import ConfigError, Conflict, PeerRefused
 from mlx_ring.core.folders import authority_folder
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.energy import EnergyMeter, Part, PartEnergy
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.host.yielding import Yielding, YieldWatch
 from mlx_ring.rpc.channels import open_aio_channel
 from mlx_ring.rpc.hello import make_hello
@@ -54,7 +55,7 @@ async def attending(
     credentials = await asyncio.to_thread(join, str(head), control.make_token(life_s=60.0), folder)
     who = Registration(open_identity(folder).node, 4000, made_up_profile(), 0.9)
     who = replace(who, **changes)  # pyright: ignore[reportArgumentType] - fields of the dataclass
-    task = asyncio.create_task(stay_registered(head, lambda: credentials, who, revoke))
+    task = asyncio.create_task(stay_registered(HeadPlace(head), lambda: credentials, who, revoke))
     try:
         yield task
     finally:
@@ -316,10 +317,12 @@ def test_a_copy_of_a_connected_machine_is_refused_and_the_same_process_may_recon
             assert credentials is not None
             copied = Registration(member.node, 4001, made_up_profile(), 0.9, process="copy")
             with pytest.raises(PeerRefused, match="is a copy with the same identity"):
-                await stay_registered(head, lambda: credentials, copied, lambda _: None)
+                await stay_registered(HeadPlace(head), lambda: credentials, copied, lambda _: None)
             assert control.membership.has_session(member.node, member.session)
             again = asyncio.create_task(
-                stay_registered(head, lambda: credentials, replace(copied, process="first"), lambda _: None)
+                stay_registered(
+                    HeadPlace(head), lambda: credentials, replace(copied, process="first"), lambda _: None
+                )
             )
             await wait_for_session_after(control, member)
             again.cancel()
@@ -341,7 +344,9 @@ def test_a_process_that_replaces_a_silent_one_is_admitted(tmp_path: Path) -> Non
                 await old.read()
                 (member,) = control.membership.members.values()
                 who = Registration(member.node, 4001, made_up_profile(), 0.9)
-                new = asyncio.create_task(stay_registered(head, lambda: credentials, who, lambda _: None))
+                new = asyncio.create_task(
+                    stay_registered(HeadPlace(head), lambda: credentials, who, lambda _: None)
+                )
                 await wait_for_session_after(control, member)
                 new.cancel()
                 await asyncio.gather(new, return_exceptions=True)
@@ -438,7 +443,7 @@ def test_only_a_node_that_says_so_has_left_for_good(
             )
             leave = Leave()
             who = Registration(open_identity(tmp_path / "a").node, 4000, made_up_profile(), 0.9)
-            attends = stay_registered(head, lambda: credentials, who, lambda _serials: None, leave)
+            attends = stay_registered(HeadPlace(head), lambda: credentials, who, lambda _serials: None, leave)
             task = asyncio.create_task(attends)
             await control.wait_for(1)
             with control.watching(events.append):

@@ -214,7 +214,7 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
 def test_phone_is_invited_by_an_address_and_its_code(browser: Browser) -> None:
     urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
     with (
-        serving(TwinService(), make_api_settings(urls=urls)) as url,
+        serving(TwinService(), make_api_settings(urls=lambda: urls)) as url,
         open_page(browser, url, view="cluster", width=390) as (page, events),
     ):
         card = page.get_by_role("region", name="Use it from a phone")

@@ -13,6 +13,7 @@ from pathlib import Path
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.core.folders import node_folder
 from mlx_ring.host.addresses import parse_head_address
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.host.machine import Use
 from mlx_ring.host.yielding import YieldDecision, YieldWatch
 from mlx_ring.settings.process_settings import MemberSettings, select_settings
@@ -45,7 +46,7 @@ def main() -> None:
     join(str(address), token, folder)
     settings = load_settings({"yielding": "on"})
     run_member(
-        address,
+        HeadPlace(address),
         open_identity(folder).node,
         state,
         select_settings(MemberSettings, settings, blas_threads=1),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.eventually import eventually
+from tests.eventually import eventually, run_tasks_until
 from tests.frozen_thread import frozen_thread
 from tests.interrupted import BODY, complete, interrupt
 from tests.processes import Server, serving
@@ -22,7 +24,10 @@ from tests.profiles import COSTS, RATES, made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
 from mlx_ring.core.types import RankId
+from mlx_ring.head import head
+from mlx_ring.head.head import LanUrls
 from mlx_ring.head.instance_watch import Watched
+from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -40,6 +45,25 @@ def two_stages(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ge
     folder = tmp_path_factory.mktemp("run")
     with serving(tiny_model, "--stages", "2", "--run-dir", str(folder / "r"), folder=folder) as server:
         yield server
+
+
+def test_addresses_for_other_machines_follow_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[LanAddress] = []
+    monkeypatch.setattr(head, "LAN_LOOK_S", 0.0)
+    monkeypatch.setattr(head, "lan_addresses", lambda: found)
+    monkeypatch.setattr(head, "own_names", tuple)
+
+    async def act(listener: socket.socket) -> None:
+        urls, port = LanUrls(listener, "http"), listener.getsockname()[1]
+        assert urls.present == ()
+        following = asyncio.create_task(urls.follow())
+        for address in ("192.168.1.7", "192.168.1.8"):
+            found[:] = [LanAddress("eth0", 2, address, "wired")]
+            await run_tasks_until(lambda address=address: urls.present == (f"http://{address}:{port}",))
+        following.cancel()
+
+    with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104 - all networks are the case
+        asyncio.run(act(listener))
 
 
 def test_workers_are_ready_once_every_node_has_reported_each_as_ready() -> None:

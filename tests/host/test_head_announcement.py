@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -12,6 +13,7 @@ from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.head_announcement import (
     FoundHead,
     HeadAnnouncement,
+    HeadPlace,
     multicast_interfaces,
     read_addresses,
     read_properties,
@@ -75,6 +77,62 @@ def test_a_found_head_has_addresses_for_join() -> None:
     assert found.joinable == (HeadAddress("192.168.1.7"), HeadAddress("fe80::1%en0"))
     assert list(map(str, found.joinable)) == ["192.168.1.7:50051", "[fe80::1%en0]:50051"]
     assert found.as_json()["ca"] == "0123456789abcdef"
+
+
+class Clock:
+    """Clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_lost_head_is_looked_for_and_asked_at_both_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, kept, looks = (
+        HeadAddress("192.168.1.7"),
+        HeadAddress("192.168.1.8"),
+        list[HeadAddress](),
+        list[str](),
+    )
+    clock = Clock()
+    monkeypatch.setattr("mlx_ring.host.head_announcement.time", clock)
+
+    def look(lost: HeadAddress) -> HeadAddress:
+        looks.append(lost.host)
+        return new
+
+    place = HeadPlace(old, look, kept.append)
+
+    async def chosen_after(seconds: float) -> tuple[str, bool]:
+        clock.now_s += seconds
+        await place.choose()
+        return place.address.host, place.is_guessed
+
+    async def act() -> None:
+        place.answered()
+        assert [await chosen_after(seconds) for seconds in (0, 19)] == [(old.host, False)] * 2
+        assert (looks, kept) == ([], [old])
+        assert await chosen_after(1) == (new.host, True)
+        assert [await chosen_after(seconds) for seconds in (1, 58)] == [(old.host, False)] * 2
+        assert await chosen_after(1) == (new.host, True)
+        place.answered()
+        assert (place.address, place.is_guessed, kept) == (new, False, [old, new])
+        assert await chosen_after(100) == (new.host, False)
+        assert looks == [old.host] * 2
+
+    asyncio.run(act())
+
+
+def test_a_failed_search_leaves_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: HeadAddress) -> HeadAddress:
+        raise OSError("no network")
+
+    monkeypatch.setattr("mlx_ring.host.head_announcement._LOOK_AFTER_S", 0.0)
+    place = HeadPlace(HeadAddress("192.168.1.7"), fail)
+    asyncio.run(place.choose())
+    assert place.address == HeadAddress("192.168.1.7")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("wired", ["10.0.0.1", 2]), ("tunnel", [])])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
 import pytest
 from tests.machines import free_pair_of_ports
 
-from mlx_ring.core.errors import AddressInUse
+from mlx_ring.core.errors import AddressInUse, ConfigError
 from mlx_ring.host import machine
 from mlx_ring.host.machine import NodePorts, ProcessPorts, linux_identity, machine_identity, share_cores
 
@@ -63,6 +64,23 @@ def test_ports_on_which_others_listen_are_skipped() -> None:
     first = free_pair_of_ports()
     with socket.create_server(("127.0.0.1", first)):
         assert NodePorts((first, first + 1)).take("[::]") == first + 1, "IPv6 covers IPv4"
+
+
+def test_a_system_without_ipv6_names_the_address_and_looks_at_the_ports_of_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FourOnly(socket.socket):
+        def __init__(self, family: int = -1, *more: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *more)
+
+    monkeypatch.setattr("socket.socket", FourOnly)
+    with pytest.raises(ConfigError, match="--host is ::, but this machine cannot open such an address"):
+        machine.listen("::", 0)
+    first = free_pair_of_ports()
+    with socket.create_server(("127.0.0.1", first)):
+        assert NodePorts((first, first + 1)).take("[::]") == first + 1
 
 
 def test_a_range_without_a_free_port_is_refused_with_what_to_do() -> None:

@@ -15,10 +15,14 @@ import pytest
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.private_files import (
+    hold,
     is_held,
     locked,
     make_private_folder,
+    may_remove,
     read_private,
+    release,
+    sole_holder,
     try_lock,
     write_private,
 )
@@ -68,6 +72,37 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--state-dir"):
         make_private_folder(tmp_path / "file" / "folder")
+
+
+def test_on_a_file_system_without_locks_nobody_holds_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    hold(tmp_path)
+    assert not is_held(tmp_path)
+    assert not may_remove(tmp_path), "a process may hold it"
+    release(tmp_path)
+    descriptor = try_lock(tmp_path / "lock")
+    assert descriptor is not None
+    assert not may_remove(tmp_path / "lock")
+    os.close(descriptor)
+    with locked(tmp_path / "state") as is_alone:
+        assert not is_alone
+    refused = pytest.raises(ConfigError, match="lock cannot be locked, because its file system has no locks")
+    with refused, sole_holder(tmp_path / "lock", "Another head runs."):
+        """It may have another holder."""
+
+
+def test_only_what_nobody_holds_may_be_removed(tmp_path: Path) -> None:
+    assert may_remove(tmp_path)
+    hold(tmp_path)
+    assert not may_remove(tmp_path)
+    release(tmp_path)
+    assert may_remove(tmp_path)
+    assert may_remove(tmp_path / "missing")
 
 
 def test_only_one_thread_is_inside_a_locked_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,11 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from tests.eventually import eventually
 
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import running_folder
@@ -108,6 +111,39 @@ def test_the_next_start_removes_the_folder_of_a_killed_process(short_folder: Pat
         assert own.is_dir()
         assert other.is_dir()
     assert list(short_folder.iterdir()) == []
+
+
+def test_what_is_in_a_folder_for_sockets_never_grows_old(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_FRESH_S", 0.01)
+    with make_run_folder(short_folder) as folder, socket.socket(socket.AF_UNIX) as listener:
+        (folder / "a0").mkdir()
+        listener.bind(str(folder / "a0" / "agent.sock"))
+        paths = [folder, folder / "owner.json", folder / "a0", folder / "a0" / "agent.sock"]
+        for path in paths:
+            os.utime(path, (1.0, 1.0))
+        eventually(lambda: min(min(path.stat()[7:9]) for path in paths) > 1)
+
+
+def test_a_folder_that_disappears_while_it_is_walked_does_not_let_the_others_grow_old(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def scan_unless_removed(path: str | Path = ".") -> Any:
+        if str(path).endswith("removed"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scan(path)
+
+    with make_run_folder(short_folder) as folder:
+        (folder / "removed").mkdir()
+        monkeypatch.setattr(os, "scandir", scan_unless_removed)
+        monkeypatch.setattr(running, "_FRESH_S", 0.01)
+        with running.kept_fresh(folder):
+            os.utime(folder / "owner.json", (1.0, 1.0))
+            eventually(lambda: (folder / "owner.json").stat().st_mtime > 1)
+        monkeypatch.undo()
 
 
 def test_a_parent_too_long_for_sockets_is_refused(short_folder: Path) -> None:

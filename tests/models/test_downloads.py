@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import ClassVar
@@ -26,7 +27,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound, ModelUnsupported
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
-from mlx_ring.models.hub_cache import PART, check_shared_memory, interrupted_downloads
+from mlx_ring.models.hub_cache import PART, Meter, Part, check_shared_memory, interrupted_downloads
 from mlx_ring.models.model_source import (
     describe_model,
     find_model,
@@ -286,6 +287,151 @@ def test_an_interrupt_and_an_error_end_a_pull_whose_other_files_stall(
     assert "someone/tiny is incomplete: `mlx-ring pull someone/tiny` continues the download." in listed
 
 
+class ExpiringHub(FakeHub):
+    """Hub whose connection breaks in the middle of the weights. Their address is refused then, until it is asked for again."""
+
+    requests: ClassVar[list[str]] = []
+    breaks: ClassVar[list[int]] = []
+    """Numbers of bytes after which the next answers break off."""
+
+    def send(self, status: int, data: bytes, *, with_body: bool, code: str = "") -> None:
+        if not self.path.endswith(".safetensors"):
+            super().send(status, data, with_body=with_body, code=code)
+            return
+        has_expired = with_body and self.requests[-1:] == ["broken"]
+        self.requests.append("refused" if has_expired else "sent" if with_body else "asked")
+        if has_expired:
+            self.send_response(403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif with_body and self.breaks:
+            self.requests[-1] = "broken"
+            begin = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+            self.send_response(206 if begin else 200)
+            self.send_header("Content-Length", str(len(data) - begin))
+            self.end_headers()
+            self.wfile.write(data[begin : begin + self.breaks.pop(0)])
+            self.close_connection = True
+        else:
+            super().send(status, data, with_body=with_body, code=code)
+
+
+def pull_from_expiring_hub(
+    breaks: list[int], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Sequence[int], list[str]]:
+    """Pull a model, and return the bytes of each progress, and what the hub did with the weights."""
+    monkeypatch.setattr(ExpiringHub, "requests", [])
+    monkeypatch.setattr(ExpiringHub, "breaks", breaks)
+    monkeypatch.setattr(hub, "_PAUSE_S", 0.01)
+    awake = Event()
+    awake.set()
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", awake.wait)
+    done: list[int] = []
+    with running_hub(model, ExpiringHub) as (endpoint, _), patch.object(constants, "ENDPOINT", endpoint):
+        urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
+        hub.fetch("someone/tiny", report=lambda progress: done.append(progress.done_bytes))
+    return done, ExpiringHub.requests
+
+
+def test_a_download_continues_at_another_address_once_its_own_has_expired(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = (tiny_model / "model.safetensors").read_bytes()
+    done, requests = pull_from_expiring_hub([len(weights) // 3] * 2, tiny_model, monkeypatch)
+    assert requests == [*["asked", "broken", "refused"] * 2, "asked", "sent", "asked"]
+    assert done == sorted(done), "the progress goes back"
+    assert done[-1] == sum(file.stat().st_size for file in tiny_model.iterdir())
+    [kept] = (home / "hub").glob("models--someone--tiny/snapshots/*/model.safetensors")
+    assert kept.read_bytes() == weights
+
+
+def test_a_download_whose_address_is_refused_without_a_new_byte_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelNotFound, match="the hub answered 403"):
+        pull_from_expiring_hub([300_000, 0], tiny_model, monkeypatch)
+    assert ExpiringHub.requests == ["asked", "broken", "refused"] * 2
+
+
+def test_a_download_without_a_new_byte_for_long_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PATIENCE_S", 0.0)
+    with pytest.raises(ModelNotFound, match="the hub answered 403"):
+        pull_from_expiring_hub([300_000], tiny_model, monkeypatch)
+    assert ExpiringHub.requests == ["asked", "broken", "refused"]
+
+
+def test_a_part_with_more_bytes_than_the_file_is_fetched_again(tiny_model: Path, home: Path) -> None:
+    weights = (tiny_model / "model.safetensors").read_bytes()
+    part = home / "hub" / "models--someone--tiny" / "blobs" / f"{hashlib.sha256(weights).hexdigest()}{PART}"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(weights + b"more")
+    with running_hub(tiny_model) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 0, pulled.stderr
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_on_a_file_system_without_locks_a_model_is_pulled_and_nothing_removed(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("mlx_ring.host.private_files.fcntl.flock", refuse)
+    with running_hub(tiny_model) as (endpoint, _):
+        pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert pulled.returncode == 0, pulled.stderr
+    # Locks would show whether a server uses the model, or another process downloads it.
+    snapshot = next((home / "hub" / "models--someone--tiny").glob("snapshots/*"))
+    hold_folder(snapshot)
+    removed = mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home)
+    assert removed.returncode == 2
+    assert f"then remove {home}/hub/models--someone--tiny yourself" in removed.stderr
+    part = snapshot.parents[1] / "blobs" / f"{'0' * 64}{PART}"
+    part.write_bytes(b"of another process")
+    damaged = snapshot / "tokenizer_config.json"
+    damaged.write_text("{}")
+    with running_hub(tiny_model) as (endpoint, _):
+        refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+        assert "It stays, because its file system has no locks" in refused.stderr
+        assert damaged.read_text() == "{}"
+        shutil.copy(tiny_model / damaged.name, damaged)
+        assert mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home).returncode == 0
+    assert part.exists()
+    release(snapshot)
+
+
+def test_without_links_weights_are_on_the_disk_once(
+    tiny_model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(_: object = None) -> bool:
+        return False
+
+    for module in ("mlx_ring.models.hub", "huggingface_hub.file_download"):
+        monkeypatch.setattr(f"{module}.are_symlinks_supported", no_links)
+    with running_hub(tiny_model) as (endpoint, _):
+        for _ in range(2):
+            pulled = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+            assert pulled.returncode == 0, pulled.stderr
+    size = (tiny_model / "model.safetensors").stat().st_size
+    kept = [path for path in (home / "hub").rglob("*") if path.is_file() and path.stat().st_size == size]
+    assert [path.name for path in kept] == ["model.safetensors"]
+    assert mlx_ring("rm", "someone/tiny", endpoint="http://127.0.0.1:9", home=home).returncode == 0
+
+
+def test_a_part_that_another_process_has_completed_grows_no_more(tmp_path: Path) -> None:
+    meter = Meter(10, lambda _: None)
+    with Part(tmp_path / "part", meter) as part:
+        part.write(b"first")
+        (tmp_path / "part").rename(tmp_path / "whole")
+        with pytest.raises(InterruptedError, match="another process has fetched the file"):
+            part.write(b"again")
+    assert (tmp_path / "whole").read_bytes() == b"first"
+
+
 def test_weights_with_another_content_than_the_hub_states_are_not_kept(tiny_model: Path, home: Path) -> None:
     with running_hub(tiny_model, OtherHub) as (endpoint, _):
         refused = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
@@ -435,6 +581,9 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
             PermissionError(errno.EACCES, "Permission denied", "/a/b"),
             "to /a/b (Permission denied): correct that",
         ),
+        (OSError(errno.ENOLCK, "No locks available"), "hub (No locks available): correct that"),
+        (OSError(errno.EROFS, "Read-only file system"), "hub (Read-only file system): correct that"),
+        (OSError(errno.ESTALE, "Stale file handle"), "hub (Stale file handle): correct that"),
         (OSError("connection reset"), "cannot be fetched (connection reset): connect to the network"),
         (OSError("[Errno -2] Name not known"), "cannot be fetched (Name not known): connect to the network"),
     ],

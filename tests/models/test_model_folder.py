@@ -169,11 +169,61 @@ def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_named(folder: Path, fields
         read_model_folder(folder)
 
 
-def test_a_missing_file_of_an_index_is_named(folder: Path) -> None:
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+def test_a_folder_of_a_gguf_file_names_it_and_not_what_macos_puts_beside_it(tmp_path: Path) -> None:
+    for name in ("._llama.gguf", "llama.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFound, match=rf"To serve a GGUF file, name it: {tmp_path}/llama\.gguf\.$"):
+        read_model_folder(tmp_path)
+
+
+PARTS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def write_index(folder: Path, *files: str) -> None:
+    index = {"weight_map": {f"tensor.{number}": file for number, file in enumerate(files)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("present", "named"),
+    [("model-00002-of-00002", PARTS), ("model-00001-of-00003", PARTS), ("model-b", PARTS)],
+)
+def test_a_missing_file_of_an_index_is_named(present: str, named: list[str], folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / f"{present}.safetensors")
+    write_index(folder, *named)
     with pytest.raises(ModelCorrupt, match=r"names model-00001-of-00002\.safetensors, which is not there"):
         read_model_folder(folder)
+
+
+def split_weights(folder: Path) -> None:
+    """Write the weights into two files, as the index says, and leave the whole file beside them."""
+    weights = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
+    names = sorted(weights)
+    for number, part in enumerate(PARTS):
+        mx.save_safetensors(str(folder / part), {name: weights[name] for name in names[number::2]})
+    write_index(folder, *PARTS)
+
+
+def test_an_index_of_other_files_than_a_whole_model_has_is_ignored(folder: Path) -> None:
+    whole = read_model_folder(folder)
+    write_index(folder, *PARTS)
+    assert read_model_folder(folder).weight_bytes == whole.weight_bytes
+    split_weights(folder)
+    (folder / "model.safetensors").unlink()
+    write_index(folder, *(f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)))
+    assert read_model_folder(folder).weight_bytes == whole.weight_bytes
+
+
+def test_another_version_of_the_weights_beside_those_of_the_index_is_left_out(folder: Path) -> None:
+    whole = read_model_folder(folder)
+    split_weights(folder)
+    more = {"model.more.weight": mx.zeros(3)}
+    mx.save_safetensors(str(folder / "model-more.safetensors"), more)
+    model = read_model_folder(folder)
+    assert sorted(entry.name for entry in model.tensors) == sorted(
+        [*(entry.name for entry in whole.tensors), *more]
+    )
+    assert {file.name for file in model.weight_files} == {*PARTS, "model-more.safetensors"}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00", '{"hidden_size": 3}'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -224,6 +225,19 @@ def test_the_folder_of_a_gguf_file_stays_while_a_server_holds_it(
         server.communicate("\n")
     find_model(str(write_gguf_of(tiny_model, tmp_path / "third.gguf")))
     assert not first.exists()
+
+
+def test_on_a_file_system_without_locks_the_folders_of_removed_gguf_files_stay(
+    gguf: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    first = find_model(str(gguf)).folder.path
+    gguf.unlink()
+    find_model(str(write_gguf_of(tiny_model, tmp_path / "other.gguf")))
+    assert first.exists()
 
 
 def test_a_description_of_a_gguf_file_writes_nothing(gguf: Path, tmp_path: Path) -> None:

@@ -410,6 +410,38 @@ def test_progress_is_reported_in_bytes_up_to_the_share(tmp_path: Path) -> None:
     assert reported == sorted(reported)
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_another_version_of_the_weights_beside_those_of_the_index_is_not_loaded(
+    *, is_bare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_random_model(tmp_path / "whole", QWEN3)
+    if is_bare:
+        (tmp_path / "bare").mkdir()
+        folder = write_bare_checkpoint(folder, tmp_path / "bare", with_head=True)
+    expected = flat_parameters(load_plain(folder, 0, 5))
+    other = folder / "model.safetensors"
+    weights = cast("dict[str, mx.array]", mx.load(str(other)))
+    parts, names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)], sorted(weights)
+    for number, part in enumerate(parts):
+        mx.save_safetensors(str(folder / part), {name: weights[name] for name in names[number::2]})
+    index = {"weight_map": {name: parts[number % 2] for number, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    zeros = {name: mx.zeros_like(value) for name, value in weights.items()}
+    mx.save_safetensors(str(other), zeros)
+
+    def other_last(_pattern: str) -> list[str]:
+        return [*(str(folder / part) for part in parts), str(other)]
+
+    monkeypatch.setattr("mlx_lm.utils.glob.glob", other_last)  # else in the disk's order
+    loaded = flat_parameters(load_plain(folder, 0, 5))
+    assert loaded.keys() == expected.keys()
+    assert all(mx.array_equal(loaded[path], expected[path]) for path in expected)
+
+
+def flat_parameters(stage: StageModel) -> dict[str, mx.array]:
+    return cast("dict[str, mx.array]", tree_flatten(stage.model.parameters(), destination={}))
+
+
 def test_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path / "model", QWEN3))
     planned = replace(folder, config={**folder.config, "num_hidden_layers": 4})

@@ -27,6 +27,7 @@ from mlx_ring.core.errors import ConfigError, PeerRefused, RingError, TokenRefus
 from mlx_ring.core.folders import AGENT_LOCK
 from mlx_ring.core.join_token import parse_token
 from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, HeadAddress, is_denied_by_macos, parse_head_address
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import open_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
@@ -136,11 +137,11 @@ def renew_if_due(head: HeadAddress, folder: Path, now: datetime | None = None) -
     return True
 
 
-async def keep_renewed(head: HeadAddress, folder: Path) -> None:
+async def keep_renewed(head: HeadPlace, folder: Path) -> None:
     """Renew the certificate before it expires; check every hour, and retry an hour later if the head is unreachable."""
     while True:
         try:
-            if await asyncio.to_thread(renew_if_due, head, folder):
+            if await asyncio.to_thread(renew_if_due, head.address, folder):
                 log.info("The certificate was renewed")
         except (RingError, OSError) as error:
             log.warning("The certificate expires soon and could not be renewed: %s", error)

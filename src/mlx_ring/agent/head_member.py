@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc
 from mlx_ring.host.addresses import parse_head_address
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.settings.process_settings import MemberSettings, add_argument
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # The API sleeps and ends with this machine, so that moving its layers would gain nothing.
     run_member(
-        parse_head_address(given.head),
+        HeadPlace(parse_head_address(given.head)),
         given.node,
         given.state,
         given.settings,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import time
@@ -34,11 +33,12 @@ from mlx_ring.core.folders import AGENT_LOCK, REVOKED_FILE, node_folder, weights
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.host.addresses import HeadAddress, bracketed, scoped_host
 from mlx_ring.host.energy import EnergyMeter
+from mlx_ring.host.head_announcement import HeadPlace
 from mlx_ring.host.interfaces import Trust
 from mlx_ring.host.machine import NodePorts, make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
-from mlx_ring.host.private_files import try_lock
+from mlx_ring.host.private_files import sole_holder
 from mlx_ring.host.process import own_memory, usable_memory
 from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
@@ -96,7 +96,7 @@ class Registration:
 
 
 async def stay_registered(
-    head: HeadAddress,
+    head: HeadPlace,
     credentials: Callable[[], Credentials],
     who: Registration,
     revoke: Revoke,
@@ -107,7 +107,7 @@ async def stay_registered(
     After a first answer, another program at the head's address does not end this: the head may be back there later.
 
     Args:
-        head: address of the head.
+        head: place of the head.
         credentials: returns this node's credentials before each call, because they may be renewed.
         who: description of this node.
         revoke: called with the revoked certificates at each answer of the head.
@@ -121,27 +121,29 @@ async def stay_registered(
     has_answered = False
     while True:
         try:
-            async for reply in _session(head, credentials(), who, leave):
+            async for reply in _session(head.address, credentials(), who, leave):
                 pause_s, has_answered = _FIRST_PAUSE_S, True
+                head.answered()
                 failures.end()
                 leave.received(reply)
                 revoke(tuple(reply.revoked))
             if leave.left.is_set():
                 return
-            failures.record(f"The head at {head} ended; asking again")
+            failures.record(f"The head at {head.address} ended; asking again")
         except (PeerRefused, VersionMismatch) as error:
-            if not has_answered or not isinstance(error, HandshakeFailed):
+            if not (has_answered or head.is_guessed) or not isinstance(error, HandshakeFailed):
                 raise
             failures.record(f"{str(error).removesuffix('.')}; asking again")
             pause_s = _DISTRUST_PAUSE_S
         except (RingError, OSError) as error:
-            failures.record(f"The head at {head} cannot be reached, asking again: {error}")
+            failures.record(f"The head at {head.address} cannot be reached, asking again: {error}")
         finally:
             leave.silent()
         _raise_cancellation()
         if leave.left.is_set():
             return
         await asyncio.sleep(pause_s)
+        await head.choose()
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
 
@@ -228,7 +230,7 @@ def _now(who: Registration) -> cluster_pb2.AttendRequest:
 class MemberOptions:
     """Options of a joined machine."""
 
-    head: HeadAddress
+    head: HeadPlace
     node: str
     state: Path
     """The state folder."""
@@ -241,12 +243,10 @@ class MemberOptions:
     """True if it leaves before its machine sleeps, and while the battery is low."""
     make_yields: MakeYields = YieldWatch
     """Makes the watch of the machine's user, if it is to yield."""
-    on_connected: Callable[[], None] = lambda: None
-    """Called when the head has answered for the first time."""
 
 
 def run_member(
-    head: HeadAddress,
+    head: HeadPlace,
     node: str,
     state: Path,
     settings: MemberSettings,
@@ -255,12 +255,11 @@ def run_member(
     to_stderr: bool = True,
     may_be_away: bool = True,
     make_yields: MakeYields = YieldWatch,
-    on_connected: Callable[[], None] = lambda: None,
 ) -> None:
     """Start this process's log, and serve as `serve_as_member` does.
 
     Args:
-        head: address of the head.
+        head: place of the head.
         node: this node's ID.
         state: the state folder.
         settings: this machine's settings.
@@ -268,7 +267,6 @@ def run_member(
         to_stderr: True to write log lines to stderr too.
         may_be_away: True to leave before the machine sleeps, and while its battery is low.
         make_yields: makes the watch of the machine's user, if it is to yield.
-        on_connected: called when the head has answered for the first time.
     """
     configure_logging(
         process="agent",
@@ -284,9 +282,7 @@ def run_member(
     raise_descriptor_limit(settings.file_descriptor_limit)
     with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
         place = bracketed(scoped_host(listen, "--listen"))
-        options = MemberOptions(
-            head, node, state, run_dir, settings, place, may_be_away, make_yields, on_connected
-        )
+        options = MemberOptions(head, node, state, run_dir, settings, place, may_be_away, make_yields)
         asyncio.run(serve_as_member(options))
 
 
@@ -297,13 +293,15 @@ async def serve_as_member(options: MemberOptions) -> None:
         ConfigError: this machine has no certificate, or an agent that runs already.
         PeerRefused: the head refuses this machine.
     """
-    folder, settings = node_folder(options.state), options.settings
+    folder = node_folder(options.state)
+    refusal = f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
+    with sole_holder(folder / AGENT_LOCK, refusal, agent_note(options.head.address.port)):
+        await _serve(options, folder)
+
+
+async def _serve(options: MemberOptions, folder: Path) -> None:
+    settings = options.settings
     trust = Trust(settings.trusted_interface)
-    lock = try_lock(folder / AGENT_LOCK, agent_note(options.head.port))
-    if lock is None:
-        raise ConfigError(
-            f"An agent with the state in {options.state} already runs on this machine: stop it first, or give --state-dir."
-        )
 
     def credentials() -> Credentials:
         kept = load_credentials(folder)
@@ -343,7 +341,7 @@ async def serve_as_member(options: MemberOptions) -> None:
     await server.start()
     responder.start()
 
-    answers = _Answers(supervisor, revoked, (guard, probes_guard), options.on_connected)
+    answers = _Answers(supervisor, revoked, (guard, probes_guard))
     who = Registration(
         options.node,
         port,
@@ -381,7 +379,6 @@ async def serve_as_member(options: MemberOptions) -> None:
         await supervisor.stop()
         responder.stop(None)
         await server.stop(grace=0.5)
-        os.close(lock)
         log.info("Ended")
 
 
@@ -393,19 +390,14 @@ class _Answers:
         supervisor: Supervisor,
         revoked: Revoked,
         guards: tuple[AioPeerGuard, PeerGuard],
-        on_connected: Callable[[], None],
     ) -> None:
         self._supervisor, self._revoked, self._guards = supervisor, revoked, guards
-        self._on_first: Callable[[], None] | None = on_connected
         self.last_s = time.monotonic()
         """Time of the last answer, or of the start."""
 
     def record(self, serials: tuple[str, ...]) -> None:
         """Record an answer with the serials of all revoked certificates."""
         self.last_s = time.monotonic()
-        if self._on_first is not None:
-            on_first, self._on_first = self._on_first, None
-            on_first()
         if serials != self._supervisor.revoked:
             self._supervisor.revoke(serials)
             self._revoked.replace(serials)

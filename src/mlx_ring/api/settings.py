@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -11,8 +12,8 @@ class ApiSettings:
 
     host: str
     """Address that the server listens on. Requests may name it in `Host` and `Origin`."""
-    own_names: tuple[str, ...]
-    """Names of this machine on its network, also allowed in `Host` where others can reach it."""
+    own_names: Callable[[], Sequence[str]]
+    """Return the present names of this machine on its network, also allowed in `Host` where others can reach it."""
     allowed_hosts: tuple[str, ...]
     """Further names allowed in `Host`, without port; `*` allows all."""
     allowed_origins: tuple[str, ...]
@@ -32,8 +33,8 @@ class ApiSettings:
     """True if special tokens that the messages of a chat spell stay text."""
     access_log: bool
     """True if each request is logged."""
-    urls: tuple[str, ...]
-    """URLs by which other machines reach the server; empty if they cannot."""
+    urls: Callable[[], Sequence[str]]
+    """Return the present URLs by which other machines reach the server; empty if they cannot."""
     join_refusal: str
     """Reason why no other machine can join; empty if others can."""
     profile_command: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -159,8 +160,16 @@ def _discard_output() -> None:
         os.close(nowhere)
 
 
+def _print_all_characters() -> None:
+    """Let no name or answer end a command because the terminal's encoding lacks one of its characters."""
+    # A test may have put another object there, and a closed one is None.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python prints to stderr
+
+
 def _run() -> int:
     keep_early_records()
+    _print_all_characters()
     if sys.argv[1:2] == ["demo"]:  # short for those who try it for the first time, without a checkout
         sys.argv[1:2] = ["serve", "demo"]
     try:

@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc, restart_wi
 from mlx_ring.core.errors import ConfigError, PeerRefused
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
-from mlx_ring.host.head_announcement import LISTEN_S, FoundHead
+from mlx_ring.host.head_announcement import LISTEN_S, FoundHead, HeadPlace
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.settings.config import Settings
@@ -122,11 +122,18 @@ def _head_address(given: str | None, folder: Path) -> HeadAddress:
     return _reachable(found[0])
 
 
-def _reachable(head: FoundHead) -> HeadAddress:
-    """Return the first address of a head that accepts a connection."""
-    for address in head.joinable:
+def _first_answering(addresses: Iterable[HeadAddress]) -> HeadAddress | None:
+    """Return the first address that accepts a connection; None if none does."""
+    for address in addresses:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), _TRY_S):
             return address
+    return None
+
+
+def _reachable(head: FoundHead) -> HeadAddress:
+    """Return the first address of a head that accepts a connection."""
+    if (address := _first_answering(head.joinable)) is not None:
+        return address
     show_heads([head])
     raise ConfigError(
         "A head was found on this LAN, but none of its addresses can be reached from this machine."
@@ -138,15 +145,40 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     from mlx_ring.rpc.tls.peers import open_identity
 
     folder = node_folder(state)
+    place = HeadPlace(
+        head, look=lambda lost: find_again(folder, lost), keep=lambda address: _keep_address(folder, address)
+    )
     run_member(
-        head,
+        place,
         open_identity(folder).node,
         state,
         select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
         listen=listen,
         to_stderr=settings.log_stderr == "on",
-        on_connected=lambda: _keep_address(folder, head),
     )
+
+
+def find_again(folder: Path, lost: HeadAddress) -> HeadAddress | None:
+    """Return the address of the head that announces the cluster of this machine's certificate.
+
+    None if it answers at the lost one again: another one may be of a slower network.
+    """
+    from cryptography import x509
+
+    from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
+    from mlx_ring.rpc.tls.certificates import fingerprint
+    from mlx_ring.rpc.tls.credentials import load_credentials
+
+    kept = load_credentials(folder)
+    if kept is None:
+        return None
+    authority = fingerprint(x509.load_pem_x509_certificate(kept.authority)).hex()
+    try:
+        heads = [head for head in find_heads() if authority.startswith(head.announcement.authority or "none")]
+    except ConfigError:  # no multicast here
+        return None
+    found = _first_answering(address for head in heads for address in head.joinable)
+    return None if found is None or _first_answering([lost]) is not None else found
 
 
 def _keep_address(folder: Path, head: HeadAddress) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import getpass
+import os
 import plistlib
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,9 +18,11 @@ from typing import Annotated, Literal
 import typer
 from typer.main import get_command
 
+from mlx_ring.core.environment import library_variables
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.folders import home_folder
 from mlx_ring.core.join_token import PREFIX
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import load_settings, names_in_environment
 
 # ---- units of systemd and launchd; nothing is written here
 
@@ -77,12 +80,11 @@ def check_service(service: Service) -> Service:
         if not word.isprintable():
             raise ConfigError(f"{word!r} cannot stand in a unit: it has a line break or a control character.")
     for argument in service.arguments:
-        _refuse_secret(argument)
+        _refuse_secret(argument, argument.partition("=")[0])
     return service
 
 
-def _refuse_secret(argument: str) -> None:
-    flag = argument.partition("=")[0]
+def _refuse_secret(argument: str, flag: str) -> None:
     if argument.lower().startswith(PREFIX):
         flag = "--token"
     if flag in _SECRET_FLAGS:
@@ -232,6 +234,7 @@ def launchd_plist(service: Service) -> str:
 app = typer.Typer(help="Install, show and uninstall a service of systemd or launchd.", no_args_is_help=True)
 
 _COMMAND_S = 60.0
+_ACCOUNT = "run `mlx-ring service` as a user with an account"
 _NO_LAN = (
     'macOS 15 and newer may keep a user\'s service from the LAN ("no route to host"); a daemon is exempt: '
     "`sudo mlx-ring service install --system --run-as USER -- ...`. See docs/macos.md."
@@ -254,6 +257,8 @@ def install(
     print(f"{path} {_write(path, unit_text(keeper, service))}.")
     if keeper == "launchd" and not system:
         print(_NO_LAN)
+    for sentence in _left_out(keeper, service, path):
+        print(sentence)
     if service.verb == "serve":
         print("It prints no join token. To let a machine join, run here: mlx-ring token create")
     commands = start_commands(keeper, service.scope, service.verb, service.home)
@@ -267,6 +272,19 @@ def install(
         print(f"It stops when you log out, unless you run: loginctl enable-linger {service.user}")
 
 
+def _left_out(keeper: Keeper, service: Service, path: Path) -> Iterator[str]:
+    """Yield sentences about the variables of this shell, which a unit does not have."""
+    if settings := names_in_environment():
+        where = f"give flags, or write such lines into {service.folder / '.env'}"
+        yield f"The service does not get {', '.join(settings)} from this shell: {where}."
+    if others := library_variables():
+        edit = shlex.join([*_systemctl(service.scope), "edit", unit_name(keeper, service.verb)])
+        add = f"run `{edit}`, and add lines such as Environment={others[0]}=… below [Service]"
+        if keeper == "launchd":
+            add = f"add them to EnvironmentVariables in {path}, after each `install`"
+        yield f"The service does not get {', '.join(others)} from this shell: {add}."
+
+
 @app.command("uninstall")
 def uninstall(
     verbs: Annotated[
@@ -278,13 +296,13 @@ def uninstall(
 
     If there is none, the exit code is 0.
     """
-    keeper, scope = _keeper(), _scope(system)
+    keeper, scope, home = _keeper(), _scope(system), _own_home()
     for verb in _known(verbs):
-        path = unit_path(keeper, scope, verb, Path.home())
+        path = unit_path(keeper, scope, verb, home)
         if not path.exists():
             print(f"{path} is not there.")
             continue
-        _stop(stop_commands(keeper, scope, verb, Path.home()))
+        _stop(stop_commands(keeper, scope, verb, home))
         _remove(path)
         print(f"{path} is removed.")
 
@@ -299,9 +317,8 @@ def show(
     if arguments:
         print(unit_text(_keeper(), _service(arguments, system, run_as)), end="")
         return
-    paths = [unit_path(_keeper(), _scope(system), verb, Path.home()) for verb in VERBS]
-    written = [path for path in paths if path.exists()]
-    for path in written:
+    paths = [unit_path(_keeper(), _scope(system), verb, _own_home()) for verb in VERBS]
+    for path in (written := [path for path in paths if path.exists()]):
         print(f"# {path}\n{path.read_text('utf-8')}")
     if not written:
         print(f"No service is installed: neither {' nor '.join(map(str, paths))} is there.")
@@ -320,7 +337,7 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
         raise ConfigError(
             f"--run-as is {run_as}, which needs --system, because a user's own service runs as that user."
         )
-    user = run_as or getpass.getuser()
+    user = run_as or _own_name()
     words = _without_token(tuple(arguments or ()))
     service = Service(_program(), words, Path.cwd(), _scope(system), user, _home_of(user))
     check_service(service)
@@ -353,9 +370,22 @@ def _check_start(service: Service) -> None:
         full_name(model)
 
 
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as error:
+        raise ConfigError(
+            f"This user, number {os.getuid()}, has no name on this machine: {_ACCOUNT}."
+        ) from error
+
+
+def _own_home() -> Path:
+    return home_folder("services", f"set HOME, or {_ACCOUNT}")
+
+
 def _home_of(user: str) -> Path:
-    if user == getpass.getuser():
-        return Path.home()
+    if user == _own_name():
+        return _own_home()
     try:
         return Path(f"~{user}").expanduser()
     except RuntimeError as error:
@@ -380,8 +410,7 @@ def _known(verbs: Sequence[str] | None) -> Sequence[str]:
 def _write(path: Path, text: str) -> str:
     """Write the file if it differs, and return a phrase for the result."""
     try:
-        before = path.read_text("utf-8") if path.exists() else None
-        if before == text:
+        if (before := path.read_text("utf-8") if path.exists() else None) == text:
             return "is already up to date"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")

@@ -28,7 +28,7 @@ from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
 from mlx_ring.host.addresses import listening_url
 from mlx_ring.host.machine import listen, node_name
-from mlx_ring.host.running import recorded
+from mlx_ring.host.running import kept_fresh, recorded
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.hostfile import Launch, read_launch
@@ -165,7 +165,7 @@ def _serving_as_first(launch: Launch) -> Generator[None]:
     """Keep the processes of the other ranks running: each holds a connection that ends with this process."""
     place = launch.meeting_place
     try:
-        with socket.socket(socket.AF_UNIX) as held:
+        with kept_fresh(place), socket.socket(socket.AF_UNIX) as held:
             held.bind(str(place / "head.sock"))
             held.listen(launch.size)
             yield

@@ -57,6 +57,19 @@ def library_variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
+_OF_LIBRARIES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN", "OLLAMA_MODELS"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+)
+"""Variables that decide where models, state and networks are. Those of proxies may be in lower case."""
+
+
+def library_variables() -> tuple[str, ...]:
+    """Return the names of those variables that are set."""
+    return tuple(name for given in _OF_LIBRARIES for name in (given, given.lower()) if os.environ.get(name))
+
+
 def take_variable(name: str) -> str:
     """Remove a variable, so that no child inherits it, and return it; empty if it is not set."""
     return os.environ.pop(name, "")

@@ -9,14 +9,39 @@ from pathlib import Path
 from mlx_ring.core.environment import library_variable
 from mlx_ring.core.errors import ConfigError
 
+_STATE = "state that outlives a run"
+_GIVE_STATE = "set HOME, or MLX_RING_STATE_DIR to a folder that can be written"
+_SET_CACHE = "set XDG_CACHE_HOME to a folder that can be written"
+
+
+def home_folder(purpose: str, advice: str) -> Path:
+    """Return this user's home.
+
+    Args:
+        purpose: what needs it, for the error.
+        advice: what to do without one, for the error.
+
+    Raises:
+        ConfigError: the user has none, as with a number that no account has.
+    """
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise ConfigError(f"This user has no home folder for {purpose}: {advice}.") from error
+
 
 def data_folder() -> Path:
-    """Return mlx-ring's folder in this user's data, for files that outlive a run."""
+    """Return mlx-ring's folder in this user's data, for files that outlive a run.
+
+    Raises:
+        ConfigError: the user has no home, and no other folder is set.
+    """
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "mlx-ring"
+        return home_folder(_STATE, _GIVE_STATE) / "Library" / "Application Support" / "mlx-ring"
     given = Path(library_variable("XDG_DATA_HOME"))
     # The XDG standard says to ignore a relative path.
-    return (given if given.is_absolute() else Path.home() / ".local" / "share") / "mlx-ring"
+    folder = given if given.is_absolute() else home_folder(_STATE, _GIVE_STATE) / ".local" / "share"
+    return folder / "mlx-ring"
 
 
 def cache_folder() -> Path:
@@ -27,14 +52,8 @@ def cache_folder() -> Path:
     """
     given = Path(library_variable("XDG_CACHE_HOME"))
     # The XDG standard says to ignore a relative path.
-    if given.is_absolute():
-        return given / "mlx-ring"
-    try:
-        return Path.home() / ".cache" / "mlx-ring"
-    except RuntimeError as error:
-        raise ConfigError(
-            "This user has no home folder for a cache: set XDG_CACHE_HOME to a folder that can be written."
-        ) from error
+    folder = given if given.is_absolute() else home_folder("a cache", _SET_CACHE) / ".cache"
+    return folder / "mlx-ring"
 
 
 def state_folder(given: Path | None) -> Path:

@@ -15,7 +15,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,7 +77,7 @@ async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 def http_config(
     catalog: ModelCatalog,
     settings: Settings,
-    urls: Sequence[str],
+    urls: Callable[[], Sequence[str]],
     admission: Admission,
     tls: ssl.SSLContext | None,
     tracing: Tracing | None,
@@ -91,12 +91,14 @@ def http_config(
     return HttpConfig(app, limits, tls)
 
 
-def api_settings(settings: Settings, urls: Sequence[str] = (), models: int = 1) -> ApiSettings:
+def api_settings(
+    settings: Settings, urls: Callable[[], Sequence[str]] = tuple, models: int = 1
+) -> ApiSettings:
     """Return the settings of the HTTP API.
 
     Args:
         settings: settings of the head.
-        urls: URLs by which other machines reach it.
+        urls: returns the URLs by which other machines reach it.
         models: number of models with which it starts.
 
     Raises:
@@ -104,7 +106,7 @@ def api_settings(settings: Settings, urls: Sequence[str] = (), models: int = 1) 
     """
     return ApiSettings(
         host=settings.host,
-        own_names=() if is_loopback(settings.host) else own_names(),
+        own_names=tuple if is_loopback(settings.host) else own_names,
         allowed_hosts=settings.allowed_hosts,
         allowed_origins=settings.allowed_origins,
         api_keys=api_keys(settings),
@@ -115,7 +117,7 @@ def api_settings(settings: Settings, urls: Sequence[str] = (), models: int = 1) 
         open_schemas=settings.additional_properties == "on",
         escapes_special_tokens=settings.special_tokens_in_chats == "escape",
         access_log=settings.access_log == "on",
-        urls=tuple(urls),
+        urls=urls,
         join_refusal=USES_ONE_MACHINE if settings.nodes == 1 else "",
         profile_command=profile_command(settings, models),
     )
@@ -125,6 +127,8 @@ log = logging.getLogger(__name__)
 
 _TOKEN_LIFE_S = 24 * 3600.0
 _AWAKE_LOOK_S = 1.0
+LAN_LOOK_S = 30.0
+"""Interval at which addresses for other machines are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,29 @@ class Audience(Watcher, Protocol):
         ...
 
 
+class LanUrls:
+    """URLs by which other machines reach a server. A service may start before its network, and routers give other addresses."""
+
+    def __init__(self, listener: socket.socket, scheme: str) -> None:
+        """Find the present ones of a server's socket for HTTP."""
+        self._host, self._port = listener.getsockname()[:2]
+        self._scheme = scheme
+        self.present = self._find()
+        """Empty if other machines cannot reach it."""
+
+    async def follow(self) -> None:
+        """Look for changes until cancelled."""
+        while True:
+            await asyncio.sleep(LAN_LOOK_S)
+            with contextlib.suppress(OSError):  # the system does not list its interfaces just now
+                self.present = await asyncio.to_thread(self._find)
+
+    def _find(self) -> tuple[str, ...]:
+        if is_loopback(self._host):
+            return ()
+        return tuple(lan_urls(self._host, self._port, self._scheme, lan_addresses(), own_names()))
+
+
 class Head:
     """One run of `mlx-ring serve`."""
 
@@ -185,7 +212,7 @@ class Head:
         self._tls = tls
         self._admission = Admission()
         self._listener = listener
-        self._lan_urls = self._find_lan_urls()
+        self._lan_urls = LanUrls(listener, self._scheme)
         self._audience = audience
         self._has_announced = False
         self._tracing = open_tracing(settings.otlp_traces_endpoint, node_name(), package_version("mlx-ring"))
@@ -208,7 +235,7 @@ class Head:
                     http_config(
                         self._catalog,
                         self._settings,
-                        self._lan_urls,
+                        lambda: self._lan_urls.present,
                         self._admission,
                         self._tls,
                         self._tracing,
@@ -229,6 +256,7 @@ class Head:
                     end_tasks, asyncio.create_task(self._catalog.replanning.keep_looking())
                 )
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(self._keep_awake()))
+                cleanup.push_async_callback(end_tasks, asyncio.create_task(self._lan_urls.follow()))
                 work = asyncio.create_task(self._keep_serving(machines))
                 cleanup.push_async_callback(end_tasks, work)
                 await _first_of(end.requested.wait(), serving, work)
@@ -265,12 +293,6 @@ class Head:
         await self._catalog.begin(machines)
         await self._catalog.crashed
 
-    def _find_lan_urls(self) -> tuple[str, ...]:
-        host, port = self._listener.getsockname()[:2]
-        if is_loopback(host):
-            return ()
-        return tuple(lan_urls(host, port, self._scheme, lan_addresses(), own_names()))
-
     @property
     def _scheme(self) -> str:
         return "http" if self._tls is None else "https"
@@ -287,7 +309,7 @@ class Head:
             load_s,
             is_first,
             *security,
-            self._lan_urls,
+            self._lan_urls.present,
         )
         self._audience.serving(report)
 

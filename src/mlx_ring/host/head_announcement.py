@@ -6,20 +6,30 @@ machine that joins checks the cluster's fingerprint in its token.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
+import logging
+import math
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_ring.core.errors import shown_text
 from mlx_ring.host.addresses import CLUSTER_PORT, HeadAddress
 from mlx_ring.host.interfaces import LanAddress
 
+log = logging.getLogger(__name__)
+
 SERVICE_TYPE = "_mlx-ring._tcp.local."
 FINGERPRINT_DIGITS = 16
 LISTEN_S = 3.0
 """Time to listen: heads answer within a second; the rest is for a lost packet."""
+_LOOK_AFTER_S, _LOOK_EVERY_S = 20.0, 60.0
+"""Time without a known head after which it is looked for, and the time between two looks."""
 _LABEL_BYTES = 63
 """Most bytes in one part of a DNS name."""
 _CLUSTER, _NODE, _VERSION, _AUTHORITY = "cluster", "node", "version", "ca"
@@ -149,3 +159,74 @@ def multicast_interfaces(addresses: Sequence[LanAddress]) -> list[str | int]:
     spoken = [found for found in addresses if found.kind != "tunnel"]
     four = [found.address for found in spoken if not found.is_ipv6]
     return [*four, *sorted({found.index for found in spoken if found.is_ipv6})]
+
+
+class HeadPlace:
+    """Address of a known head, which is looked for on the LAN once it is lost: its router may give it another address."""
+
+    def __init__(
+        self,
+        address: HeadAddress,
+        look: Callable[[HeadAddress], HeadAddress | None] = lambda _: None,
+        keep: Callable[[HeadAddress], None] = lambda _: None,
+    ) -> None:
+        """Begin at an address.
+
+        Args:
+            address: address that a user typed, or where the head was last.
+            look: returns the address of a head that claims to be this one and is no longer at the given one, or None. May
+                take seconds.
+            keep: called with each address at which the head has answered for the first time.
+        """
+        self.address = address
+        """Address to ask next."""
+        self._known, self._kept = address, False
+        self._look, self._keep = look, keep
+        self._lost_s: float | None = None
+        self._looked_s = -math.inf
+
+    @property
+    def is_guessed(self) -> bool:
+        """True if the head has not answered at this address: another one may have announced itself there."""
+        return self.address != self._known
+
+    def answered(self) -> None:
+        """Record that the head has answered at this address."""
+        if self.is_guessed or not self._kept:
+            self._known, self._kept = self.address, True
+            self._keep(self.address)
+        self._lost_s = None
+
+    async def choose(self) -> None:
+        """Choose the address to ask next, after the head did not answer."""
+        now = time.monotonic()
+        self._lost_s = now if self._lost_s is None else self._lost_s
+        self.address = self._known
+        if now < max(self._lost_s + _LOOK_AFTER_S, self._looked_s + _LOOK_EVERY_S):
+            return
+        known = self._known
+        found = await _in_daemon(lambda: self._look(known))
+        self._looked_s = time.monotonic()
+        if found is not None and found != self._known:
+            log.info(
+                "The head at %s is lost; one that claims to be the same was found at %s", self._known, found
+            )
+            self.address = found
+
+
+async def _in_daemon(look: Callable[[], HeadAddress | None]) -> HeadAddress | None:
+    """Call a function in a thread for which the end of this process does not wait."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[HeadAddress | None] = loop.create_future()
+
+    def run() -> None:
+        try:
+            found = look()
+        except Exception:
+            log.exception("The head could not be looked for")
+            found = None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: result.done() or result.set_result(found))
+
+    threading.Thread(target=run, name="search for the head", daemon=True).start()
+    return await result

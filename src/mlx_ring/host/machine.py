@@ -30,7 +30,7 @@ from typing import Protocol
 import psutil
 
 from mlx_ring.core.errors import AddressInUse, ConfigError
-from mlx_ring.host.addresses import bare_host, scoped_host
+from mlx_ring.host.addresses import EVERY_IPV4, bare_host, scoped_host
 from mlx_ring.host.power import is_on_battery
 from mlx_ring.host.process import ROOT, usable_cores
 from mlx_ring.host.running import RUN_FOLDER, owned, remove_abandoned
@@ -60,7 +60,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"--host is {host}, which is not a valid address: {getattr(error, 'strerror', None) or error}. Give a name or an IP address."
         ) from error
-    server = socket.socket(family, kind, protocol)
+    try:
+        server = socket.socket(family, kind, protocol)
+    except OSError as error:  # a system without IPv6
+        raise ConfigError(
+            f"--host is {host}, but this machine cannot open such an address ({error.strerror}): give another."
+        ) from error
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         server.bind(address)
@@ -130,6 +135,8 @@ class ProcessPorts:
 
 def _is_free(host: str, port: int) -> bool:
     """Report whether a server could listen there. Ended connections that the system still remembers do not matter."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = EVERY_IPV4  # as gRPC does on a system without IPv6
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

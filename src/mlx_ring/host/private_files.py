@@ -6,11 +6,13 @@ A file is written whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Generator
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,6 +27,8 @@ _OWNER_ONLY = 0o600
 _OWNER_FOLDER = 0o700
 _LOOK_S, _LOOKS = 0.001, 1000
 """Pause between attempts to lock a file at which others look, and their number."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks."""
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
 
 
@@ -97,21 +101,39 @@ def read_private(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Generator[None]:
-    """Admit only one process, and one thread of it, for a folder. The lock ends with its holder."""
+def locked(folder: Path) -> Generator[bool]:
+    """Admit only one process, and one thread of it, for a folder. The lock ends with its holder.
+
+    Yields False on a file system without locks, where others are not kept out.
+    """
     make_private_folder(folder)
     descriptor = _open_lock(folder / ".lock")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield lock_open_file(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_open_file(file: int | FileIO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Call `fcntl.flock`. Return False on a file system without locks, such as some mounts of NFS, SMB and Lustre.
+
+    Raises:
+        BlockingIOError: another process holds it, and `kind` says not to wait.
+        OSError: it cannot be locked.
+    """
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def try_lock(file: Path, note: bytes = b"") -> int | None:
     """Return a descriptor that holds the file's lock until it is closed or its process ends; None if another holds it.
 
-    Others can read the holder's note in the file.
+    Others can read the holder's note in the file. On a file system without locks, nobody holds one.
     """
     make_private_folder(file.parent)
     descriptor = _open_lock(file)
@@ -126,12 +148,21 @@ def try_lock(file: Path, note: bytes = b"") -> int | None:
 
 
 @contextlib.contextmanager
-def sole_holder(file: Path, refusal: str) -> Generator[None]:
-    """Hold the file's lock. Raises `ConfigError` with this text if another process holds it."""
-    descriptor = try_lock(file)
+def sole_holder(file: Path, refusal: str, note: bytes = b"") -> Generator[None]:
+    """Hold the file's lock, with a note as of `try_lock`.
+
+    Raises:
+        ConfigError: another process holds it, which `refusal` says, or the file system has no locks.
+    """
+    descriptor = try_lock(file, note)
     if descriptor is None:
         raise ConfigError(refusal)
     try:
+        if not lock_open_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            raise ConfigError(
+                f"{file} cannot be locked, because its file system has no locks: choose a folder on another disk with "
+                "--state-dir."
+            )
         yield
     finally:
         os.close(descriptor)
@@ -156,14 +187,32 @@ def release(folder: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Report whether a process holds a folder, or locks a file. This process counts too."""
+    """Report whether a process holds a folder, or locks a file. This process counts too.
+
+    On a file system without locks, nobody is seen to. Ask `may_remove` before something is removed.
+    """
+    return _looks_held(path) is True
+
+
+def may_remove(path: Path) -> bool:
+    """Report whether surely no process holds a folder, or locks a file. False also where that cannot be known."""
+    return _looks_held(path) is False
+
+
+def _looks_held(path: Path) -> bool | None:
+    """Report whether a process holds it; None if that cannot be known."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return None
     try:
         # Shared locks hold a folder. A file's is not, so that processes which look at it do not see each other.
-        return not _locks(descriptor, fcntl.LOCK_EX if path.is_dir() else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if path.is_dir() else fcntl.LOCK_SH
+        return False if lock_open_file(descriptor, kind | fcntl.LOCK_NB) else None
+    except OSError:
+        return True
     finally:
         os.close(descriptor)
 
@@ -175,7 +224,7 @@ def _takes(descriptor: int) -> bool:
             return True
         if not _locks(descriptor, fcntl.LOCK_SH):
             return False
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        lock_open_file(descriptor, fcntl.LOCK_UN)
         time.sleep(_LOOK_S)
     return False
 
@@ -183,7 +232,7 @@ def _takes(descriptor: int) -> bool:
 def _locks(descriptor: int, kind: int) -> bool:
     """Lock it, unless that would have to wait; return True if it is locked."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        lock_open_file(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

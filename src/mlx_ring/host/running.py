@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,7 +21,7 @@ import psutil
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import AGENT_LOCK, node_folder, running_folder
-from mlx_ring.host.private_files import is_held, read_private, try_lock, write_private
+from mlx_ring.host.private_files import is_held, may_remove, read_private, try_lock, write_private
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _START_TICKS = 19
 """Index of a process's start in `/proc/PID/stat`, after its name; `man 5 proc` counts it as 22."""
 END_WAIT_S = 30.0
 _LOOK_S = 0.05
+_FRESH_S = 60.0
+"""Interval at which files are touched. A machine that wakes from days of sleep may remove them within minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +104,38 @@ def note_absence(state: Path, why: str) -> None:
 
 
 @contextlib.contextmanager
+def kept_fresh(folder: Path) -> Generator[None]:
+    """Renew the times of a folder's files meanwhile: systems remove what is old from the folder for temporary files.
+
+    macOS does so after three days, and systemd after ten. Nothing could connect to a socket that was removed.
+    """
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_FRESH_S):
+            for place, _, names in os.walk(folder):  # passes over folders that are removed meanwhile
+                for path in (place, *(f"{place}/{name}" for name in names)):
+                    with contextlib.suppress(OSError):  # it has been removed
+                        os.utime(path, follow_symlinks=False)
+
+    thread = threading.Thread(target=renew, name="times of sockets", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def owned(folder: Path) -> Generator[None]:
     """Mark a folder meanwhile as this process's, by a lock that the system frees if the process is killed."""
     lock = try_lock(folder / _OWNER)
     try:
         if lock is not None:
             os.write(lock, json.dumps(asdict(_own("agent"))).encode())
-        yield
+        with kept_fresh(folder):
+            yield
     finally:
         if lock is not None:
             os.close(lock)
@@ -129,7 +157,7 @@ def _is_abandoned(folder: Path) -> bool:
     with contextlib.suppress(OSError, ConfigError):
         if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not mark.is_file():
             return False
-        if not is_held(mark):
+        if may_remove(mark):
             owner = _read(mark)
             return owner is not None and _process(owner) is None
     return False

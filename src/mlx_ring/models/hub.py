@@ -10,17 +10,15 @@ one that was killed: the hub's client alone would begin the file again. They are
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
-import io
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import (
@@ -41,6 +39,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import (
+    are_symlinks_supported,
     http_get,  # pyright: ignore[reportUnknownVariableType] - its signature has a bare tqdm
 )
 from huggingface_hub.utils import (
@@ -50,12 +49,15 @@ from huggingface_hub.utils import (
 )
 
 from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
-from mlx_ring.host.private_files import is_held
+from mlx_ring.host.private_files import is_held, lock_open_file, may_remove
 from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
 from mlx_ring.models.hub_cache import (
     PART,
+    Meter,
+    Part,
     check_disk,
     check_shared_memory,
+    is_of_disk,
     kept_bytes,
     remove_outdated_parts,
     repository_folder,
@@ -72,6 +74,8 @@ from mlx_ring.models.model_folder import (
 )
 from mlx_ring.models.short_names import not_on_hub
 
+log = logging.getLogger(__name__)
+
 _WANTED = ("model*.safetensors", *SMALL_FILES)
 _UNWANTED = ("*.py", "*/*")
 _ANSWER_WAIT_S = 8.0
@@ -80,8 +84,10 @@ _AT_ONCE = 4
 """Weights files that are fetched at the same time."""
 _CHUNK_BYTES = 256 << 10
 """Bytes that the hub's client gathers before it writes them: those that a killed fetch loses. The client's own are 10 MB."""
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a disk that name no file."""
+PATIENCE_S, _PAUSE_S = 300.0, 2.0
+"""Time without a byte after which a fetch that received some ends, and the time between attempts."""
+_SERVER_ERRORS = 500
+"""Least status of an answer that another attempt may change."""
 
 
 Found = TypeVar("Found")
@@ -104,6 +110,7 @@ def _snapshot(name: str, *, offline: bool) -> Path:
     return Path(
         snapshot_download(
             name,
+            cache_dir=repository_folder(name).parent,
             local_files_only=offline,
             allow_patterns=list(_WANTED),
             ignore_patterns=list(_UNWANTED),
@@ -188,7 +195,7 @@ def fetch(
     folder = repository_folder(name)
     kept = sum(kept_bytes(folder / "blobs", file.sha256) for file in missing)
     check_disk(name, sum(file.size for file in missing) - kept, folder)
-    meter = _Meter(sum(file.size for file in files), report)
+    meter = Meter(sum(file.size for file in files), report)
     meter.add(sum(file.size for file in files) - sum(file.size for file in missing))
     try:
         _fetch_weights(name, [file for file in missing if file in weights], meter)
@@ -214,46 +221,7 @@ class _HubFile:
     """SHA-256 of its content; None where the hub gives none."""
 
 
-class _Meter:
-    """Counter of bytes that have arrived, from several threads."""
-
-    def __init__(self, total: int, report: Report) -> None:
-        self.total = total
-        self.is_stopped = False
-        """True once the threads shall end."""
-        self._done = 0
-        self._report = report
-        self._lock = threading.Lock()
-
-    def add(self, count: int, status: Literal["downloading", "verifying"] = "downloading") -> None:
-        with self._lock:
-            self._done += count
-            self._report(PullProgress(status, self._done, self.total))
-
-
-class _Part(io.FileIO):
-    """Incomplete file whose growth is counted. It refuses to grow once its fetch has ended."""
-
-    def __init__(self, path: Path, meter: _Meter) -> None:
-        super().__init__(path, "a+")
-        self._meter = meter
-
-    def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
-        if self._meter.is_stopped:
-            raise InterruptedError("the fetch has ended")
-        written = super().write(data)
-        self._meter.add(written)
-        return written
-
-    def truncate(self, size: int | None = None, /) -> int:
-        """Cut the file, as the client does if the hub sends it from its start."""
-        at = self.tell() if size is None else size
-        self._meter.add(at - self.seek(0, io.SEEK_END))
-        self.seek(at)
-        return super().truncate(at)
-
-
-def _fetch_weights(name: str, files: list[_HubFile], meter: _Meter) -> None:
+def _fetch_weights(name: str, files: list[_HubFile], meter: Meter) -> None:
     """Fetch files into the cache's blobs, some at once. The hub's client then finds them there.
 
     Raises:
@@ -281,29 +249,57 @@ def _fetch_weights(name: str, files: list[_HubFile], meter: _Meter) -> None:
             if (error := ended.get()) is not None:
                 raise error
     finally:
-        meter.is_stopped = True
+        meter.stop()
 
 
-def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
+def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
+    """Fetch a file. After a failure of the network, continue it at another address: the former one may have expired."""
+    refused_at = 0
+    while True:
+        try:
+            _fetch_rest(name, file, blobs, meter)
+        except Exception as error:
+            kept = kept_bytes(blobs, file.sha256)
+            is_refusal = isinstance(error, HfHubHTTPError) and error.response.status_code < _SERVER_ERRORS
+            may_pass = (
+                kept > refused_at
+                if is_refusal
+                else not isinstance(error, RingError) and not is_of_disk(error)
+            )
+            if not may_pass or not meter.has_grown_within(PATIENCE_S):
+                raise
+            refused_at = kept if is_refusal else refused_at
+            log.warning("The download of %s of %s was interrupted; trying again", file.name, name)
+            meter.wait(_PAUSE_S)
+        else:
+            return
+
+
+def _fetch_rest(name: str, file: _HubFile, blobs: Path, meter: Meter) -> None:
     url, headers = url_of(name, file.name), build_hf_headers()
     found = get_hf_file_metadata(url, headers=headers)
-    blob = blobs / (found.etag or "")
+    complete = blobs / (found.etag or "")
+    if found.commit_hash and not are_symlinks_supported(blobs.parent):
+        # The client would copy a blob: weights of 100 GB would take 200 GB.
+        complete = blobs.parent / "snapshots" / found.commit_hash / file.name
+        complete.parent.mkdir(parents=True, exist_ok=True)
     if (
         found.etag is None
         or found.size is None
         or found.size > constants.MAX_HTTP_DOWNLOAD_SIZE
-        or blob.is_file()
+        or complete.is_file()
     ):
         # The client itself fetches it: a file without a known name, or one that is too large for plain HTTP.
         return
     path = blobs / f"{found.etag}{PART}"
-    with _Part(path, meter) as part:
+    with Part(path, meter) as part:
         # Another process may fetch the same file; this one then continues from what it leaves.
-        fcntl.flock(part, fcntl.LOCK_EX)
-        if blob.is_file():
+        lock_open_file(part)
+        if complete.is_file():
             return
-        begun = part.seek(0, io.SEEK_END)
-        meter.add(begun)
+        begun = part.count()
+        if begun > found.size:  # the hub would refuse to continue it
+            begun = part.truncate(0)
         if urlsplit(found.location).netloc != urlsplit(url).netloc:
             headers.pop("authorization", None)
         http_get(found.location, part, resume_size=begun, headers=headers, expected_size=found.size)
@@ -317,7 +313,7 @@ def _fetch_file(name: str, file: _HubFile, blobs: Path, meter: _Meter) -> None:
                     f"{file.name} of {name} arrived with SHA-256 {digest[:16]}…, but the hub states {file.sha256[:16]}…: "
                     "it is removed; pull the model again."
                 )
-        path.rename(blob)
+        path.rename(complete)
 
 
 def _check_sizes(name: str, folder: Path, files: list[_HubFile]) -> None:
@@ -370,11 +366,14 @@ def verify(name: str, report: Report = lambda _: None) -> str:
 
 def _damaged(name: str, path: Path, found: str) -> ModelCorrupt:
     """Remove a file that differs from the hub's, unless a process serves the model, and return the error that says so."""
-    if is_held(path.parent):
-        return ModelCorrupt(
-            f"{path.name} of {name} has {found}. It stays, because a server uses it: stop that server, then pull the model "
-            "again."
+    if not may_remove(path.parent):
+        why = (
+            "a server uses it: stop that server, then pull"
+            if is_held(path.parent)
+            else "its file system has no locks that would show whether a server uses it: end all servers of the model, "
+            f"remove {path.resolve()}, then pull"
         )
+        return ModelCorrupt(f"{path.name} of {name} has {found}. It stays, because {why} the model again.")
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     return ModelCorrupt(f"{path.name} of {name} has {found}: it is removed; pull the model again.")
@@ -436,7 +435,7 @@ def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> Ri
             f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
             "download continues where it ended."
         )
-    if isinstance(error, OSError) and error.strerror and (error.filename or error.errno in _DISK_ERRORS):
+    if isinstance(error, OSError) and is_of_disk(error):
         return PlanError(
             f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
             "set HF_HOME to another folder, then pull it again; the download continues where it ended."

@@ -1,34 +1,121 @@
-"""Models in the hub's cache: which there are, complete or not, and how they are removed."""
+"""Models in the hub's cache: which there are, complete or not, how their parts grow, and how they are removed."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
+import math
 import os
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, PlanError
-from mlx_ring.host.private_files import is_held
+from mlx_ring.core.folders import typed_path
+from mlx_ring.host.private_files import is_held, may_remove
 from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.gguf import SUFFIX
+from mlx_ring.models.model_folder import PullProgress, Report
 
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
 _DISK_RESERVE_BYTES = 1 << 30
+_DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EROFS, errno.ESTALE, errno.ENOLCK, errno.ENOTSUP),
+)
+"""Errors of a disk that name no file."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
+
+
+class Meter:
+    """Counter of bytes that are there, from several threads."""
+
+    def __init__(self, total: int, report: Report) -> None:
+        self.total = total
+        self._done = 0
+        self._parts: dict[Path, int] = {}
+        self._grown_s = -math.inf
+        self._report = report
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once the threads shall end."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Let the threads end."""
+        self._stopped.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for so long, or until the threads shall end."""
+        self._stopped.wait(seconds)
+
+    def add(self, count: int, status: Literal["downloading", "verifying"] = "downloading") -> None:
+        """Count bytes, and report it."""
+        with self._lock:
+            self._done += count
+            self._report(PullProgress(status, self._done, self.total))
+
+    def set_part(self, path: Path, size: int, *, has_grown: bool = False) -> None:
+        """Count the bytes of a part: `size` in all, however often it is begun. It `has_grown` if bytes have arrived now."""
+        before, self._parts[path] = self._parts.get(path, 0), size
+        self._grown_s = time.monotonic() if has_grown else self._grown_s
+        self.add(size - before)
+
+    def has_grown_within(self, seconds: float) -> bool:
+        """Report whether the threads continue, and bytes have arrived in the last seconds."""
+        return not self.is_stopped and time.monotonic() - self._grown_s < seconds
+
+
+class Part(io.FileIO):
+    """Incomplete file whose growth is counted. It refuses to grow once its fetch has ended."""
+
+    def __init__(self, path: Path, meter: Meter) -> None:
+        super().__init__(path, "a+")
+        self._path, self._meter = path, meter
+        self._size = 0
+
+    def count(self) -> int:
+        """Count the bytes that an earlier fetch has left, and return their number."""
+        self._size = self.seek(0, io.SEEK_END)
+        self._meter.set_part(self._path, self._size)
+        return self._size
+
+    def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - the client writes bytes alone
+        if self._meter.is_stopped:
+            raise InterruptedError("the fetch has ended")
+        if not self._path.exists():  # on a file system where several processes hold a lock
+            raise InterruptedError("another process has fetched the file, or removed it")
+        written = super().write(data)
+        self._size += written
+        self._meter.set_part(self._path, self._size, has_grown=True)
+        return written
+
+    def truncate(self, size: int | None = None, /) -> int:
+        """Cut the file, as the client does if the hub sends it from its start."""
+        self._size = self.tell() if size is None else size
+        self._meter.set_part(self._path, self._size)
+        self.seek(self._size)
+        return super().truncate(self._size)
 
 
 def cached_ids() -> list[str]:
     """Return the ids of all models that are at least partly in the cache."""
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, OSError):
+    except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: the user has no home
         return []
     return sorted(repository.repo_id for repository in cache.repos if repository.repo_type == "model")
 
@@ -37,7 +124,7 @@ def cached_gguf_files() -> list[Path]:
     """Return the GGUF files in the cache. Of one that was split, this is the first part."""
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, OSError):
+    except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: the user has no home
         return []
     files = {
         file.file_path
@@ -50,7 +137,7 @@ def cached_gguf_files() -> list[Path]:
 
 def interrupted_downloads() -> dict[str, int]:
     """Return the models with weights files that are not complete: by id, the bytes that are here."""
-    parts = Path(constants.HF_HUB_CACHE).expanduser().glob(f"models--*/blobs/*{PART}")
+    parts = typed_path(constants.HF_HUB_CACHE).glob(f"models--*/blobs/*{PART}")
     return {
         "/".join(blobs.parent.name.split("--")[1:]): sum(file.lstat().st_size for file in blobs.iterdir())
         for blobs in sorted({part.parent for part in parts})
@@ -74,7 +161,7 @@ def sha256_of(path: Path) -> str:
 def remove_outdated_parts(name: str) -> None:
     """Remove what earlier downloads of a complete model left of other versions, unless a process still downloads it."""
     for part in repository_folder(name).glob(f"blobs/*{PART}"):
-        if not is_held(part):
+        if may_remove(part):
             with contextlib.suppress(OSError):  # of another user
                 part.unlink()
 
@@ -114,6 +201,13 @@ def check_shared_memory(name: str, weight_bytes: int, memory_bytes: int) -> None
         )
 
 
+def is_of_disk(error: Exception) -> bool:
+    """Report whether an error is the disk's, and not the network's."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return False
+    return bool(error.filename) or error.errno in _DISK_ERRORS
+
+
 def is_being_fetched(folder: Path) -> bool:
     """Report whether a process fetches weights into a model's folder of the cache."""
     return any(is_held(part) for part in folder.glob(f"blobs/*{PART}"))
@@ -143,6 +237,15 @@ def remove_repository(folder: Path) -> int:
 
 
 def repository_folder(name: str) -> Path:
-    """Return the place of a model's folder in the cache."""
-    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    """Return the place of a model's folder in the cache.
+
+    Raises:
+        ConfigError: the user has no home, and no other folder is set.
+    """
+    try:
+        cache = Path(constants.HF_HUB_CACHE).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "This user has no home folder for models: set HF_HOME to a folder that can be written."
+        ) from error
     return cache / repo_folder_name(repo_id=name, repo_type="model")

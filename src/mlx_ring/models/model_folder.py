@@ -240,7 +240,8 @@ def read_model_folder(path: Path) -> ModelFolder:
     _require_access(path)
     _refuse_special_files(path)
     if not (path / "config.json").is_file():
-        file = min(path.glob(f"*{SUFFIX}"), default=None)
+        # macOS writes `._model.gguf` beside files on disks of other systems.
+        file = min(path.glob(f"[!.]*{SUFFIX}"), default=None)
         hint = "" if file is None else f" To serve a GGUF file, name it: {file}."
         raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.{hint}")
     _refuse_code(path)
@@ -337,7 +338,7 @@ def _refuse_code(path: Path) -> None:
 
 def _read_headers(path: Path, model_type: str) -> Iterator[tuple[WeightFile, list[TensorEntry]]]:
     files = sorted(path.glob("model*.safetensors"))
-    _check_index(path, {file.name for file in files})
+    named = _named_by_index(path, {file.name for file in files})
     files = files or sorted(path.glob("model*.gguf"))
     if not files:
         other = min((file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS), default=None)
@@ -345,12 +346,19 @@ def _read_headers(path: Path, model_type: str) -> Iterator[tuple[WeightFile, lis
             "no model*.safetensors is there" if other is None else f"{other} is of a format that is not read"
         )
         raise ModelCorrupt(f"{path} has no weights: {what}. `mlx-ring pull` finds models that can be served.")
-    for file in files:
+    tensors: set[str] = set()
+    # Those that the index names come first.
+    for file in sorted(files, key=lambda file: file.name not in named):
         try:
-            yield (_with_names(read_gguf(file), model_type) if file.suffix == SUFFIX else _read_header(file))
+            read = _with_names(read_gguf(file), model_type) if file.suffix == SUFFIX else _read_header(file)
         except OSError as error:
             mend = "Correct its permissions" if isinstance(error, PermissionError) else "Fetch it again"
             raise ModelCorrupt(f"{file} cannot be read: {error.strerror}. {mend}.") from error
+        if file.name in named:
+            tensors.update(entry.name for entry in read[1])
+        # A file that the index does not name may be another version of the model, such as a quantized one.
+        if file.name in named or tensors.isdisjoint(entry.name for entry in read[1]):
+            yield read
 
 
 def _with_names(header: GgufFile, model_type: str) -> tuple[WeightFile, list[TensorEntry]]:
@@ -362,18 +370,28 @@ def _with_names(header: GgufFile, model_type: str) -> tuple[WeightFile, list[Ten
     return WeightFile(file, header.nbytes, header.header_bytes), tensors
 
 
-def _check_index(path: Path, present: set[str]) -> None:
+def _named_by_index(path: Path, present: set[str]) -> set[str]:
+    """Return the files that the index names; none if there is no index, or only one of other files.
+
+    Some published models keep the index of the model that they were made of. mlx-lm reads no index.
+
+    Raises:
+        ModelCorrupt: a file is missing.
+    """
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return
+        return set()
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelCorrupt(f"{index} has no weight_map.")
-    missing = sorted(set(map(str, cast("dict[str, str]", weight_map).values())) - present)
-    if missing:
+    named = set(map(str, cast("dict[str, str]", weight_map).values()))
+    missing, count = sorted(named - present), len(present)
+    whole = {f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)}
+    if missing and not (named.isdisjoint(present) and present in ({"model.safetensors"}, whole)):
         raise ModelCorrupt(
             f"{index} names {missing[0]}, which is not there ({len(missing)} files are missing)."
         )
+    return set() if missing else named
 
 
 def _read_header(file: Path) -> tuple[WeightFile, list[TensorEntry]]:

@@ -24,7 +24,7 @@ from typing import Literal
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, Conflict, ModelCorrupt, ModelError, ModelNotFound
 from mlx_ring.core.folders import cache_folder, is_there, typed_path
-from mlx_ring.host.private_files import hold, is_held
+from mlx_ring.host.private_files import hold, is_held, lock_open_file, may_remove
 from mlx_ring.models.config_limits import require_loadable
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
 from mlx_ring.models.gguf.model_config import small_files_of
@@ -299,11 +299,15 @@ def remove_model(name: str) -> tuple[str, int]:
         raise ConfigError(f"{name} belongs to {found.kind}: remove it there.")
     if any(is_held(folder) for folder in repository.glob("snapshots/*")):
         raise Conflict(
-            f"{hub_id} is served on this machine: `mlx-ring ps` shows where; stop that server with `mlx-ring stop`, "
-            "then remove it."
+            f"{hub_id} is served on this machine: `mlx-ring ps` shows where; `mlx-ring stop` stops it, then remove it."
         )
     if hub_cache.is_being_fetched(repository):
         raise Conflict(f"{hub_id} is being downloaded: end the download, then remove the model.")
+    if not all(map(may_remove, repository.glob("snapshots/*"))) or not may_remove(repository):
+        raise ConfigError(
+            f"{hub_id} may be in use, because its file system has no locks that would show it: end all servers of the model "
+            f"and its downloads, then remove {repository} yourself."
+        )
     return hub_id, hub_cache.remove_repository(repository)
 
 
@@ -427,8 +431,8 @@ def _remove_unless_held(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process holds it, or has removed it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if lock_open_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
 

@@ -45,7 +45,7 @@ def lm_studio_folder(name: str) -> Path | None:
 def lm_studio_files() -> Iterator[Path]:
     """Yield the GGUF files of LM Studio."""
     for root in _lm_studio_roots():
-        yield from sorted(root.glob("*/*/*.gguf"))
+        yield from sorted(root.glob("*/*/[!.]*.gguf"))  # macOS writes `._` files on other disks
 
 
 def _lm_studio_roots() -> list[Path]:

@@ -48,21 +48,31 @@ if TYPE_CHECKING:
     from mlx_ring.worker.gguf_weights import GgufWeights
 
 _INNER = "model"
+_LOADED = "model*.safetensors"
+"""Files that mlx-lm loads from a folder."""
 
 
 def loading_options(folder: ModelFolder) -> dict[str, Any]:
     """Return mlx-lm's options for loading a folder; most need none."""
+    change, changed_config = _change_of(folder)
+    # mlx-lm loads every file of weights, also of another version that the folder's description leaves out.
+    if {file.name for file in folder.weight_files} != {path.name for path in folder.path.glob(_LOADED)}:
+        change = partial(_with_described_files, folder, change or _unchanged)
+    if change is None:
+        return {}
+    return {"get_model_classes": partial(_changed_classes, change), "model_config": changed_config}
+
+
+def _change_of(folder: ModelFolder) -> tuple[_Change | None, dict[str, Any]]:
+    """Return the change that a folder's weights need, None if they need none, and that of its configuration."""
     if language_module(folder.config) == "ministral3" and any(e.loaded_dtype for e in folder.tensors):
-        return {"get_model_classes": partial(_changed_classes, _with_decoded_fp8)}
+        return _with_decoded_fp8, {}
     names = [entry.name for entry in folder.tensors]
     if any(name.startswith(f"{_INNER}.") for name in names) or not any(map(_is_bare, names)):
-        return {}
+        return None, {}
     architecture = find_architecture(folder.model_type, folder.classes)
     lacks_head = architecture is not None and architecture.tied and not any(map(names_head, names))
-    return {
-        "get_model_classes": partial(_changed_classes, _with_whole_names),
-        "model_config": {"tie_word_embeddings": True} if lacks_head else {},
-    }
+    return _with_whole_names, {"tie_word_embeddings": True} if lacks_head else {}
 
 
 def _is_bare(name: str) -> bool:
@@ -70,11 +80,10 @@ def _is_bare(name: str) -> bool:
 
 
 _Weights = Mapping[str, mx.array]
+_Change = Callable[[nn.Module, _Weights], _Weights]
 
 
-def _changed_classes(
-    change: Callable[[nn.Module, _Weights], _Weights], config: dict[str, Any]
-) -> tuple[type[nn.Module], type]:
+def _changed_classes(change: _Change, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """Return mlx-lm's classes, with weights changed before the model uses them."""
     model, arguments = cast("tuple[Any, type]", cast("object", _get_classes(config)))
 
@@ -84,6 +93,18 @@ def _changed_classes(
 
     named = type(model.__name__, (model,), {"sanitize": sanitize, "__module__": model.__module__})
     return cast("type[nn.Module]", named), arguments
+
+
+def _unchanged(_model: nn.Module, weights: _Weights) -> _Weights:
+    return weights
+
+
+def _with_described_files(
+    folder: ModelFolder, change: _Change, model: nn.Module, _weights: _Weights
+) -> _Weights:
+    """Replace weights by those of the folder's own files, lazily, and change these."""
+    files = [cast("_Weights", mx.load(str(folder.path / file.name))) for file in folder.weight_files]
+    return change(model, {name: array for weights in files for name, array in weights.items()})
 
 
 def _with_decoded_fp8(_model: nn.Module, weights: _Weights) -> _Weights:

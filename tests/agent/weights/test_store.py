@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,23 @@ def test_a_model_in_use_is_not_removed_and_a_lack_of_space_is_an_error(tmp_path:
         ):
             store.make_room(4 * MB)
     assert kept[0].have == {0, 1}
+
+
+def test_on_a_file_system_without_locks_no_model_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    store = WeightStore(tmp_path / "store", 5 * MB)
+    kept = [fill(store, *given) for given in models(tmp_path, 2)]
+    unfinished = store.root / ".new-of-another-process"
+    unfinished.mkdir()
+    with kept[0].in_use(), pytest.raises(PlanError, match="remove models there yourself"):
+        store.make_room(2 * MB)
+    assert {model.entry for model in store.models()} == {model.entry for model in kept}
+    assert unfinished.exists()
 
 
 USE_MODEL = """

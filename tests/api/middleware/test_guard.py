@@ -46,11 +46,25 @@ def test_a_link_local_address_is_an_allowed_host_with_any_scope(bound: str, scop
 
 
 def test_own_names_are_allowed_hosts_and_origins() -> None:
-    api = Api(settings=make_api_settings(host="0.0.0.0", own_names=("mini.local", "mini")))  # noqa: S104 - as above
+    api = Api(settings=make_api_settings(host="0.0.0.0", own_names=lambda: ("mini.local", "mini")))  # noqa: S104 - as above
     host = "Mini.local:8100"
     assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
     assert api.get("/", host="mini:8100").status_code == 200
     refusal(api.get("/", host="studio.local:8100"), 403)
+
+
+def test_a_name_that_the_machine_gets_later_is_allowed() -> None:
+    names = list[str]()
+    api = Api(settings=make_api_settings(host="0.0.0.0", own_names=lambda: tuple(names)))  # noqa: S104 - as above
+    host = "mini.local:8100"
+    refusal(api.get("/", host=host), 403)
+    names.append("mini.local")
+    assert api.get("/", host=host, origin=f"http://{host}").status_code == 200
+    refusal(api.get("/", host="studio.local:8100"), 403)
+    names[:] = ["mini-2.local"]
+    refusal(api.get("/", host=host), 403)
+    refusal(api.get("/", host="mini-2.local:8100", origin=f"http://{host}"), 403)
+    assert api.get("/", host="mini-2.local:8100").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["host.docker.internal", "host.containers.internal"])

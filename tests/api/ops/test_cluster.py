@@ -174,7 +174,7 @@ def test_only_this_machine_may_invite_another() -> None:
 
 def test_status_lists_the_addresses_for_other_machines_and_phones() -> None:
     urls = ("http://mini.local:8100", "http://192.168.1.7:8100")
-    assert Api(settings=make_api_settings(urls=urls)).get("/cluster/status").json()["urls"] == [*urls]
+    assert Api(settings=make_api_settings(urls=lambda: urls)).get("/cluster/status").json()["urls"] == [*urls]
     assert Api().get("/cluster/status").json()["urls"] == []
 
 

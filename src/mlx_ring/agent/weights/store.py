@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mlx_ring.core.errors import ModelCorrupt, PlanError, ProtocolError
-from mlx_ring.host.private_files import locked, make_private_folder
+from mlx_ring.host.private_files import lock_open_file, locked, make_private_folder, may_remove
 from mlx_ring.models.weights_manifest import Piece, WeightsManifest, decode_manifest, hash_range, is_digest
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,10 @@ _SYNC_BYTES = 256 << 20
 _DISK_RESERVE_BYTES = 256 << 20
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`, on every file system."""
+_CANNOT_EVICT = (
+    " None is removed, because its file system has no locks that would show their use: end all agents, and remove models "
+    "there yourself."
+)
 
 
 class StoredModel:
@@ -184,8 +188,8 @@ class WeightStore:
 
     def create(self, manifest: WeightsManifest, hold: contextlib.ExitStack | None = None) -> StoredModel:
         """Create the model with all its files in their sizes; existing data is kept. See `hold`."""
-        with locked(self.root):
-            self._clear_leftovers()
+        with locked(self.root) as is_alone:
+            self._clear_leftovers(is_alone=is_alone)
             model = self.find(manifest.digest)
             if model is None:
                 model = self._make(manifest)
@@ -201,8 +205,8 @@ class WeightStore:
         """
         if not needed_bytes:
             return
-        with locked(self.root):
-            self._clear_leftovers()
+        with locked(self.root) as is_alone:
+            self._clear_leftovers(is_alone=is_alone)
             models = self.models()
             others = [model for model in models if keep is None or model.entry != keep.entry]
             while self._excess(models, needed_bytes) > 0:
@@ -226,6 +230,7 @@ class WeightStore:
         return (
             f"{needed_bytes / 1e9:.2f} GB of weights do not fit {self.root}: it has {limit}, {used / 1e9:.2f} GB are "
             f"kept and in use, and the disk has {free / 1e9:.2f} GB free. Free some space, or raise the limit."
+            f"{'' if may_remove(self.root) else _CANNOT_EVICT}"
         )
 
     def _make(self, manifest: WeightsManifest) -> StoredModel:
@@ -249,15 +254,18 @@ class WeightStore:
         if descriptor is None:
             return False
         try:
+            # Without locks, a model that a worker loads would look unused.
+            if not lock_open_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return False
             log.info("Removing the stored weights in %s to make room", model.entry)
             _remove(model.entry)
         finally:
             os.close(descriptor)
         return True
 
-    def _clear_leftovers(self) -> None:
+    def _clear_leftovers(self, *, is_alone: bool) -> None:
         """Remove leftovers of processes that were killed while they created or removed an entry."""
-        for path in self.root.glob(".new-*"):
+        for path in self.root.glob(".new-*") if is_alone else ():
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -293,7 +301,7 @@ def _lock(path: Path, kind: int) -> int:
     except FileNotFoundError as error:
         raise _removed(path.parent) from error
     try:
-        fcntl.flock(descriptor, kind)
+        lock_open_file(descriptor, kind)
     except BaseException:
         os.close(descriptor)
         raise

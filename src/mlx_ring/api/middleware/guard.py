@@ -126,8 +126,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._admission = admission
-        given = (settings.host, *settings.own_names, *settings.allowed_hosts)
-        self._hosts = _LOCAL | set(map(_bare, given))
+        self._given_hosts = _LOCAL | set(map(_bare, (settings.host, *settings.allowed_hosts)))
         self._keys = tuple((form, key) for key in settings.api_keys for form in _forms(key))
         self._origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
 
@@ -207,7 +206,7 @@ class Guard:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_ours(name := _hostname(f"//{host}")):
             raise Refused(
-                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts)}. If that name is this "
+                f"Host '{host}' is not a name of this server. Use one of {_listed(self._hosts())}. If that name is this "
                 f"machine's, start it again with `mlx-ring serve MODEL --allowed-hosts {_as_argument(name)}`."
             )
         if origin is not None and not self._is_allowed_origin(origin, host):
@@ -246,16 +245,23 @@ class Guard:
             "*" in self._origins
             or origin.rstrip("/").lower() in self._origins
             or (host is not None and origin.partition("://")[0].lower() in _APP_SCHEMES)
-            or (host is not None and (host in self._origins or host in self._hosts))
+            or (host is not None and (host in self._origins or self._is_known(host)))
             or (host is not None and asked is not None and host == _hostname(f"//{asked}"))
         )
 
     def _is_ours(self, host: str | None) -> bool:
         if host is None:
             return False
-        if "*" in self._hosts or host in self._hosts or host in _OF_CONTAINERS:
+        if "*" in self._given_hosts or self._is_known(host) or host in _OF_CONTAINERS:
             return True
         return _bare(self._settings.host) in _EVERY_ADDRESS and _is_address(host)
+
+    def _is_known(self, host: str) -> bool:
+        return host in self._given_hosts or host in self._hosts()
+
+    def _hosts(self) -> frozenset[str]:
+        """Return the allowed names. The machine's own may change, and another machine may get a former one."""
+        return self._given_hosts | set(map(_bare, self._settings.own_names()))
 
     def _add_headers(self, headers: MutableHeaders, scope: Scope, origin: str | None) -> None:
         headers["x-request-id"] = scope["request_id"]

@@ -239,7 +239,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         links=link_statuses(
             context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
         ),
-        urls=list(context.settings.urls),
+        urls=list(context.settings.urls()),
         join_refusal=context.settings.join_refusal or None,
     )
 

@@ -7,7 +7,6 @@ named by its place in the text. So a text finds it that shares only some of its 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from mlx_ring.host.private_files import lock_open_file
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv.block_files import BlockFile, Content, Kind, to_host, write_layers
 from mlx_ring.worker.kv.kv_store import KVStore
@@ -427,7 +427,7 @@ class DailyBytes:
         """Add to the bytes of a day; return False if the sum would exceed the limit. Raises `OSError`."""
         descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_open_file(file.fileno())
             written = max(0, _written_on(day, file.read(64)) + nbytes)
             if written > self._limit:
                 return False
