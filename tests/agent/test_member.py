@@ -254,6 +254,42 @@ def test_a_member_finds_its_head_at_another_address_and_distrusts_others_there(
     assert kept == [new]
 
 
+def test_a_refusal_at_a_guessed_address_does_not_end_a_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_LOOK_AFTER_S", "_LOOK_EVERY_S"):
+        monkeypatch.setattr(head_announcement, name, 0.0)
+    monkeypatch.setattr(member, "_DISTRUST_PAUSE_S", 0.1)
+    old, other = (HeadAddress("127.0.0.1", free_pair_of_ports()) for _ in range(2))
+    state = tmp_path / "head"
+    place = HeadPlace(old, lambda _: other)
+
+    async def run() -> None:
+        async with asyncio.timeout(100):
+            async with open_control(state, old) as control:
+                token = control.make_token(life_s=600)
+                await asyncio.to_thread(enrolment.join, str(old), token, tmp_path / "node")
+            node = open_identity(tmp_path / "node").node
+            # An older copy of the cluster's state, which does not know this machine.
+            (state / "cluster" / "members.json").rename(tmp_path / "members.json")
+            who = Registration(node, 4000, made_up_profile(), 0.9)
+            attending = asyncio.create_task(
+                stay_registered(place, lambda: require_credentials(tmp_path / "node"), who, lambda _: None)
+            )
+            async with open_control(state, other):
+                while not place.refused:
+                    await asyncio.sleep(0.05)
+                    assert not attending.done(), attending.exception()
+            (tmp_path / "members.json").replace(state / "cluster" / "members.json")
+            async with open_control(state, old) as control:
+                await control.wait_until_present(node)
+            attending.cancel()
+            await asyncio.gather(attending, return_exceptions=True)
+        assert place.refused == {other}
+
+    asyncio.run(run())
+
+
 def test_a_member_that_has_never_reached_its_head_ends_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         address = HeadAddress("127.0.0.1", free_pair_of_ports())

@@ -222,10 +222,10 @@ def test_the_version_is_one_line(tmp_path: Path) -> None:
 def test_a_refusal_of_a_user_without_a_home_says_what_to_set(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_home(_: Path) -> Path:
+    def without_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", classmethod(without_home))
+    monkeypatch.setattr(Path, "home", without_home)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~nobody-has-this-name/hub")
     environment = {} if "STATE_DIR" in said else {"MLX_RING_STATE_DIR": str(tmp_path / "state")}
     sentence = complaint(*arguments, folder=tmp_path, **environment)

@@ -95,6 +95,22 @@ def test_install_names_the_variables_of_the_shell_that_a_service_lacks(tmp_path:
         "The service does not get HF_HOME, https_proxy from this shell: run `systemctl --user edit "
         "mlx-ring-serve.service`, and add lines such as Environment=HF_HOME=… below [Service]."
     )
+    (tmp_path / ".env").write_text("MLX_RING_PORT=8100\nMLX_RING_API_KEY=key-2\n")
+    assert reported({"MLX_RING_PORT": "8200", "MLX_RING_API_KEY": "key-1"}) == []
+
+
+def test_install_advises_to_write_no_secret_into_the_unit(tmp_path: Path) -> None:
+    given = {"HF_TOKEN": "hf_secret", "MLX_RING_API_KEY": "key-1", "MLX_RING_PORT": "8200", "HF_HOME": "/big"}
+    environment = environment_in(tmp_path) | dict.fromkeys(library_variables(), "") | given
+    done = run_in_process(
+        "service", "install", "--", "serve", "demo", folder=tmp_path, environment=environment
+    )
+    said = {line.split()[5].rstrip(","): line for line in done.stdout.splitlines() if "does not get" in line}
+    assert said.keys() == given.keys()
+    assert said["HF_TOKEN"].endswith(
+        "from this shell: log in once with `hf auth login`, which keeps the token in your home folder."
+    )
+    assert "a file that only its owner reads, and give --api-key-file FILE." in said["MLX_RING_API_KEY"]
 
 
 def test_show_prints_the_unit_before_and_after_install(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_a_head_that_answers_at_its_address_again_is_not_taken_elsewhere(
         ]
         monkeypatch.setattr("mlx_ring.cluster.announcement.find_heads", lambda: [*others, ours])
         found = find_again(tmp_path / "node", HeadAddress("127.0.0.1", port))
-    assert found == (None if expected is None else HeadAddress(expected, port))
+        assert found == (None if expected is None else HeadAddress(expected, port))
+        refused = () if found is None else (found,)
+        assert find_again(tmp_path / "node", HeadAddress("127.0.0.1", port), refused) is None
 
 
 @pytest.mark.slow

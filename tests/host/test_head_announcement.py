@@ -125,6 +125,48 @@ def test_a_lost_head_is_looked_for_and_asked_at_both_addresses(monkeypatch: pyte
     asyncio.run(act())
 
 
+def test_a_name_that_was_given_is_kept_and_asked_beside_the_address_of_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("mlx_ring.host.head_announcement.time", clock)
+    name, found, kept = HeadAddress("head.tailnet.ts.net"), HeadAddress("192.168.1.8"), list[HeadAddress]()
+    place = HeadPlace(name, lambda _: found, kept.append)
+
+    async def chosen_after(seconds: float) -> str:
+        clock.now_s += seconds
+        await place.choose()
+        return place.address.host
+
+    async def act() -> None:
+        assert [await chosen_after(seconds) for seconds in (0, 20)] == [name.host, found.host]
+        place.answered()
+        assert kept == [name]
+        assert [await chosen_after(1) for _ in range(3)] == [name.host, found.host, name.host]
+        place.answered()
+        assert kept == [name] * 2
+        assert await chosen_after(1) == name.host
+
+    asyncio.run(act())
+
+
+def test_an_address_of_another_head_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in ("_LOOK_AFTER_S", "_LOOK_EVERY_S"):
+        monkeypatch.setattr(f"mlx_ring.host.head_announcement.{seconds}", 0.0)
+    old, other = HeadAddress("192.168.1.7"), HeadAddress("192.168.1.8")
+    place = HeadPlace(old, lambda _: other)
+
+    async def act() -> None:
+        await place.choose()
+        assert place.address == other
+        place.refuse_guess()
+        for _ in range(2):
+            await place.choose()
+            assert place.address == old
+
+    asyncio.run(act())
+
+
 def test_a_failed_search_leaves_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: HeadAddress) -> HeadAddress:
         raise OSError("no network")

@@ -114,7 +114,7 @@ async def stay_registered(
         leave: request to leave, after which this returns; None: it never leaves.
 
     Raises:
-        PeerRefused: the head refuses this node, or was never trusted.
+        PeerRefused: the head refuses this node, or was never trusted; not at a guessed address.
         VersionMismatch: the head has other versions.
     """
     pause_s, leave, failures = _FIRST_PAUSE_S, leave or Leave(), FailureLog(log)
@@ -131,8 +131,11 @@ async def stay_registered(
                 return
             failures.record(f"The head at {head.address} ended; asking again")
         except (PeerRefused, VersionMismatch) as error:
-            if not (has_answered or head.is_guessed) or not isinstance(error, HandshakeFailed):
+            is_final = not isinstance(error, HandshakeFailed)
+            if isinstance(error, VersionMismatch) or not (head.is_guessed or (has_answered and not is_final)):
                 raise
+            if is_final:
+                head.refuse_guess()
             failures.record(f"{str(error).removesuffix('.')}; asking again")
             pause_s = _DISTRUST_PAUSE_S
         except (RingError, OSError) as error:

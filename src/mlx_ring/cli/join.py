@@ -7,7 +7,7 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -145,8 +145,10 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     from mlx_ring.rpc.tls.peers import open_identity
 
     folder = node_folder(state)
-    place = HeadPlace(
-        head, look=lambda lost: find_again(folder, lost), keep=lambda address: _keep_address(folder, address)
+    place: HeadPlace = HeadPlace(
+        head,
+        look=lambda lost: find_again(folder, lost, tuple(place.refused)),
+        keep=lambda address: _keep_address(folder, address),
     )
     run_member(
         place,
@@ -158,8 +160,8 @@ def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> N
     )
 
 
-def find_again(folder: Path, lost: HeadAddress) -> HeadAddress | None:
-    """Return the address of the head that announces the cluster of this machine's certificate.
+def find_again(folder: Path, lost: HeadAddress, refused: Collection[HeadAddress] = ()) -> HeadAddress | None:
+    """Return an address, none of the refused ones, of a head that announces the cluster of this machine's certificate.
 
     None if it answers at the lost one again: another one may be of a slower network.
     """
@@ -177,7 +179,7 @@ def find_again(folder: Path, lost: HeadAddress) -> HeadAddress | None:
         heads = [head for head in find_heads() if authority.startswith(head.announcement.authority or "none")]
     except ConfigError:  # no multicast here
         return None
-    found = _first_answering(address for head in heads for address in head.joinable)
+    found = _first_answering(address for head in heads for address in head.joinable if address not in refused)
     return None if found is None or _first_answering([lost]) is not None else found
 
 

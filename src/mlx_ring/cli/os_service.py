@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 from typer.main import get_command
@@ -22,7 +22,9 @@ from mlx_ring.core.environment import library_variables
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import home_folder
 from mlx_ring.core.join_token import PREFIX
-from mlx_ring.settings.settings_sources import load_settings, names_in_environment
+from mlx_ring.settings.config import ENVIRONMENT_PREFIX
+from mlx_ring.settings.fields import flag_name
+from mlx_ring.settings.settings_sources import load_settings, names_in_dotenv, names_in_environment
 
 # ---- units of systemd and launchd; nothing is written here
 
@@ -274,15 +276,21 @@ def install(
 
 def _left_out(keeper: Keeper, service: Service, path: Path) -> Iterator[str]:
     """Yield sentences about the variables of this shell, which a unit does not have."""
-    if settings := names_in_environment():
-        where = f"give flags, or write such lines into {service.folder / '.env'}"
-        yield f"The service does not get {', '.join(settings)} from this shell: {where}."
-    if others := library_variables():
+    lacks = "The service does not get {} from this shell: {}.".format
+    settings = sorted({*names_in_environment()} - {*names_in_dotenv(service.folder)})
+    secrets: set[str] = set()
+    for name in (*settings, *library_variables()):
+        if advice := _SECRET_FLAGS.get(flag_name(name.removeprefix(ENVIRONMENT_PREFIX).lower())):
+            secrets.add(name)
+            yield lacks(name, advice)
+    if settings := [name for name in settings if name not in secrets]:
+        yield lacks(", ".join(settings), f"give flags, or write such lines into {service.folder / '.env'}")
+    if others := [name for name in library_variables() if name not in secrets]:
         edit = shlex.join([*_systemctl(service.scope), "edit", unit_name(keeper, service.verb)])
         add = f"run `{edit}`, and add lines such as Environment={others[0]}=… below [Service]"
         if keeper == "launchd":
             add = f"add them to EnvironmentVariables in {path}, after each `install`"
-        yield f"The service does not get {', '.join(others)} from this shell: {add}."
+        yield lacks(", ".join(others), add)
 
 
 @app.command("uninstall")
@@ -302,7 +310,8 @@ def uninstall(
         if not path.exists():
             print(f"{path} is not there.")
             continue
-        _stop(stop_commands(keeper, scope, verb, home))
+        for command in stop_commands(keeper, scope, verb, home):
+            _call(command)  # if it fails, the unit is removed all the same
         _remove(path)
         print(f"{path} is removed.")
 
@@ -339,8 +348,7 @@ def _service(arguments: Sequence[str] | None, system: bool, run_as: str | None) 
         )
     user = run_as or _own_name()
     words = _without_token(tuple(arguments or ()))
-    service = Service(_program(), words, Path.cwd(), _scope(system), user, _home_of(user))
-    check_service(service)
+    service = check_service(Service(_program(), words, Path.cwd(), _scope(system), user, _home_of(user)))
     _check_start(service)
     return service
 
@@ -362,8 +370,7 @@ def _check_start(service: Service) -> None:
     holder = typer.Typer()
     holder.command(service.verb)(serve if service.verb == "serve" else join)
     context = get_command(holder).make_context(f"mlx-ring {service.verb}", list(service.arguments[1:]))
-    flags = given_settings(context.params)
-    models: list[str] = context.params.get("models") or []
+    flags, models = given_settings(context.params), cast("list[str]", context.params.get("models") or [])
     flags |= model_settings(models, flags.get("more_models"))
     load_settings(flags, config=context.params.get("config"), folder=service.folder)
     for model in models:
@@ -394,8 +401,7 @@ def _home_of(user: str) -> Path:
 
 def _program() -> tuple[str, ...]:
     """Return the command of the console script beside this Python."""
-    script = Path(sys.executable).with_name("mlx-ring")
-    if script.exists():
+    if (script := Path(sys.executable).with_name("mlx-ring")).exists():
         return (str(script),)
     return (sys.executable, "-c", "from mlx_ring.cli.main import main; main()")
 
@@ -436,12 +442,6 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
             said = " ".join(done.stderr.split()) if done is not None else "there is no such program"
             raise ConfigError(f"`{shlex.join(command)}` failed: {said or 'without a message'}.")
         print(f"done: {shlex.join(command)}")
-
-
-def _stop(commands: Sequence[Sequence[str]]) -> None:
-    """Stop the service, and ignore errors because the unit is removed in any case."""
-    for command in commands:
-        _call(command)
 
 
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:

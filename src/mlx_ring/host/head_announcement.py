@@ -161,8 +161,19 @@ def multicast_interfaces(addresses: Sequence[LanAddress]) -> list[str | int]:
     return [*four, *sorted({found.index for found in spoken if found.is_ipv6})]
 
 
+def _is_name(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
 class HeadPlace:
-    """Address of a known head, which is looked for on the LAN once it is lost: its router may give it another address."""
+    """Address of a known head, which is looked for on the LAN once it is lost: its router may give it another address.
+
+    A name that a user has given is asked and kept too, because it can follow the head to other networks.
+    """
 
     def __init__(
         self,
@@ -176,11 +187,15 @@ class HeadPlace:
             address: address that a user typed, or where the head was last.
             look: returns the address of a head that claims to be this one and is no longer at the given one, or None. May
                 take seconds.
-            keep: called with each address at which the head has answered for the first time.
+            keep: called with the address for later starts, when the head has answered at an address for the first time.
         """
-        self.address = address
+        self.address: HeadAddress = address
         """Address to ask next."""
-        self._known, self._kept = address, False
+        self.refused: set[HeadAddress] = set()
+        """Addresses that are not asked again, unless the head was there before."""
+        self._known: HeadAddress = address
+        self._kept = False
+        self._name: HeadAddress | None = address if _is_name(address.host) else None
         self._look, self._keep = look, keep
         self._lost_s: float | None = None
         self._looked_s = -math.inf
@@ -194,20 +209,25 @@ class HeadPlace:
         """Record that the head has answered at this address."""
         if self.is_guessed or not self._kept:
             self._known, self._kept = self.address, True
-            self._keep(self.address)
+            self._keep(self._name or self.address)
         self._lost_s = None
+
+    def refuse_guess(self) -> None:
+        """Record that this address, at which the head has not answered, is of another head, or of none."""
+        self.refused.add(self.address)
 
     async def choose(self) -> None:
         """Choose the address to ask next, after the head did not answer."""
         now = time.monotonic()
         self._lost_s = now if self._lost_s is None else self._lost_s
-        self.address = self._known
+        name, was_known = self._name, not self.is_guessed
+        self.address = name if was_known and name is not None and name not in self.refused else self._known
         if now < max(self._lost_s + _LOOK_AFTER_S, self._looked_s + _LOOK_EVERY_S):
             return
         known = self._known
         found = await _in_daemon(lambda: self._look(known))
         self._looked_s = time.monotonic()
-        if found is not None and found != self._known:
+        if found is not None and found != self._known and found not in self.refused:
             log.info(
                 "The head at %s is lost; one that claims to be the same was found at %s", self._known, found
             )

@@ -286,8 +286,7 @@ def _refusal_page(error: RingError) -> Response:
 def _plain_path(path: str) -> str:
     """Return a path without empty parts and with one `/v1` at most, because base URLs often end with `/` or `/v1`."""
     parts = list(filter(None, path.split("/")))
-    prefixes = len(list(takewhile("v1".__eq__, parts)))
-    return "/" + "/".join(parts[max(prefixes - 1, 0) :])
+    return "/" + "/".join(parts[max(len(list(takewhile("v1".__eq__, parts))) - 1, 0) :])
 
 
 def is_open(path: str) -> bool:
