@@ -38,7 +38,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, model: str, url: str) -> int:
     """Let `run` ask one question, and return its exit code."""
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))
     with pytest.raises(typer.Exit) as ended:
-        run(model, url)
+        run(model, url=url)
     return ended.value.exit_code
 
 
