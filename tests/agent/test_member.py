@@ -226,8 +226,9 @@ def test_a_member_finds_its_head_at_another_address_and_distrusts_others_there(
         monkeypatch.setattr(head_announcement, name, 0.0)
     monkeypatch.setattr(member, "_DISTRUST_PAUSE_S", 0.1)
     old, wrong, new = (HeadAddress("127.0.0.1", free_pair_of_ports()) for _ in range(3))
-    state, found, kept = tmp_path / "head", [wrong, new], list[HeadAddress]()
-    place = HeadPlace(old, lambda _: found.pop(0) if found else None, kept.append)
+    state, found = tmp_path / "head", [wrong, new]
+    kept = asyncio.Queue[HeadAddress]()
+    place = HeadPlace(old, lambda _: found.pop(0) if found else None, kept.put_nowait)
 
     async def run() -> None:
         async with asyncio.timeout(100):
@@ -247,11 +248,12 @@ def test_a_member_finds_its_head_at_another_address_and_distrusts_others_there(
                 await asyncio.wait((attending, waiting), return_when=asyncio.FIRST_COMPLETED)
                 assert not attending.done(), attending.exception()
                 assert control.membership.members[node].head_host == new.host
+                assert await kept.get() == new
             attending.cancel()
             await asyncio.gather(attending, return_exceptions=True)
+        assert kept.empty()
 
     asyncio.run(run())
-    assert kept == [new]
 
 
 def test_a_refusal_at_a_guessed_address_does_not_end_a_member(
