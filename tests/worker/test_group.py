@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from grpc import local_server_credentials
 
-from mlx_ring.core.errors import PeerRefused
+from mlx_ring.core.errors import GroupStuck, PeerRefused
 from mlx_ring.rpc.backends import BACKENDS, Backend
 from mlx_ring.rpc.channels import add_secure_port, make_server
 from mlx_ring.rpc.protos.worker_pb2 import StageAssignment
+from mlx_ring.worker import group
 from mlx_ring.worker.__main__ import listening
-from mlx_ring.worker.group import GroupPort, check_neighbour, group_variables
+from mlx_ring.worker.group import GroupPort, check_neighbour, group_variables, join_group
 
 GROUP = ["10.0.0.1:4001,10.0.1.1:4002", "10.0.0.2:4003"]
 
@@ -95,3 +98,32 @@ def test_a_worker_whose_port_another_process_has_taken_ends_with_what_to_do() ->
     for ended in (of_group, of_server):
         assert str(ended.value).startswith(f"{address} cannot be used: ")
         assert str(ended.value).endswith("have the same --node-ports, give each its own.")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not let two sockets bind one port")
+def test_no_other_process_can_take_the_port_of_a_ring_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = GroupPort("127.0.0.1:0")
+    place = ("127.0.0.1", port.number)
+
+    def listen_as_a_ring(*, strict: bool, backend: str) -> None:
+        assert (strict, backend) == (True, "ring")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        with socket.socket() as ring:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                ring.setsockopt(socket.SOL_SOCKET, option, 1)
+            ring.bind(place)
+            ring.listen(0)
+            with socket.create_connection(place), ring.accept()[0]:
+                raise RuntimeError("no neighbour")
+
+    monkeypatch.setattr(mx.distributed, "init", listen_as_a_ring)
+    monkeypatch.setattr(group, "set_for_libraries", dict[str, str])
+    assignment = StageAssignment(
+        tp_size=2, stages=1, group=["127.0.0.1:1", f"127.0.0.1:{port.number}"], rank=1
+    )
+    with pytest.raises(GroupStuck, match="no neighbour"):
+        join_group(assignment, port)
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(place)

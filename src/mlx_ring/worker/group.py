@@ -151,6 +151,7 @@ class GroupPort:
         """Reserve the port of an address; port 0 reserves a free one. Raises OSError for a port that is taken."""
         self.host, _, port = address.rpartition(":")
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # With it, Linux also lets MLX's ring listen while this socket holds the port.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((self.host, int(port)))
@@ -187,7 +188,7 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
     """Join the group. Its ranks connect with the help of the variables that the backend reads."""
     backend, places = backend_of(assignment), joined_ranks(assignment)
     place = rank_in_group(assignment)
-    if port is not None:
+    if port is not None and (backend, sys.platform) != ("ring", "linux"):
         port.release()
     if backend == "ring" and share_cores(assignment.group, place, usable_cores()):
         wait_in_the_kernel()
@@ -201,6 +202,9 @@ def _join(assignment: worker_pb2.StageAssignment, port: GroupPort | None) -> mx.
                 f"Rank {assignment.rank} of stage {assignment.stage} did not find the others at "
                 f"{', '.join(assignment.group)}: {error}"
             ) from error
+        finally:
+            if port is not None:
+                port.release()
     if (group.rank(), group.size()) != (place, len(places)):
         raise WorkerLost(
             f"{backend} made this worker rank {group.rank()} of {group.size()}, and it is rank {place} of {len(places)}: "
