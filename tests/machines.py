@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import grpc
 from cryptography.hazmat.primitives.serialization import Encoding
+from tests.ports import free_ports
 
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cluster.security.authority import Authority
@@ -96,13 +95,7 @@ async def running_head(folder: Path, tries: TryLimit | None = None) -> AsyncGene
 
 def free_pair_of_ports() -> int:
     """Return the first of two consecutive free ports on loopback."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+    return free_ports(2)[0]
 
 
 async def _two_ports(

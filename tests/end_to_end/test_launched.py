@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Generator
@@ -17,6 +16,8 @@ import httpx
 import psutil
 import pytest
 from tests.eventually import eventually
+from tests.machines import free_pair_of_ports
+from tests.ports import free_ports
 from tests.processes import MLX_RING, clean_environment, client_of, run_cli, serving
 
 pytestmark = pytest.mark.machines
@@ -74,27 +75,8 @@ def rank_of(process: psutil.Process) -> int:
     return int(process.environ()["MLX_RANK"])
 
 
-def free_ports(count: int) -> list[int]:
-    """Return different free ports."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def first_of_two_ports() -> int:
-    """Return a free port whose next one is free too, because mlx.launch takes both."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError, OverflowError):
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            second.bind(("127.0.0.1", port + 1))
-            return port
-
-
 def test_each_process_of_mlx_launch_starts_and_restarts_its_own_rank(tmp_path: Path) -> None:
-    with launched(tmp_path, first_of_two_ports()) as (launcher, client):
+    with launched(tmp_path, free_pair_of_ports()) as (launcher, client):
         first, second = sorted(psutil.Process(launcher.pid).children(), key=rank_of)
         before = ranks(client)
         assert [rank["rank"] for rank in before] == [0, 1]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import grpc
 from tests.open_mpi import mpi_places
+from tests.ports import free_ports
 
 from mlx_ring.core.environment import set_for_libraries
 from mlx_ring.core.errors import RingError
@@ -191,7 +191,7 @@ def _variables(kind: str, folder: Path) -> Generator[list[dict[str, str]]]:
             yield places
         return
     hostfile = folder / "hosts.json"
-    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(2)]))
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     yield [{"MLX_HOSTFILE": str(hostfile), "MLX_RANK": str(rank)} for rank in range(2)]
 
 
@@ -207,11 +207,3 @@ def _serve(inbox: Inbox, address: str) -> grpc.Server:
     server.add_insecure_port(address)
     server.start()
     return server
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.eventually import eventually
+from tests.ports import free_ports
 
 from mlx_ring.core.environment import inherited_environment
 
@@ -27,7 +27,7 @@ def run_ranks(cases: Sequence[dict[str, Any]], size: int, folder: Path) -> None:
     If one of them fails, the others would wait for it forever. So all are ended, and its output is raised.
     """
     (folder / "cases.json").write_text(json.dumps(list(cases)))
-    (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]))
+    (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     with contextlib.ExitStack() as stack:
         ranks = [_start(rank, folder, stack) for rank in range(size)]
         deadline = time.monotonic() + _TIMEOUT_S
@@ -61,9 +61,3 @@ def _start(rank: int, folder: Path, stack: contextlib.ExitStack) -> subprocess.P
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in taken]
