@@ -106,16 +106,20 @@ def test_another_replica_continues_an_answer_at_once(tmp_path: Path) -> None:
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(text_of, [server] * 2)
         assert first == second
+        status = server.status()
+        instances = [each["instance"] for each in status["models"][0]["instances"]]
+        pids = {device["instance"]: device["pid"] for device in status["devices"]}
 
         def kill_the_busy_one() -> None:
+            # While the workers are stopped, the answer cannot end before the busy one is known.
+            for pid in pids.values():
+                os.kill(pid, signal.SIGSTOP)
             text = server.http.get("/metrics").text
             (number,) = re.findall(
                 r'^mlx_ring_num_requests_running{.*instance="(\d)".*} 1.0$', text, re.MULTILINE
             )
-            status = server.status()
-            busy = status["models"][0]["instances"][int(number)]["instance"]
-            (pid,) = [device["pid"] for device in status["devices"] if device["instance"] == busy]
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pids[instances[int(number)]], signal.SIGKILL)
+            os.kill(pids[instances[1 - int(number)]], signal.SIGCONT)
 
         assert disturbed(server, kill_the_busy_one) == first
         check(server, tmp_path, "replica", "demo")
