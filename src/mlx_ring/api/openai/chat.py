@@ -44,7 +44,7 @@ from mlx_ring.api.openai.sampling import (
     sampling_params,
     with_derived_seed,
 )
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 from mlx_ring.api.openapi import documented_post, needs
 from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
 from mlx_ring.api.streaming import (
