@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -82,6 +83,8 @@ _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("[ARGS]", "[CALL_ID]"),
 }
 """Further special tokens that calls may contain, by the name of mlx-lm's parser."""
+_BARE_STARTS: Mapping[str, tuple[str, str]] = {"qwen3_coder": ("<function=", ">")}
+"""Texts before and after the name of a tool that a model often calls without the first mark, by the parser's name."""
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
 """Number of tokens at a prompt's end in which a template may open reasoning."""
@@ -105,6 +108,69 @@ class CallMarks(Marks):
     parse: ParseCalls = field(repr=False)
     inner: tuple[str, ...] = ()
     """Further marks inside that may be special tokens."""
+
+    @property
+    def bare(self) -> tuple[str, str] | None:
+        """Text before and after the tool's name where a model may leave out the mark; None if a call needs it."""
+        return _BARE_STARTS.get(self.parser)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSpelling:
+    """Syntax of a call whose arguments are a JSON object."""
+
+    heading: re.Pattern[str]
+    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
+    closing: re.Pattern[str]
+    """Text that may follow the object."""
+
+
+JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
+    "harmony": JsonSpelling(HEADING, re.compile(r"\s*")),
+    "json_tools": JsonSpelling(
+        re.compile(
+            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+        ),
+        re.compile(r"\s*\}?\s*"),
+    ),
+    "mistral": JsonSpelling(
+        re.compile(
+            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
+        ),
+        re.compile(r"\s*"),
+    ),
+    "kimi_k2": JsonSpelling(
+        re.compile(
+            r"\s*(?:<\|tool_call_begin\|>\s*)?(?P<id>(?:functions\.)?(?P<name>[^\n]+?):\d+)\s*"
+            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
+    ),
+}
+
+
+_JSON_CALL = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
+CALL_NAMES: Mapping[str, re.Pattern[str]] = {
+    parser: re.compile(pattern)
+    for parser, pattern in {
+        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
+        "json_tools": _JSON_CALL,
+        "longcat": _JSON_CALL,
+        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
+        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
+        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
+        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
+        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
+        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
+        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
+        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
+        "minicpm5": r'\s*"(?P<name>[^"]+)"',
+        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
+    }.items()
+}
+"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
@@ -256,10 +322,17 @@ def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, st
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
     """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
+    if name == "qwen3_coder":
+        return partial(_parse_tags_or_json, own)
     if name != "function_gemma":
         return own
     module = importlib.import_module(own.__module__.replace(name, "gemma4"))
     return gemma.parse_function_gemma(own, module.parse_tool_call)
+
+
+def _parse_tags_or_json(own: ParseCalls, text: str, tools: list[dict[str, object]]) -> object:
+    """Parse a call with tags, or in the JSON of other models by the same authors."""
+    return json.loads(text) if text.lstrip().startswith("{") else own(text, tools)
 
 
 def _read_turns(

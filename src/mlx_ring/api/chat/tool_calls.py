@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from mlx_ring.api.chat import model_format
-from mlx_ring.api.chat.model_format import CallMarks, open_end
+from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
+from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
@@ -69,64 +69,6 @@ def is_object(text: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """Syntax of a call whose arguments are a JSON object."""
-
-    heading: re.Pattern[str]
-    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
-    closing: re.Pattern[str]
-    """Text that may follow the object."""
-
-
-_SPELLINGS: Mapping[str, _Spelling] = {
-    "harmony": _Spelling(model_format.HEADING, re.compile(r"\s*")),
-    "json_tools": _Spelling(
-        re.compile(
-            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
-        ),
-        re.compile(r"\s*\}?\s*"),
-    ),
-    "mistral": _Spelling(
-        re.compile(
-            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
-        ),
-        re.compile(r"\s*"),
-    ),
-    "kimi_k2": _Spelling(
-        re.compile(
-            r"\s*(?:<\|tool_call_begin\|>\s*)?(?P<id>(?:functions\.)?(?P<name>[^\n]+?):\d+)\s*"
-            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
-        ),
-        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
-    ),
-}
-
-
-_JSON_NAME = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
-_NAMES: Mapping[str, re.Pattern[str]] = {
-    parser: re.compile(pattern)
-    for parser, pattern in {
-        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
-        "json_tools": _JSON_NAME,
-        "longcat": _JSON_NAME,
-        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
-        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
-        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
-        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
-        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
-        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
-        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
-        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
-        "minicpm5": r'\s*"(?P<name>[^"]+)"',
-        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
-    }.items()
-}
-"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
-
-
 def new_call_id() -> str:
     return new_id("call_")
 
@@ -152,6 +94,12 @@ class CallRules:
         object.__setattr__(self, "names", frozenset(tool.name for tool in self.tools))
         object.__setattr__(self, "as_templates_read", [tool.for_template() for tool in self.tools])
 
+    def find_tool(self, written: str) -> Tool | None:
+        """Return the callable tool of a name as a model writes it: in quotes, or after `functions.`."""
+        name = written.strip().strip("\"'")
+        name = name if name in self.names else name.removeprefix("functions.")
+        return next((tool for tool in self.tools if tool.name == name), None)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadCalls:
@@ -167,15 +115,17 @@ class ReadCalls:
 class CallsReader:
     """Reader of the text between one pair of marks: a call, in some formats several."""
 
-    def __init__(self, rules: CallRules, calls: int) -> None:
-        """Start after `calls` earlier calls of the answer."""
+    def __init__(self, rules: CallRules, calls: int, *, bare: str = "") -> None:
+        """Start after `calls` earlier calls of the answer, behind a mark, or behind the `bare` start of a call without one."""
         self.calls = calls
         self._first = calls
         self._rules = rules
-        self._spelling = _SPELLINGS.get(rules.marks.parser)
-        self._text = ""
+        self._spelling = JSON_SPELLINGS.get(rules.marks.parser)
+        self._tagged = self._tagged_reader(is_bare=bool(bare))
+        self._is_bare = bool(bare)
+        self._text = bare
         """Text that is not parsed yet."""
-        self._raw = rules.marks.start
+        self._raw = "" if bare else rules.marks.start
         """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
@@ -184,6 +134,8 @@ class CallsReader:
     def push(self, text: str) -> ReadCalls:
         """Return the parts that `text` completes."""
         self._text += text
+        if self._tagged is not None and (reading := self._read_tagged(self._tagged)) is not None:
+            return reading
         rest = None
         while rest is None and self._advance():
             if self._call is None and self.calls > self._first and not self._rules.parallel:
@@ -197,6 +149,11 @@ class CallsReader:
         has none if it is cut off before them, or if its format is read at the end. It is dropped if its name is
         incomplete.
         """
+        if self._tagged is not None and not (cut_off and self.is_cut_off):
+            reading = self._read_tagged(self._tagged, is_end=True, cut_off=cut_off)
+            reading = self._look_for_end() if reading is None else reading
+            if reading.rest is not None:
+                return reading
         if cut_off and self.is_cut_off and self._call is None:
             return self._end_in_heading()
         if cut_off and self.is_cut_off and self._call is not None and not self._call.is_out:
@@ -227,6 +184,41 @@ class CallsReader:
     def _reading(self, rest: str | None, no_call: str = "") -> ReadCalls:
         parts, self._parts = self._parts, []
         return ReadCalls(parts, rest, no_call)
+
+    # ---- calls with tags
+
+    def _tagged_reader(self, *, is_bare: bool = False, follows: bool = False) -> TaggedReader | None:
+        tags = TAGS.get(self._rules.marks.parser)
+        return tags and TaggedReader(tags, self._rules.find_tool, is_bare=is_bare, follows=follows)
+
+    def _read_tagged(
+        self, reader: TaggedReader, *, is_end: bool = False, cut_off: bool = False
+    ) -> ReadCalls | None:
+        """Read calls with tags. Return None for text that mlx-lm's parser may still read."""
+        while True:
+            progress = reader.read(self._text)
+            if is_end and progress.kind == "more":
+                progress = reader.finish(self._text, cut_off=cut_off)
+            match progress.kind:
+                case "more":
+                    return self._reading(None)
+                case "end":
+                    return self._reading(self._text[progress.end :])
+                case "broken":
+                    self._tagged = None
+                    is_text = self._is_bare or self.calls > self._first
+                    return self._reading("", self._raw + self._text) if is_text else None
+                case "call":
+                    self._add_tagged(progress)
+                    if progress.is_last or not self._rules.parallel:
+                        return self._reading(self._text)
+                    reader = self._tagged = self._tagged_reader(follows=True) or reader
+
+    def _add_tagged(self, progress: Progress) -> None:
+        name = progress.tool.name if progress.tool is not None else ""
+        self._add([(name, _dump(progress.arguments), None)])
+        self._take(progress.end)
+        self._raw = ""
 
     # ---- calls whose arguments are JSON
 
@@ -299,7 +291,7 @@ class CallsReader:
 
     def _end_in_heading(self) -> ReadCalls:
         """Return the call that was cut off before its arguments, if its name is complete."""
-        pattern = _NAMES.get(self._rules.marks.parser)
+        pattern = CALL_NAMES.get(self._rules.marks.parser)
         start = 0 if self.calls == self._first else self._closing_end()
         complete, left = _calls_before_cut(self._rules, self._text[start:])
         self._add(complete)
@@ -369,7 +361,7 @@ _TOKENS: Mapping[str, re.Pattern[str]] = {
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
     """Return the complete calls of a list that was cut off, and the rest as if the list began there."""
-    read, pattern = _READ_LIST.get(rules.marks.parser), _NAMES.get(rules.marks.parser)
+    read, pattern = _READ_LIST.get(rules.marks.parser), CALL_NAMES.get(rules.marks.parser)
     if read is None or pattern is None:
         return [], text
     for end in (len(text), _last_comma(_TOKENS[rules.marks.parser], text)):

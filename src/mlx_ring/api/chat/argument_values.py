@@ -1,0 +1,170 @@
+"""Arguments that a call writes as text, with the types of the tool's schema."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from mlx_ring.api.chat.request import Tool
+
+_MOST_REFERENCES = 16
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+
+
+def properties_of(tool: Tool | None) -> Mapping[str, object]:
+    properties = ((tool and tool.parameters) or {}).get("properties")
+    return cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
+
+
+def read_value(text: str, tool: Tool, key: str, *, untyped_json: bool = False) -> object:
+    """Return an argument with a type that the tool's schema gives it. Text of no such type stays text.
+
+    `null` is no string unless the schema requires one. Where a string is allowed beside other types, only JSON is of these.
+    With `untyped_json`, so is an argument that the schema does not describe. Otherwise it is text, or JSON of several values.
+    """
+    properties, word = properties_of(tool), text.strip()
+    kinds = _kinds_of(properties.get(key), tool.parameters or {})
+    if word.lower() == "null" and not (kinds == {"string"} and key in _required_of(tool)):
+        return None
+    if not kinds:
+        return _json_of(text, (object,) if untyped_json else (dict, list) if key in properties else ())
+    for kind in ("null", "integer", "number", "boolean", "object", "array"):
+        value = _READERS[kind](word) if kind in kinds else _NO_VALUE
+        if value is not _NO_VALUE and ("string" not in kinds or _is_json(value, word)):
+            return value
+    return text if "string" in kinds else _json_of(text, (object,))
+
+
+def _required_of(tool: Tool) -> list[object]:
+    required = (tool.parameters or {}).get("required")
+    return cast("list[object]", required) if isinstance(required, list) else []
+
+
+def _is_json(value: object, word: str) -> bool:
+    return isinstance(value, dict | list) or json.dumps(value) == word
+
+
+_NO_VALUE = object()
+
+
+def _json_of(text: str, types: tuple[type, ...]) -> object:
+    """Return the JSON value of one of these types that a text is, else the text."""
+    value = _parsed(text)
+    return value if value is not _NO_VALUE and isinstance(value, types) else text
+
+
+def _parsed(text: str) -> object:
+    """Return the value that a text is in JSON or Python."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _NO_VALUE
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(constant)
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(word)
+    return value
+
+
+def _number(word: str) -> object:
+    value = float(word) if _NUMBER.fullmatch(word) else math.nan
+    if not math.isfinite(value):
+        return _NO_VALUE
+    return _integer(word) if value.is_integer() else value
+
+
+def _integer(word: str) -> object:
+    if not _NUMBER.fullmatch(word):
+        return _NO_VALUE
+    try:
+        return int(word)
+    except ValueError:
+        value = float(word)
+        return int(value) if value.is_integer() else _NO_VALUE
+
+
+_TRUTH = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+def _of_type(type_: type) -> Callable[[str], object]:
+    def read(word: str) -> object:
+        value = _parsed(word)
+        return value if isinstance(value, type_) else _NO_VALUE
+
+    return read
+
+
+_READERS: Mapping[str, Callable[[str], object]] = {
+    "null": lambda word: None if word.lower() in ("none", "nil") else _NO_VALUE,
+    "integer": _integer,
+    "number": _number,
+    "boolean": lambda word: _TRUTH.get(word.lower(), _NO_VALUE),
+    "object": _of_type(dict),
+    "array": _of_type(list),
+}
+
+_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("null", "none"), "null"),
+    (("int", "uint", "long", "short", "unsigned"), "integer"),
+    (("num", "float", "double"), "number"),
+    (("bool", "binary"), "boolean"),
+    (("obj", "dict", "map"), "object"),
+    (("arr", "list", "tuple"), "array"),
+    (("str", "text", "varchar", "char", "enum"), "string"),
+)
+"""Starts of names of types, in JSON Schema and elsewhere."""
+_TYPES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+    (object, "null"),
+)
+
+
+def _kinds_of(schema: object, root: Mapping[str, object], references: int = _MOST_REFERENCES) -> set[str]:
+    """Return the types of JSON that a schema allows; none if it does not say."""
+    if not isinstance(schema, dict) or references < 0:
+        return set()
+    given = cast("dict[str, object]", schema)
+    if isinstance(given.get("$ref"), str):
+        return _kinds_of(_referred(str(given["$ref"]), root), root, references - 1)
+    named = given.get("type")
+    if named is not None:
+        names = cast("list[object]", named) if isinstance(named, list) else [named]
+        return {kind for name in names for starts, kind in _KINDS if str(name).lower().startswith(starts)}
+    if "const" in given or isinstance(given.get("enum"), list):
+        values = [given["const"]] if "const" in given else cast("list[object]", given["enum"])
+        return {next(kind for type_, kind in _TYPES if isinstance(value, type_)) for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := given.get(key), list):
+            each = [_kinds_of(option, root, references - 1) for option in cast("list[object]", options)]
+            return set[str]().union(*each)
+    return {"object"} if "properties" in given else {"array"} if "items" in given else set()
+
+
+def _referred(place: str, root: Mapping[str, object]) -> object:
+    found: Any = root
+    for step in place.removeprefix("#/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = cast("dict[str, object]", found).get(name) if isinstance(found, dict) else None
+    return found
