@@ -235,6 +235,95 @@ def test_function_gemma_arguments_may_be_nested_or_unquoted(written: str, argume
     assert json.loads(call.arguments) == arguments
 
 
+_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_ROME = '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("written", "call_id"),
+    [
+        ("functions.get_weather:0", "functions.get_weather:0"),
+        ("functions_get_weather_0", "functions_get_weather_0"),
+        ("get_weather:3", "get_weather:3"),
+        ("get_weather", None),
+        ("functions.get_weather", None),
+    ],
+)
+@pytest.mark.parametrize("arguments", [_ROME, json.dumps(_ROME), ""])
+def test_names_of_kimi_calls_are_read_however_they_are_written(
+    written: str, call_id: str | None, arguments: str, *, early: bool
+) -> None:
+    text = f"<|tool_calls_section_begin|>{_CALL.format(written, arguments)}<|tool_calls_section_end|>"
+    if arguments != _ROME and ":" not in written:
+        return
+    for pieces in ([text], list(text)):
+        (call,) = answer_of(pieces, "kimi_k2", early=early).calls
+        assert call.name == "get_weather"
+        assert call.id == (call_id or "c0")
+        assert json.loads(call.arguments) == (json.loads(_ROME) if arguments else {})
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+        ("", ""),
+        ("", "<|tool_calls_section_end|>"),
+    ],
+)
+def test_kimi_calls_without_the_marks_around_them_are_read(start: str, end: str, *, early: bool) -> None:
+    calls = _CALL.format("functions.get_weather:0", _ROME) + _CALL.format("functions.get_time:1", _ROME)
+    text = f"I look.{start}{calls}{end}"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "kimi_k2", early=early)
+        assert ([call.name for call in answer.calls], answer.content) == (
+            ["get_weather", "get_time"],
+            "I look.",
+        )
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (
+            f"[TOOL_CALLS]get_weather{_ROME}[TOOL_CALLS]get_time{_ROME}",
+            [("get_weather", _ROME), ("get_time", _ROME)],
+        ),
+        ("[TOOL_CALLS]get_weather[ARGS]", [("get_weather", "{}")]),
+        (f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {_ROME}}}', [("get_weather", _ROME)]),
+        (f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_ROME}}}]\n\nDone', [("get_weather", _ROME)]),
+    ],
+)
+def test_mistral_calls_of_other_versions_are_read(
+    text: str, calls: list[tuple[str, str]], *, early: bool
+) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "mistral", early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == calls
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "functions.get_weather", "arguments": {}}',
+        '{"name": "get_weather", "arguments": ""}',
+        '{"type": "function", "function": {"name": "get_weather", "arguments": {}}}',
+        '{"function": "get_weather", "arguments": {}}',
+    ],
+)
+def test_json_calls_of_other_shapes_are_read(call: str, *, early: bool) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", "{}")]
+        assert answer.content == ""
+
+
 def test_lone_surrogate_in_arguments_can_be_sent() -> None:
     text = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
     (call,) = answer_of([text], "json_tools").calls

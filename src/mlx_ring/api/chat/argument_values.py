@@ -1,4 +1,4 @@
-"""Arguments that a call writes as text, with the types of the tool's schema."""
+"""Arguments of calls: JSON as it arrives, and text with the types of the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,8 +11,61 @@ from typing import Any, cast
 
 from mlx_ring.api.chat.request import Tool
 
+_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
+"""All characters that JSON has outside strings."""
+
+
 _MOST_REFERENCES = 16
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+
+
+class JsonObjectReader:
+    """Reader that streams a JSON object from its first brace to its last.
+
+    It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.is_broken = False
+        """True if the text can no longer become JSON."""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the part of `text` that belongs to the object, and the text after the object, or None if it has not ended."""
+        taken: list[str] = []
+        for place, character in enumerate(text):
+            if not self._in_string and character not in _OUTSIDE:
+                self.is_broken = True
+                return "".join(taken), text[place:]
+            taken.append(self._take(character))
+            if self._depth == 0:
+                return "".join(taken), text[place + 1 :]
+        return "".join(taken), None
+
+    def _take(self, character: str) -> str:
+        if self._in_string:
+            return self._take_inside(character)
+        self._in_string = character == '"'
+        self._depth += (character in "{[") - (character in "}]")
+        return character
+
+    def _take_inside(self, character: str) -> str:
+        self._in_string = self._escaped or character != '"'
+        self._escaped = not self._escaped and character == "\\"
+        return json.dumps(character)[1:-1] if character < " " else character
+
+
+def is_object(text: str) -> bool:
+    """Return True if the text is one JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+# ---- text
 
 
 def properties_of(tool: Tool | None) -> Mapping[str, object]:

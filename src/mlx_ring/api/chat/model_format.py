@@ -109,6 +109,14 @@ class CallMarks(Marks):
     inner: tuple[str, ...] = ()
     """Further marks inside that may be special tokens."""
 
+    def other_starts(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the marks with which models also open calls of these tools, each with its part that belongs to the call."""
+        if self.parser == "kimi_k2":
+            return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
+        if self.parser == "harmony":
+            return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
+        return {}
+
     @property
     def bare(self) -> tuple[str, str] | None:
         """Text before and after the tool's name where a model may leave out the mark; None if a call needs it."""
@@ -135,16 +143,16 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     ),
     "mistral": JsonSpelling(
         re.compile(
-            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
+            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
         ),
         re.compile(r"\s*"),
     ),
     "kimi_k2": JsonSpelling(
         re.compile(
-            r"\s*(?:<\|tool_call_begin\|>\s*)?(?P<id>(?:functions\.)?(?P<name>[^\n]+?):\d+)\s*"
-            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+            r"\s*(?:<\|tool_call_begin\|>\s*)?(?=(?P<name>[^\n<]{1,300}?)\s*<)(?:(?P<id>[^\n<]{1,300}[:_]\d{1,9})|[^\n<]{1,300}?)"
+            r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
         ),
-        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
+        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
     ),
 }
 
@@ -322,17 +330,23 @@ def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, st
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
     """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
-    if name == "qwen3_coder":
-        return partial(_parse_tags_or_json, own)
+    if name == "mistral":
+        return partial(_parse_mistral, own)
     if name != "function_gemma":
         return own
     module = importlib.import_module(own.__module__.replace(name, "gemma4"))
     return gemma.parse_function_gemma(own, module.parse_tool_call)
 
 
-def _parse_tags_or_json(own: ParseCalls, text: str, tools: list[dict[str, object]]) -> object:
-    """Parse a call with tags, or in the JSON of other models by the same authors."""
-    return json.loads(text) if text.lstrip().startswith("{") else own(text, tools)
+_EMPTY_ARGUMENTS = re.compile(r"\[ARGS\]\s*(?=\[TOOL_CALLS\]|$)")
+
+
+def _parse_mistral(own: ParseCalls, text: str, tools: list[dict[str, object]]) -> object:
+    """Parse calls without arguments too, and lists of calls with text after them, which is dropped."""
+    if not text.lstrip().startswith(("[", "{")):
+        return own(_EMPTY_ARGUMENTS.sub("[ARGS]{}", text), tools)
+    calls: object = json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0]
+    return calls
 
 
 def _read_turns(

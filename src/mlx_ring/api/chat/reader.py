@@ -94,8 +94,11 @@ class AnswerReader:
 
     def __init__(self, rules: ReadingRules) -> None:
         self._rules = rules
-        self._marks = _marks_by_state(rules.format, with_calls=rules.calls is not None)
-        self._bare = None if rules.calls is None else rules.calls.marks.bare
+        calls = rules.calls
+        self._other_starts = {} if calls is None else calls.marks.other_starts(calls.names)
+        """Other marks that open calls, each with its part that belongs to the call."""
+        self._marks = _marks_by_state(rules.format, with_calls=calls is not None, others=self._other_starts)
+        self._bare = None if calls is None else calls.marks.bare
         """Text around the tool's name where a call begins without a mark. It counts at the start of a line of content."""
         self._names = frozenset(_written_names(rules.calls)) if self._bare is not None else frozenset[str]()
         self._place = _TextPlace()
@@ -228,8 +231,9 @@ class AnswerReader:
         if then == "calls" and self._rules.calls is not None:
             self._flush_stops()
             self._before_calls = self._state
-            bare = "" if mark in self._marks[self._state] else mark
-            self._calls = CallsReader(self._rules.calls, self.calls, bare=bare)
+            is_bare = mark not in self._marks[self._state]
+            begun = mark if is_bare else self._other_starts.get(mark, "")
+            self._calls = CallsReader(self._rules.calls, self.calls, mark, begun=begun, is_bare=is_bare)
         else:
             self._flush_all()
             self._state = then
@@ -345,7 +349,9 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     return joined
 
 
-def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, Mapping[str, State]]:
+def _marks_by_state(
+    format_: ChatFormat, *, with_calls: bool, others: Iterable[str] = ()
+) -> Mapping[State, Mapping[str, State]]:
     """Return the marks that count in each state, each with the state that follows."""
     start: dict[str, State] = dict.fromkeys(format_.dropped, "start")
     reasoning: dict[str, State] = {}
@@ -360,5 +366,5 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
     if with_calls and format_.calls is not None:
         # In formats with headers, a header announces a call.
         for marks in [header] if header else [start, content, reasoning]:
-            marks[format_.calls.start] = "calls"
+            marks.update(dict.fromkeys((format_.calls.start, *others), "calls"))
     return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}

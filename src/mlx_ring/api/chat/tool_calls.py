@@ -14,59 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from mlx_ring.api.chat.argument_values import JsonObjectReader, is_object
 from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
 from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 
-_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
-"""All characters that JSON has outside strings."""
-
-
-class JsonObjectReader:
-    """Reader that streams a JSON object from its first brace to its last.
-
-    It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self.is_broken = False
-        """True if the text can no longer become JSON."""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the object, and the text after the object, or None if it has not ended."""
-        taken: list[str] = []
-        for place, character in enumerate(text):
-            if not self._in_string and character not in _OUTSIDE:
-                self.is_broken = True
-                return "".join(taken), text[place:]
-            taken.append(self._take(character))
-            if self._depth == 0:
-                return "".join(taken), text[place + 1 :]
-        return "".join(taken), None
-
-    def _take(self, character: str) -> str:
-        if self._in_string:
-            return self._take_inside(character)
-        self._in_string = character == '"'
-        self._depth += (character in "{[") - (character in "}]")
-        return character
-
-    def _take_inside(self, character: str) -> str:
-        self._in_string = self._escaped or character != '"'
-        self._escaped = not self._escaped and character == "\\"
-        return json.dumps(character)[1:-1] if character < " " else character
-
-
-def is_object(text: str) -> bool:
-    """Return True if the text is one JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+_PREFIX, _NUMBER = re.compile(r"^functions[._]"), re.compile(r"[:_]\d{1,9}$")
 
 
 def new_call_id() -> str:
@@ -95,9 +49,12 @@ class CallRules:
         object.__setattr__(self, "as_templates_read", [tool.for_template() for tool in self.tools])
 
     def find_tool(self, written: str) -> Tool | None:
-        """Return the callable tool of a name as a model writes it: in quotes, or after `functions.`."""
+        """Return the callable tool of a name as a model writes it: in quotes, after `functions.`, or with a number behind it."""
         name = written.strip().strip("\"'")
-        name = name if name in self.names else name.removeprefix("functions.")
+        if name not in self.names:
+            name = _PREFIX.sub("", name)
+        if name not in self.names:
+            name = _NUMBER.sub("", name)
         return next((tool for tool in self.tools if tool.name == name), None)
 
 
@@ -115,17 +72,22 @@ class ReadCalls:
 class CallsReader:
     """Reader of the text between one pair of marks: a call, in some formats several."""
 
-    def __init__(self, rules: CallRules, calls: int, *, bare: str = "") -> None:
-        """Start after `calls` earlier calls of the answer, behind a mark, or behind the `bare` start of a call without one."""
+    def __init__(
+        self, rules: CallRules, calls: int, mark: str, *, begun: str = "", is_bare: bool = False
+    ) -> None:
+        """Start after `calls` earlier calls of the answer, behind a mark, whose end may belong to the call that has `begun`.
+
+        With `is_bare` it is the start of a call without a mark.
+        """
         self.calls = calls
         self._first = calls
         self._rules = rules
         self._spelling = JSON_SPELLINGS.get(rules.marks.parser)
-        self._tagged = self._tagged_reader(is_bare=bool(bare))
-        self._is_bare = bool(bare)
-        self._text = bare
+        self._tagged = self._tagged_reader(is_bare=is_bare)
+        self._is_bare = is_bare
+        self._text = begun
         """Text that is not parsed yet."""
-        self._raw = "" if bare else rules.marks.start
+        self._raw = mark.removesuffix(begun)
         """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
@@ -231,9 +193,10 @@ class CallsReader:
             return False
         start = 0 if self.calls == self._first else self._closing_end()
         found = self._spelling.heading.match(self._text, start)
-        if found is None or found["name"] not in self._rules.names:
+        tool = None if found is None else self._rules.find_tool(found["name"])
+        if found is None or tool is None:
             return False
-        opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), found["name"])
+        opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), tool.name)
         self._call = _JsonCall(opening, is_out=self._rules.early)
         if self._rules.early:
             self._parts.append(opening)
@@ -297,8 +260,8 @@ class CallsReader:
         self._add(complete)
         is_last = bool(complete) and not self._rules.parallel
         found = None if pattern is None or is_last else pattern.match(left)
-        if found is not None and found["name"] in self._rules.names:
-            opening = CallOpening(self.calls, self._rules.new_id(), found["name"])
+        if found is not None and (tool := self._rules.find_tool(found["name"])) is not None:
+            opening = CallOpening(self.calls, self._rules.new_id(), tool.name)
             self._parts += [opening, CallArguments(self.calls, "")]
             self.calls += 1
         return self._reading("")
@@ -390,8 +353,14 @@ def _last_comma(tokens: re.Pattern[str], text: str) -> int:
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
     """Return all calls between marks; none if one of them is not a call."""
+    return _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read)) or _read_calls(
+        rules, lambda: json.loads(text, strict=False)
+    )
+
+
+def _read_calls(rules: CallRules, parse: Callable[[], object]) -> list[_ParsedCall]:
     try:
-        found = rules.marks.parse(text, rules.as_templates_read)
+        found = parse()
     except Exception:  # noqa: BLE001 - each parser fails with its own exceptions on unexpected text
         return []
     calls = [
@@ -405,16 +374,21 @@ def _read_call(rules: CallRules, found: object) -> _ParsedCall | None:
     if not isinstance(found, dict):
         return None
     call = cast("dict[str, object]", found)
-    name, call_id = call.get("name"), call.get("id")
+    call_id, name = call.get("id"), call.get("name", call.get("function"))
+    if isinstance(name, dict):
+        call = cast("dict[str, object]", name)
+        name = call.get("name")
     arguments = _arguments_text(call.get("arguments", call.get("parameters")))
-    if not isinstance(name, str) or name not in rules.names or arguments is None:
+    tool = rules.find_tool(name) if isinstance(name, str) else None
+    if tool is None or arguments is None:
         return None
-    return name, arguments, call_id if isinstance(call_id, str) else None
+    return tool.name, arguments, call_id if isinstance(call_id, str) else None
 
 
 def _arguments_text(arguments: object) -> str | None:
     """Return arguments as JSON; None if they are no object."""
     if isinstance(arguments, str):
+        arguments = arguments.strip() or "{}"
         return arguments if is_object(arguments) else None
     try:
         text = _dump({} if arguments is None else arguments)
