@@ -31,7 +31,8 @@ WRITE = Tool(
 )
 ALL = (*TOOLS, WRITE)
 FORMATS = {
-    parser: ChatFormat(THINKING, call_marks(parser)) for parser in ("qwen3_coder", "minimax_m2", "glm47")
+    parser: ChatFormat(THINKING, call_marks(parser))
+    for parser in ("qwen3_coder", "minimax_m2", "glm47", "longcat", "muse_spark")
 }
 QWEN = FORMATS["qwen3_coder"]
 
@@ -55,13 +56,18 @@ def qwen(name: str = "get_weather", **arguments: str) -> str:
 def call_in(parser: str, name: str, **arguments: str) -> str:
     if parser == "qwen3_coder":
         return f"<tool_call>\n{qwen(name, **arguments)}\n</tool_call>"
-    if parser == "minimax_m2":
-        inside = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in arguments.items())
-        return f'<minimax:tool_call>\n<invoke name="{name}">\n{inside}</invoke>\n</minimax:tool_call>'
+    if parser in ("minimax_m2", "muse_spark"):
+        prefix, marks = ("atem:" if parser == "muse_spark" else ""), call_marks(parser)
+        inside = "".join(
+            f'<{prefix}parameter name="{key}">{text}</{prefix}parameter>\n' for key, text in arguments.items()
+        )
+        return f'{marks.start}\n<{prefix}invoke name="{name}">\n{inside}</{prefix}invoke>\n{marks.end}'
+    prefix = "longcat_" if parser == "longcat" else ""
     inside = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items()
+        f"<{prefix}arg_key>{key}</{prefix}arg_key>\n<{prefix}arg_value>{text}</{prefix}arg_value>\n"
+        for key, text in arguments.items()
     )
-    return f"<tool_call>{name}\n{inside}</tool_call>"
+    return f"<{prefix}tool_call>{name}\n{inside}</{prefix}tool_call>"
 
 
 # ---- without the mark before a call

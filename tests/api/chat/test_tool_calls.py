@@ -324,6 +324,55 @@ def test_json_calls_of_other_shapes_are_read(call: str, *, early: bool) -> None:
         assert answer.content == ""
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": True, "at": [1, 2e1, ], "x": None,\n}}',
+        "{'name': 'get_weather', 'arguments': {'city': 'True, ', 'days': 2, 'sky': True, 'at': [1, 20], 'x': None}}",
+        '{{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}}',
+        '{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}}',
+        '```json\n{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}\n```',
+    ],
+)
+def test_json_calls_with_common_faults_are_mended(call: str, *, early: bool) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        assert answer.content == ""
+        (made,) = answer.calls
+        assert json.loads(made.arguments) == {
+            "city": "True, ",
+            "days": 2,
+            "sky": True,
+            "at": [1, 20],
+            "x": None,
+        }
+
+
+@pytest.mark.parametrize("word", ["Truth", "tru", "Nan", "NaN", "nullx", "true1", "1true", "eE", "Infinity"])
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+def test_other_words_in_arguments_are_no_values(word: str, *, early: bool) -> None:
+    text = f'<tool_call>{{"name": "get_time", "arguments": {{"city": {word}}}}}</tool_call>'
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        if early:
+            assert answer.calls[0].arguments.startswith(f'{{"city": {word}')
+        else:
+            assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("parser", ["json_tools", "kimi_k2", "qwen3_coder"])
+def test_mark_after_a_call_may_be_missing_before_the_next_one(parser: str, *, early: bool) -> None:
+    marks = call_marks(parser)
+    text = f"{ANSWERS[parser].removesuffix(marks.end)}{ANSWERS[parser]}\nDone."
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, parser, early=early)
+        assert [call.name for call in answer.calls] == ["get_weather", "get_weather"]
+        assert answer.content == "Done."
+
+
 def test_lone_surrogate_in_arguments_can_be_sent() -> None:
     text = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
     (call,) = answer_of([text], "json_tools").calls

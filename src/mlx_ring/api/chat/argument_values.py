@@ -11,24 +11,29 @@ from typing import Any, cast
 
 from mlx_ring.api.chat.request import Tool
 
-_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
-"""All characters that JSON has outside strings."""
-
-
+_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.')
+"""All characters that JSON has outside strings, except in words."""
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+"""Words that are values, in JSON or in Python, each as JSON spells it."""
 _MOST_REFERENCES = 16
+_FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*(?:```)?$", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class JsonObjectReader:
     """Reader that streams a JSON object from its first brace to its last.
 
-    It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
+    It mends what models write although JSON does not allow it: line breaks in strings, words of Python, and last commas.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
+        self._last = ""
+        """Last character."""
+        self._held = ""
+        """Start of a word, or a comma and the white space after it, which the next character makes right or wrong."""
         self.is_broken = False
         """True if the text can no longer become JSON."""
 
@@ -36,20 +41,47 @@ class JsonObjectReader:
         """Return the part of `text` that belongs to the object, and the text after the object, or None if it has not ended."""
         taken: list[str] = []
         for place, character in enumerate(text):
-            if not self._in_string and character not in _OUTSIDE:
+            if not self._in_string and not self._accepts(character):
                 self.is_broken = True
-                return "".join(taken), text[place:]
+                return "".join((*taken, self._held)), text[place:]
             taken.append(self._take(character))
+            self._last = character
             if self._depth == 0:
                 return "".join(taken), text[place + 1 :]
         return "".join(taken), None
 
+    def _accepts(self, character: str) -> bool:
+        word = self._held if self._held.isalpha() else ""
+        if not self._is_of_word(character):
+            return (character in _OUTSIDE or character in "eE") and (not word or word in _WORDS)
+        return any(known.startswith(word + character) for known in _WORDS)
+
+    def _is_of_word(self, character: str) -> bool:
+        return character.isalpha() and not (character in "eE" and self._last.isdigit())
+
     def _take(self, character: str) -> str:
         if self._in_string:
             return self._take_inside(character)
+        if self._is_of_word(character) and self._held.isalpha():
+            self._held += character
+            return ""
+        if self._held.startswith(",") and character.isspace():
+            self._held += character
+            return ""
+        before = self._release(character)
+        if self._is_of_word(character) or character == ",":
+            self._held = character
+            return before
         self._in_string = character == '"'
         self._depth += (character in "{[") - (character in "}]")
-        return character
+        return before + character
+
+    def _release(self, following: str) -> str:
+        """Return the held text as JSON: without a comma before a closing bracket."""
+        held, self._held = self._held, ""
+        if held.isalpha():
+            return _WORDS[held]
+        return held[1:] if following in "}]" else held
 
     def _take_inside(self, character: str) -> str:
         self._in_string = self._escaped or character != '"'
@@ -73,11 +105,14 @@ def properties_of(tool: Tool | None) -> Mapping[str, object]:
     return cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
 
 
-def read_value(text: str, tool: Tool, key: str, *, untyped_json: bool = False) -> object:
+def read_value(
+    text: str, tool: Tool, key: str, *, untyped_json: bool = False, json_strings: bool = False
+) -> object:
     """Return an argument with a type that the tool's schema gives it. Text of no such type stays text.
 
     `null` is no string unless the schema requires one. Where a string is allowed beside other types, only JSON is of these.
     With `untyped_json`, so is an argument that the schema does not describe. Otherwise it is text, or JSON of several values.
+    With `json_strings`, a string may be JSON too.
     """
     properties, word = properties_of(tool), text.strip()
     kinds = _kinds_of(properties.get(key), tool.parameters or {})
@@ -89,6 +124,8 @@ def read_value(text: str, tool: Tool, key: str, *, untyped_json: bool = False) -
         value = _READERS[kind](word) if kind in kinds else _NO_VALUE
         if value is not _NO_VALUE and ("string" not in kinds or _is_json(value, word)):
             return value
+    if json_strings and word.startswith('"'):
+        return _json_of(text, (str,))
     return text if "string" in kinds else _json_of(text, (object,))
 
 
@@ -102,6 +139,21 @@ def _is_json(value: object, word: str) -> bool:
 
 
 _NO_VALUE = object()
+
+
+def parsed_json(text: str) -> object:
+    """Return the value that a text is in JSON or Python, also within a block of code or doubled braces.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = _FENCE.sub(r"\1", text.strip())
+    value = _parsed(text)
+    if value is _NO_VALUE and text.startswith("{{") and text.endswith("}}"):
+        value = _parsed(text[1:-1])
+    if value is _NO_VALUE:
+        raise ValueError(text)
+    return value
 
 
 def _json_of(text: str, types: tuple[type, ...]) -> object:

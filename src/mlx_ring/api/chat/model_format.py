@@ -137,9 +137,10 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     "harmony": JsonSpelling(HEADING, re.compile(r"\s*")),
     "json_tools": JsonSpelling(
         re.compile(
-            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+            r'\s*(?:```(?:json)?\s*)?\{{1,2}\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
+            r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
         ),
-        re.compile(r"\s*\}?\s*"),
+        re.compile(r"[\s}]*(?:```)?\s*"),
     ),
     "mistral": JsonSpelling(
         re.compile(

@@ -252,7 +252,8 @@ class AnswerReader:
         if reading.no_call:
             self._note_no_call()
             return self._read_again(reading.no_call) + reading.rest
-        self._state, self._behind_mark = self._rules.format.begins, True
+        is_reasoning = self._before_calls == "reasoning" and self._rules.format.thinking is not None
+        self._state, self._behind_mark = "reasoning" if is_reasoning else self._rules.format.begins, True
         self._place.start_line()
         self.ended = self.calls > 0 and not reader.parallel
         return reading.rest

@@ -32,6 +32,8 @@ class Tags:
     """True if a line break at either end of an argument belongs to its tags, else only if there is one at both ends."""
     untyped_json: bool = False
     """True if an argument without a type in the schema is read as JSON if it is JSON."""
+    json_strings: bool = False
+    """True if strings may also be written as JSON."""
     most_brackets: int = 1
     """Largest number of opening brackets in a tag."""
 
@@ -41,16 +43,35 @@ class Tags:
         return "call" in self.tag.groupindex
 
 
-_GLM = Tags(
-    re.compile(
-        rf"(?P<key_tag><arg_key>(?P<key>{_NAME})</arg_key>\s{{0,16}}<arg_value>)"
-        r"|(?P<end_value></arg_value>)|(?P<end></tool_call>)"
-    ),
-    ("<arg_key>", "</arg_value>", "</tool_call>"),
-    is_trimmed=False,
-    untyped_json=True,
-    most_brackets=3,
-)
+def _glm(prefix: str = "") -> Tags:
+    """Return GLM's tags with a prefix in each name."""
+    key, value, call = f"{prefix}arg_key>", f"{prefix}arg_value>", f"</{prefix}tool_call>"
+    return Tags(
+        re.compile(
+            rf"(?P<key_tag><{key}(?P<key>{_NAME})</{key}\s{{0,16}}<{value})|(?P<end_value></{value})|(?P<end>{call})"
+        ),
+        (f"<{key}", f"</{value}", call),
+        is_trimmed=False,
+        untyped_json=True,
+        most_brackets=3,
+    )
+
+
+def _invocations(prefix: str, end: str, **options: bool) -> Tags:
+    """Return the tags of calls as Anthropic's models once wrote them, with a prefix in each name."""
+    call, value = f"</{prefix}invoke>", f"</{prefix}parameter>"
+    starts = f"<{prefix}invoke name=", f"<{prefix}parameter name="
+    return Tags(
+        re.compile(
+            rf"(?P<call_tag>{starts[0]}(?P<call>{_NAME})>)|(?P<key_tag>{starts[1]}(?P<key>{_NAME})>)"
+            rf"|(?P<end_call>{call})|(?P<end_value>{value})|(?P<end>{end})"
+        ),
+        (*starts, call, value, end),
+        is_trimmed=False,
+        **options,
+    )
+
+
 TAGS: Mapping[str, Tags] = {
     "qwen3_coder": Tags(
         re.compile(
@@ -59,16 +80,11 @@ TAGS: Mapping[str, Tags] = {
         ),
         ("<function=", "<parameter=", "</function>", "</parameter>", "</tool_call>"),
     ),
-    "minimax_m2": Tags(
-        re.compile(
-            rf"(?P<call_tag><invoke name=(?P<call>{_NAME})>)|(?P<key_tag><parameter name=(?P<key>{_NAME})>)"
-            r"|(?P<end_call></invoke>)|(?P<end_value></parameter>)|(?P<end></minimax:tool_call>)"
-        ),
-        ("<invoke name=", "<parameter name=", "</invoke>", "</parameter>", "</minimax:tool_call>"),
-        is_trimmed=False,
-    ),
-    "glm47": _GLM,
-    "laguna": _GLM,
+    "minimax_m2": _invocations("", "</minimax:tool_call>"),
+    "muse_spark": _invocations("atem:", "</atem:function_calls>", untyped_json=True, json_strings=True),
+    "glm47": _glm(),
+    "laguna": _glm(),
+    "longcat": _glm("longcat_"),
 }
 """Tags by the name of mlx-lm's parser."""
 
@@ -314,7 +330,13 @@ class TaggedReader:
         if self._tool is None:
             return _BROKEN
         arguments = {
-            key: read_value(text, self._tool, key, untyped_json=self._tags.untyped_json)
+            key: read_value(
+                text,
+                self._tool,
+                key,
+                untyped_json=self._tags.untyped_json,
+                json_strings=self._tags.json_strings,
+            )
             for key, text in self._texts.items()
         }
         return Progress("call", end, self._tool, arguments, is_last)

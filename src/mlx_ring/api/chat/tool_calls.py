@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from mlx_ring.api.chat.argument_values import JsonObjectReader, is_object
+from mlx_ring.api.chat.argument_values import JsonObjectReader, is_object, parsed_json
 from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
 from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
@@ -102,6 +102,10 @@ class CallsReader:
         while rest is None and self._advance():
             if self._call is None and self.calls > self._first and not self._rules.parallel:
                 rest = self._text
+        if rest is None and self._call is None and self.calls > self._first:
+            following = self._text[self._closing_end() :]
+            # The mark after a call may be missing before the next one.
+            rest = following if following.startswith(self._rules.marks.start) else None
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self, *, cut_off: bool) -> ReadCalls:
@@ -354,7 +358,7 @@ def _last_comma(tokens: re.Pattern[str], text: str) -> int:
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
     """Return all calls between marks; none if one of them is not a call."""
     return _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read)) or _read_calls(
-        rules, lambda: json.loads(text, strict=False)
+        rules, lambda: parsed_json(text)
     )
 
 
