@@ -329,6 +329,22 @@ def test_arguments_have_the_types_of_the_schema(parser: str, key: str, written: 
     assert calls_of(answer_of(text, FORMATS[parser], tools=(TYPED,))) == [("typed", {key: value})]
 
 
+@pytest.mark.parametrize(
+    ("parser", "key", "value"),
+    [
+        ("glm47", "maybe", "12"),
+        ("glm47", "either", "12"),
+        ("glm47", "text", '"12"'),
+        ("muse_spark", "text", "12"),
+        ("qwen3_coder", "maybe", '"12"'),
+        ("minimax_m2", "text", '"12"'),
+    ],
+)
+def test_string_in_json_is_read_where_the_format_has_it(parser: str, key: str, value: str) -> None:
+    text = call_in(parser, "typed", **{key: '"12"'})
+    assert calls_of(answer_of(text, FORMATS[parser], tools=(TYPED,))) == [("typed", {key: value})]
+
+
 @pytest.mark.parametrize("parser", FORMATS)
 def test_call_without_arguments_has_an_empty_object(parser: str) -> None:
     clock = Tool("clock")

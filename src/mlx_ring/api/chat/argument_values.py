@@ -112,7 +112,7 @@ def read_value(
 
     `null` is no string unless the schema requires one. Where a string is allowed beside other types, only JSON is of these.
     With `untyped_json`, so is an argument that the schema does not describe. Otherwise it is text, or JSON of several values.
-    With `json_strings`, a string may be JSON too.
+    A string may be JSON too with `json_strings`, and with `untyped_json` if it may have another type.
     """
     properties, word = properties_of(tool), text.strip()
     kinds = _kinds_of(properties.get(key), tool.parameters or {})
@@ -124,9 +124,13 @@ def read_value(
         value = _READERS[kind](word) if kind in kinds else _NO_VALUE
         if value is not _NO_VALUE and ("string" not in kinds or _is_json(value, word)):
             return value
-    if json_strings and word.startswith('"'):
+    if word.startswith('"') and (json_strings or (untyped_json and not _is_plain_string(properties[key]))):
         return _json_of(text, (str,))
     return text if "string" in kinds else _json_of(text, (object,))
+
+
+def _is_plain_string(schema: object) -> bool:
+    return isinstance(schema, dict) and cast("dict[str, object]", schema).get("type") == "string"
 
 
 def _required_of(tool: Tool) -> list[object]:

@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 from mlx_ring.api.chat import gemma
+from mlx_ring.api.chat.argument_values import parsed_json
 from mlx_ring.api.service import Tokenizer
 
 TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
@@ -75,15 +76,25 @@ _STATES: Mapping[str, State] = {
     "header": "header",
 }
 """States by mlx-lm's names."""
+_DEEPSEEK = tuple(
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
+)
+"""Tokens around DeepSeek's calls, around each one, and behind its tool's name. Their bars and spaces are wide."""
 _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
+    "deepseek": _DEEPSEEK[2:],
 }
 """Further special tokens that calls may contain, by the name of mlx-lm's parser."""
-_BARE_STARTS: Mapping[str, tuple[str, str]] = {"qwen3_coder": ("<function=", ">")}
+_BARE_STARTS: Mapping[str, tuple[str, str]] = {
+    "qwen3_coder": ("<function=", ">"),
+    "seed_oss": ("<function=", ">"),
+    "llama3": ('{"name": "', '"'),
+}
 """Texts before and after the name of a tool that a model often calls without the first mark, by the parser's name."""
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
@@ -108,6 +119,8 @@ class CallMarks(Marks):
     parse: ParseCalls = field(repr=False)
     inner: tuple[str, ...] = ()
     """Further marks inside that may be special tokens."""
+    is_single: bool = False
+    """True if the template refuses several calls in one message."""
 
     def other_starts(self, names: Iterable[str]) -> dict[str, str]:
         """Return the marks with which models also open calls of these tools, each with its part that belongs to the call."""
@@ -142,6 +155,19 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
         ),
         re.compile(r"[\s}]*(?:```)?\s*"),
     ),
+    "llama3": JsonSpelling(
+        re.compile(
+            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+        ),
+        re.compile(r"[\s};]*"),
+    ),
+    "deepseek": JsonSpelling(
+        re.compile(
+            rf"\s*(?:{re.escape(_DEEPSEEK[2])})?\s*(?:function{re.escape(_DEEPSEEK[3])})?(?P<name>[\w.-]+)(?P<id>)"
+            rf"\s*(?:{re.escape(_DEEPSEEK[3])})?\s*(?:```(?:json)?)?\s*(?=\{{)"
+        ),
+        re.compile(rf"\s*(?:```)?\s*(?:{re.escape(_DEEPSEEK[4])})?\s*"),
+    ),
     "mistral": JsonSpelling(
         re.compile(
             r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
@@ -164,6 +190,7 @@ CALL_NAMES: Mapping[str, re.Pattern[str]] = {
     for parser, pattern in {
         "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
         "json_tools": _JSON_CALL,
+        "llama3": _JSON_CALL,
         "longcat": _JSON_CALL,
         "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
         "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
@@ -174,6 +201,7 @@ CALL_NAMES: Mapping[str, re.Pattern[str]] = {
         "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
         "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
         "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
+        "seed_oss": r"\s*<function=(?P<name>[^>]+)>",
         "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
         "minicpm5": r'\s*"(?P<name>[^"]+)"',
         "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
@@ -303,10 +331,36 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
     if (not start or parse is None) and (template := _template_for_tools(tokenizer)):
         start, end, parse = _inferred_calls(tokenizer, template)
     if not start or parse is None:
-        return None
+        return _own_calls(_template_for_tools(tokenizer) or _template_text(tokenizer))
     parser = parse.__module__.rpartition(".")[2]
     inner = _INNER_MARKS.get(parser, ())
     return CallMarks(start, end or "", parser, parser_of(parser, parse), inner)
+
+
+_OWN_CALLS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", "seed_oss"),
+    ((_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek"),
+    (("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", "json_list"),
+    (("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", "json_list"),
+    (("<|tool_call|>", "<|start_of_role|>"), "<|tool_call|>", "", "json_list"),
+    (("<tool_call>", '"name"', '"arguments"'), "<tool_call>", "</tool_call>", "json_tools"),
+    (("<|start_header_id|>", "ipython", '"parameters"'), "<|python_tag|>", "", "llama3"),
+)
+"""Texts of a template by which a format is known that mlx-lm does not read, its marks, and our name of its parser."""
+
+
+def _own_calls(template: str) -> CallMarks | None:
+    """Return the calls of Seed-OSS, DeepSeek, Nemotron, Command, Granite 3, SmolLM3 and Llama 3, by their templates."""
+    for texts, start, end, parser in _OWN_CALLS:
+        if all(text in template for text in texts):
+            is_single = "single tool-calls" in template
+            return CallMarks(start, end, parser, _parse_json, _INNER_MARKS.get(parser, ()), is_single)
+    return None
+
+
+def _parse_json(text: str, tools: list[dict[str, object]]) -> object:
+    del tools
+    return parsed_json(text)
 
 
 def _template_for_tools(tokenizer: Tokenizer) -> str:

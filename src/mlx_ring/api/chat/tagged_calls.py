@@ -43,6 +43,17 @@ class Tags:
         return "call" in self.tag.groupindex
 
 
+def _functions(end: str) -> Tags:
+    """Return Qwen3-Coder's tags with another mark after calls."""
+    return Tags(
+        re.compile(
+            rf"(?P<call_tag><function=(?P<call>{_NAME})>)|(?P<key_tag><parameter=(?P<key>{_NAME})>)"
+            rf"|(?P<end_call></function>)|(?P<end_value></parameter>)|(?P<end>{end})"
+        ),
+        ("<function=", "<parameter=", "</function>", "</parameter>", end),
+    )
+
+
 def _glm(prefix: str = "") -> Tags:
     """Return GLM's tags with a prefix in each name."""
     key, value, call = f"{prefix}arg_key>", f"{prefix}arg_value>", f"</{prefix}tool_call>"
@@ -73,13 +84,8 @@ def _invocations(prefix: str, end: str, **options: bool) -> Tags:
 
 
 TAGS: Mapping[str, Tags] = {
-    "qwen3_coder": Tags(
-        re.compile(
-            rf"(?P<call_tag><function=(?P<call>{_NAME})>)|(?P<key_tag><parameter=(?P<key>{_NAME})>)"
-            r"|(?P<end_call></function>)|(?P<end_value></parameter>)|(?P<end></tool_call>)"
-        ),
-        ("<function=", "<parameter=", "</function>", "</parameter>", "</tool_call>"),
-    ),
+    "qwen3_coder": _functions("</tool_call>"),
+    "seed_oss": _functions("</seed:tool_call>"),
     "minimax_m2": _invocations("", "</minimax:tool_call>"),
     "muse_spark": _invocations("atem:", "</atem:function_calls>", untyped_json=True, json_strings=True),
     "glm47": _glm(),

@@ -85,6 +85,7 @@ class CallsReader:
         self._spelling = JSON_SPELLINGS.get(rules.marks.parser)
         self._tagged = self._tagged_reader(is_bare=is_bare)
         self._is_bare = is_bare
+        self._begun = begun
         self._text = begun
         """Text that is not parsed yet."""
         self._raw = mark.removesuffix(begun)
@@ -106,6 +107,8 @@ class CallsReader:
             following = self._text[self._closing_end() :]
             # The mark after a call may be missing before the next one.
             rest = following if following.startswith(self._rules.marks.start) else None
+        if self._is_bare and self._call is None and self.calls == self._first and not self._may_begin():
+            return self._reading("", self._raw + self._text)
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self, *, cut_off: bool) -> ReadCalls:
@@ -192,6 +195,14 @@ class CallsReader:
         """Return True if a call starts or its arguments end."""
         return self._begin() if self._call is None else self._go_on(self._call)
 
+    def _may_begin(self) -> bool:
+        """Return True if the JSON of a call without a mark may continue with arguments."""
+        following = "".join(self._text[len(self._begun) :].split())
+        return any(
+            following.startswith(heading) or heading.startswith(following)
+            for heading in (',"parameters":{', ',"arguments":{')
+        )
+
     def _begin(self) -> bool:
         if self._spelling is None:
             return False
@@ -272,7 +283,7 @@ class CallsReader:
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
-        parsed = parse_calls(self._rules, self._text)
+        parsed = [] if self._is_bare else parse_calls(self._rules, self._text)
         if not parsed:
             return self._reading(rest, self._raw + self._text + end)
         self._add(parsed)
@@ -378,7 +389,7 @@ def _read_call(rules: CallRules, found: object) -> _ParsedCall | None:
     if not isinstance(found, dict):
         return None
     call = cast("dict[str, object]", found)
-    call_id, name = call.get("id"), call.get("name", call.get("function"))
+    call_id, name = call.get("id"), call.get("name", call.get("function", call.get("tool_name")))
     if isinstance(name, dict):
         call = cast("dict[str, object]", name)
         name = call.get("name")
