@@ -373,6 +373,42 @@ def test_mark_after_a_call_may_be_missing_before_the_next_one(parser: str, *, ea
         assert answer.content == "Done."
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('get_weather(city="Rome")', {"city": "Rome"}),
+        ('[get_weather("Rome", 2)]', {"city": "Rome", "days": 2}),
+        ('[get_weather("Rome", sky=true)]', {"city": "Rome", "sky": True}),
+        ('[get_weather({"city": "Rome, it\'s"})]', {"city": "Rome, it's"}),
+        ('[functions.get_weather(city="Rome")]', {"city": "Rome"}),
+        ('[{"name": "get_weather", "arguments": {"city": "Rome"}}]', {"city": "Rome"}),
+    ],
+)
+def test_pythonic_calls_in_other_spellings_are_read(written: str, arguments: Any) -> None:
+    (call,) = answer_of([f"<|tool_call_start|>{written}<|tool_call_end|>"], "pythonic").calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", arguments)
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("call:functions.get_weather{city:<Q>Rome<Q>}", {"city": "Rome"}),
+        ("call:get_weather{city: <Q>a, b: {c<Q>, days: 2}", {"city": "a, b: {c", "days": 2}),
+        ('call:get_weather{"city":"a,b:c"}', {"city": "a,b:c"}),
+        (
+            "call:get_weather{my-key:[1,{a:<Q>b<Q>}],sky:True,x:None}",
+            {"my-key": [1, {"a": "b"}], "sky": True, "x": None},
+        ),
+    ],
+)
+def test_gemma_calls_in_other_spellings_are_read(parser: str, written: str, arguments: Any) -> None:
+    marks = call_marks(parser)
+    quote = '<|"|>' if parser == "gemma4" else "<escape>"
+    (call,) = answer_of([f"{marks.start}{written.replace('<Q>', quote)}{marks.end}"], parser).calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", arguments)
+
+
 def test_lone_surrogate_in_arguments_can_be_sent() -> None:
     text = '<tool_call>{"arguments": {"city": "\\ud83d é"}, "name": "get_time"}</tool_call>'
     (call,) = answer_of([text], "json_tools").calls

@@ -277,3 +277,46 @@ def _referred(place: str, root: Mapping[str, object]) -> object:
         name = step.replace("~1", "/").replace("~0", "~")
         found = cast("dict[str, object]", found).get(name) if isinstance(found, dict) else None
     return found
+
+
+# ---- arguments that mlx-lm's parsers refuse or lose
+
+_Parser = Callable[[str, list[dict[str, object]]], object]
+_EMPTY_ARGUMENTS = re.compile(r"\[ARGS\]\s*(?=\[TOOL_CALLS\]|$)")
+
+
+def parse_mistral(own: _Parser, text: str, tools: list[dict[str, object]]) -> object:
+    """Parse calls without arguments too, and lists of calls with text after them, which is dropped."""
+    if not text.lstrip().startswith(("[", "{")):
+        return own(_EMPTY_ARGUMENTS.sub("[ARGS]{}", text), tools)
+    calls: object = json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0]
+    return calls
+
+
+def parse_pythonic(own: _Parser, text: str, tools: list[dict[str, object]]) -> object:
+    """Parse a list of calls without its brackets too, and arguments without names, which are in the order of the schema."""
+    text = text.strip()
+    try:
+        listed = ast.parse(text if text.startswith("[") else f"[{text}]", mode="eval").body
+    except SyntaxError:
+        return own(text, tools)
+    for call in listed.elts if isinstance(listed, ast.List) else ():
+        if isinstance(call, ast.Call) and call.args:
+            _name_arguments(call, tools)
+    return own(ast.unparse(listed), tools)
+
+
+def _name_arguments(call: ast.Call, tools: list[dict[str, object]]) -> None:
+    pairs: list[tuple[str, ast.expr]] = []
+    if len(call.args) == 1 and isinstance(given := call.args[0], ast.Dict):
+        named = zip(given.keys, given.values, strict=True)
+        pairs = [(str(key.value), each) for key, each in named if isinstance(key, ast.Constant)]
+    else:
+        name = ast.unparse(call.func)
+        functions = (cast("dict[str, Any]", tool["function"]) for tool in tools)
+        schemas: list[dict[str, Any]] = [each["parameters"] for each in functions if each["name"] == name]
+        names: list[str] = [key for schema in schemas for key in schema.get("properties", ())]
+        pairs = list(zip(names, call.args, strict=False)) if len(names) >= len(call.args) else []
+    if pairs:
+        call.keywords[:0] = [ast.keyword(name, value) for name, value in pairs]
+        call.args = []

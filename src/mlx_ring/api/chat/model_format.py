@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 from mlx_ring.api.chat import gemma
-from mlx_ring.api.chat.argument_values import parsed_json
+from mlx_ring.api.chat.argument_values import parse_mistral, parse_pythonic, parsed_json
 from mlx_ring.api.service import Tokenizer
 
 TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
@@ -385,23 +385,18 @@ def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, st
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
     """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
-    if name == "mistral":
-        return partial(_parse_mistral, own)
-    if name != "function_gemma":
-        return own
-    module = importlib.import_module(own.__module__.replace(name, "gemma4"))
-    return gemma.parse_function_gemma(own, module.parse_tool_call)
-
-
-_EMPTY_ARGUMENTS = re.compile(r"\[ARGS\]\s*(?=\[TOOL_CALLS\]|$)")
-
-
-def _parse_mistral(own: ParseCalls, text: str, tools: list[dict[str, object]]) -> object:
-    """Parse calls without arguments too, and lists of calls with text after them, which is dropped."""
-    if not text.lstrip().startswith(("[", "{")):
-        return own(_EMPTY_ARGUMENTS.sub("[ARGS]{}", text), tools)
-    calls: object = json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0]
-    return calls
+    match name:
+        case "mistral":
+            return partial(parse_mistral, own)
+        case "pythonic":
+            return partial(parse_pythonic, own)
+        case "gemma4":
+            return gemma.parse_gemma(own)
+        case "function_gemma":
+            module = importlib.import_module(own.__module__.replace(name, "gemma4"))
+            return gemma.parse_function_gemma(own, gemma.parse_gemma(module.parse_tool_call))
+        case _:
+            return own
 
 
 def _read_turns(
