@@ -206,6 +206,24 @@ def test_argument_that_contains_tags_stays_whole(parser: str, value: str) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "<parameter=mode>",
+        "<function=f>",
+        "</parameter>",
+        "</function>",
+        "<parameter=x></function>",
+        "<function=f></parameter>",
+    ],
+)
+def test_many_tags_in_an_argument_are_read_in_linear_time(inside: str) -> None:
+    """Read so many that quadratic time would take minutes."""
+    value = f"{inside}\n" * 40_000
+    answer = answer_of(call_in("qwen3_coder", "write_file", path="a", content=value))
+    assert [call.name for call in answer.calls] == ["write_file"]
+
+
 @pytest.mark.parametrize("value", ["The mark <function=f> begins it.", "A <parameter=x> without its end"])
 def test_argument_with_tags_that_do_not_come_in_pairs_stays_whole(value: str) -> None:
     text = call_in("qwen3_coder", "write_file", path="a", content=value)

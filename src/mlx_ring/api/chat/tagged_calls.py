@@ -8,6 +8,7 @@ An argument may itself contain such tags. It ends where the rest of the call fol
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -153,6 +154,8 @@ class TaggedReader:
         """End of the argument, if the call continues there."""
         self._open: list[str] = []
         """Tags within the argument that are open."""
+        self._counts = Counter[str]()
+        """Number of the open tags of each kind."""
         self._closed_inner = False
         """True if the last tag that may end the argument also closes one within it."""
         self._texts: dict[str, str] = {}
@@ -261,7 +264,7 @@ class TaggedReader:
         if kind == "key_tag":
             self._key = _unquoted(tag["key"])
             self._value = tag.end()
-            self._state, self._open = "value", []
+            self._state, self._open, self._counts = "value", [], Counter()
             return _MORE
         if kind == "end_call" or (kind == "end" and not self._is_bare):
             return self._complete(tag.end(), is_last=kind == "end")
@@ -272,7 +275,7 @@ class TaggedReader:
         if self._state == "unclosed":
             return kind == "end" or (kind == "call_tag" and self._find_tool(tag["call"]) is not None)
         if kind == "end_call":
-            return not (self._closed_inner and "call" in self._open)
+            return not (self._closed_inner and self._counts["call"])
         return kind in ("key_tag", "end") and not self._closed_inner
 
     def _end_value(self, text: str, tag: re.Match[str], kind: str) -> Progress:
@@ -286,21 +289,26 @@ class TaggedReader:
         """Pass a tag within an argument, which may be the end of it."""
         self._state = "value"
         if kind in ("key_tag", "call_tag") and not self._is_flat:
-            self._open.append("value" if kind == "key_tag" else "call")
+            inner = "value" if kind == "key_tag" else "call"
+            self._open.append(inner)
+            self._counts[inner] += 1
         elif kind == "end_value":
-            self._closed_inner = "value" in self._open
-            self._close_inner("value")
-            if "value" not in self._open:
+            self._closed_inner = self._close_inner("value")
+            if not self._counts["value"]:
                 self._state, self._close, self._last = "closed", tag.start(), tag.end()
-        elif kind == "end_call":
-            if "call" not in self._open:
-                self._state, self._close, self._last = "unclosed", tag.start(), tag.end()
-            self._close_inner("call")
+        elif kind == "end_call" and not self._close_inner("call"):
+            self._state, self._close, self._last = "unclosed", tag.start(), tag.end()
         return _MORE
 
-    def _close_inner(self, kind: str) -> None:
-        while kind in self._open and self._open.pop() != kind:
-            pass
+    def _close_inner(self, kind: str) -> bool:
+        """Close the last tag of a kind within the argument, and those in it. Return False if there is none."""
+        if not self._counts[kind]:
+            return False
+        closed = ""
+        while closed != kind:
+            closed = self._open.pop()
+            self._counts[closed] -= 1
+        return True
 
     # ---- arguments
 
@@ -324,7 +332,7 @@ class TaggedReader:
             tag
             for tag in openings
             if _unquoted(tag["key"]) in known
-            and (not self._tags.has_call_tags or not value[: tag.start()].rpartition("\n")[2].strip())
+            and (not self._tags.has_call_tags or _begins_line(value, tag.start()))
         ]
 
     def _trimmed(self, value: str, *, loose: bool) -> str:
@@ -346,6 +354,10 @@ class TaggedReader:
             for key, text in self._texts.items()
         }
         return Progress("call", end, self._tool, arguments, is_last)
+
+
+def _begins_line(text: str, place: int) -> bool:
+    return not text[text.rfind("\n", 0, place) + 1 : place].strip()
 
 
 def _without_end(tags: Tags, value: str) -> str:
