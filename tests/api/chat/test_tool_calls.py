@@ -208,6 +208,8 @@ def test_several_tool_calls_in_one_pair_of_marks_are_all_read(parser: str, *, ea
     [
         '{"arguments": {}, "name": ["get_time"]}',
         '{"arguments": [], "name": "get_time"}',
+        '{"arguments": {}, "name": "get_time_2"}',
+        '{"name": "functions_get_time", "arguments": {}}',
         '{"arguments": {"a": NaN}, "name": "get_time"}',
         '["get_time"]',
         '{"arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,

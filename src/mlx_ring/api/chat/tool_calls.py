@@ -20,7 +20,7 @@ from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, To
 from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 
-_PREFIX, _NUMBER = re.compile(r"^functions[._]"), re.compile(r"[:_]\d{1,9}$")
+_NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
 def new_call_id() -> str:
@@ -49,12 +49,12 @@ class CallRules:
         object.__setattr__(self, "as_templates_read", [tool.for_template() for tool in self.tools])
 
     def find_tool(self, written: str) -> Tool | None:
-        """Return the callable tool of a name as a model writes it: in quotes, after `functions.`, or with a number behind it."""
+        """Return the callable tool of a name as a model writes it: in quotes, or after `functions.`. Kimi numbers its calls."""
         name = written.strip().strip("\"'")
         if name not in self.names:
-            name = _PREFIX.sub("", name)
-        if name not in self.names:
-            name = _NUMBER.sub("", name)
+            name = name.removeprefix("functions.")
+        if name not in self.names and self.marks.parser == "kimi_k2":
+            name = _NUMBER.sub("", name.removeprefix("functions_"))
         return next((tool for tool in self.tools if tool.name == name), None)
 
 
