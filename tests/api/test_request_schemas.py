@@ -43,7 +43,10 @@ FULL_BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
                 {"role": "tool", "content": "t", "tool_call_id": "c"},
                 {"role": "function", "name": "f", "content": "x"},
             ],
-            "tools": [{"type": "function", "function": FUNCTION}],
+            "tools": [
+                {"type": "function", "function": FUNCTION},
+                {"type": "function"} | FUNCTION | {"name": "g"},
+            ],
             "tool_choice": {
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},

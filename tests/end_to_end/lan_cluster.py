@@ -21,7 +21,7 @@ from tests.processes import Server, serving
 from tests.processes import joining as join_cluster
 from transformers import AutoTokenizer
 
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import tensors_of_stage
 from mlx_ring.models.model_folder import read_model_folder

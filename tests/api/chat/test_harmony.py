@@ -45,6 +45,14 @@ CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "R
             'assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
             CALL_PARTS,
         ),
+        (CALL.replace("functions.", ""), CALL_PARTS),
+        (
+            REASONING
+            + CALL.replace("commentary to", "analysis to").replace(" <|constrain|>json", " code")
+            + "<|call|>",
+            [ReasoningText("Hm."), *CALL_PARTS],
+        ),
+        ("<|channel|>analysis to=python code<|message|>1", [ContentText("1")]),
         ("<|channel|>final<|message|>Say to=functions.x", [ContentText("Say to=functions.x")]),
         (
             CALL.replace("get_weather", "unknown"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.api.chat.formats import WEATHER
@@ -74,11 +75,74 @@ def test_template_gets_reasoning_under_each_of_its_names() -> None:
     assert service.tokenizer.conversation == [USER, {**called, **REASONING}, plain]
 
 
-def test_gpt_oss_gets_one_reasoning_text_beside_a_tool_call() -> None:
-    """Join both texts, because its template refuses content next to reasoning there."""
+def gpt_oss_tokenizer() -> ByteTokenizer:
     tokenizer = ByteTokenizer()
     names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
     tokenizer.special = dict(enumerate(names, start=256))
+    return tokenizer
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+START = "<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "text", "calls"),
+    [
+        (f"{ANALYSIS}{START}<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.", []),
+        ("<|channel|>final<|message|>Yes.", None, "Yes.", []),
+        (f"Hm.<|end|>{START}<|channel|>final<|message|>Yes.", "Hm.", "Yes.", []),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.", "Hm.", "Yes.", []),
+        ("<|channel|>analysis<|message|>Hm.", "Hm.", "", []),
+        (
+            f'{ANALYSIS}{START}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|call|>',
+            "Hm.",
+            "",
+            [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        ),
+        (
+            f"{START} to=functions.f<|channel|>commentary json<|message|>{{}}<|call|>",
+            None,
+            "",
+            [{"type": "function", "function": {"name": "f", "arguments": dict[str, object]()}}],
+        ),
+        ("It writes <|channel|>final<|message|>Yes.", None, "It writes\nYes.", []),
+        ("It writes <|channel|> first.", None, "It writes <|channel|> first.", []),
+    ],
+)
+def test_gpt_oss_gets_no_channels_in_earlier_answers(
+    content: str, reasoning: str | None, text: str, calls: list[Any]
+) -> None:
+    """Send back raw answers, which its template refuses."""
+    tokenizer = gpt_oss_tokenizer()
+    given: dict[str, object] = {"role": "assistant", "content": content}
+    prepare(Conversation([{"role": "user", "content": content}, given]), TwinService(tokenizer=tokenizer))
+    asked, answer = tokenizer.conversation
+    assert asked["content"] == content
+    assert (answer["content"], answer.get("thinking"), answer.get("tool_calls", [])) == (
+        text,
+        reasoning,
+        calls,
+    )
+
+
+def test_reasoning_of_gpt_oss_has_no_channels() -> None:
+    tokenizer = gpt_oss_tokenizer()
+    given: dict[str, object] = {"role": "assistant", "content": "Yes.", "reasoning_content": ANALYSIS}
+    prepare(Conversation([USER, given]), TwinService(tokenizer=tokenizer))
+    assert (tokenizer.conversation[1]["content"], tokenizer.conversation[1]["thinking"]) == ("Yes.", "Hm.")
+
+
+def test_other_models_get_channels_as_text() -> None:
+    tokenizer = ByteTokenizer()
+    given: dict[str, object] = {"role": "assistant", "content": ANALYSIS}
+    prepare(Conversation([USER, given]), TwinService(tokenizer=tokenizer))
+    assert tokenizer.conversation[1]["content"] == ANALYSIS
+
+
+def test_gpt_oss_gets_one_reasoning_text_beside_a_tool_call() -> None:
+    """Join both texts, because its template refuses content next to reasoning there."""
+    tokenizer = gpt_oss_tokenizer()
     service = TwinService(tokenizer=tokenizer)
     both: dict[str, object] = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
     prepare(Conversation([USER, both | {"tool_calls": [CALL]}, both]), service)

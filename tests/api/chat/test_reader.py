@@ -36,6 +36,10 @@ FRAGMENTS = [
         (f"Let me look.\n{CALL}", [ContentText("Let me look."), *CALL_PARTS]),
         (f"<think>Hm.</think>\n{CALL}\n", [ReasoningText("Hm."), *CALL_PARTS]),
         (f"<think>Hm. {CALL}</think>", [ReasoningText("Hm."), *CALL_PARTS]),
+        (
+            f"<think>Hm. {CALL}\nWell.</think>Done.",
+            [ReasoningText("Hm."), *CALL_PARTS, ReasoningText("Well."), ContentText("Done.")],
+        ),
         (f"{CALL}\nDone.", [*CALL_PARTS, ContentText("Done.")]),
         (CALL.removesuffix("</tool_call>"), CALL_PARTS),
     ],

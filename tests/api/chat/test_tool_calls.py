@@ -208,6 +208,8 @@ def test_several_tool_calls_in_one_pair_of_marks_are_all_read(parser: str, *, ea
     [
         '{"arguments": {}, "name": ["get_time"]}',
         '{"arguments": [], "name": "get_time"}',
+        '{"arguments": {}, "name": "get_time_2"}',
+        '{"name": "functions_get_time", "arguments": {}}',
         '{"arguments": {"a": NaN}, "name": "get_time"}',
         '["get_time"]',
         '{"arguments": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
@@ -233,6 +235,180 @@ def test_function_gemma_arguments_may_be_nested_or_unquoted(written: str, argume
     text = f"<start_function_call>call:get_weather{{{written}}}<end_function_call>"
     (call,) = answer_of([text], "function_gemma").calls
     assert json.loads(call.arguments) == arguments
+
+
+_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_ROME = '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("written", "call_id"),
+    [
+        ("functions.get_weather:0", "functions.get_weather:0"),
+        ("functions_get_weather_0", "functions_get_weather_0"),
+        ("get_weather:3", "get_weather:3"),
+        ("get_weather", None),
+        ("functions.get_weather", None),
+    ],
+)
+@pytest.mark.parametrize("arguments", [_ROME, json.dumps(_ROME), ""])
+def test_names_of_kimi_calls_are_read_however_they_are_written(
+    written: str, call_id: str | None, arguments: str, *, early: bool
+) -> None:
+    text = f"<|tool_calls_section_begin|>{_CALL.format(written, arguments)}<|tool_calls_section_end|>"
+    if arguments != _ROME and ":" not in written:
+        return
+    for pieces in ([text], list(text)):
+        (call,) = answer_of(pieces, "kimi_k2", early=early).calls
+        assert call.name == "get_weather"
+        assert call.id == (call_id or "c0")
+        assert json.loads(call.arguments) == (json.loads(_ROME) if arguments else {})
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+        ("", ""),
+        ("", "<|tool_calls_section_end|>"),
+    ],
+)
+def test_kimi_calls_without_the_marks_around_them_are_read(start: str, end: str, *, early: bool) -> None:
+    calls = _CALL.format("functions.get_weather:0", _ROME) + _CALL.format("functions.get_time:1", _ROME)
+    text = f"I look.{start}{calls}{end}"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "kimi_k2", early=early)
+        assert ([call.name for call in answer.calls], answer.content) == (
+            ["get_weather", "get_time"],
+            "I look.",
+        )
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (
+            f"[TOOL_CALLS]get_weather{_ROME}[TOOL_CALLS]get_time{_ROME}",
+            [("get_weather", _ROME), ("get_time", _ROME)],
+        ),
+        ("[TOOL_CALLS]get_weather[ARGS]", [("get_weather", "{}")]),
+        (f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {_ROME}}}', [("get_weather", _ROME)]),
+        (f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_ROME}}}]\n\nDone', [("get_weather", _ROME)]),
+    ],
+)
+def test_mistral_calls_of_other_versions_are_read(
+    text: str, calls: list[tuple[str, str]], *, early: bool
+) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "mistral", early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == calls
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "functions.get_weather", "arguments": {}}',
+        '{"name": "get_weather", "arguments": ""}',
+        '{"type": "function", "function": {"name": "get_weather", "arguments": {}}}',
+        '{"function": "get_weather", "arguments": {}}',
+    ],
+)
+def test_json_calls_of_other_shapes_are_read(call: str, *, early: bool) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", "{}")]
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": True, "at": [1, 2e1, ], "x": None,\n}}',
+        "{'name': 'get_weather', 'arguments': {'city': 'True, ', 'days': 2, 'sky': True, 'at': [1, 20], 'x': None}}",
+        '{{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}}',
+        '{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}}',
+        '```json\n{"name": "get_weather", "arguments": {"city": "True, ", "days": 2, "sky": true, "at": [1, 20], "x": null}}\n```',
+    ],
+)
+def test_json_calls_with_common_faults_are_mended(call: str, *, early: bool) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        assert answer.content == ""
+        (made,) = answer.calls
+        assert json.loads(made.arguments) == {
+            "city": "True, ",
+            "days": 2,
+            "sky": True,
+            "at": [1, 20],
+            "x": None,
+        }
+
+
+@pytest.mark.parametrize("word", ["Truth", "tru", "Nan", "NaN", "nullx", "true1", "1true", "eE", "Infinity"])
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+def test_other_words_in_arguments_are_no_values(word: str, *, early: bool) -> None:
+    text = f'<tool_call>{{"name": "get_time", "arguments": {{"city": {word}}}}}</tool_call>'
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, "json_tools", early=early)
+        if early:
+            assert answer.calls[0].arguments.startswith(f'{{"city": {word}')
+        else:
+            assert (answer.content, answer.calls) == (text, [])
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("parser", ["json_tools", "kimi_k2", "qwen3_coder"])
+def test_mark_after_a_call_may_be_missing_before_the_next_one(parser: str, *, early: bool) -> None:
+    marks = call_marks(parser)
+    text = f"{ANSWERS[parser].removesuffix(marks.end)}{ANSWERS[parser]}\nDone."
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, parser, early=early)
+        assert [call.name for call in answer.calls] == ["get_weather", "get_weather"]
+        assert answer.content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('get_weather(city="Rome")', {"city": "Rome"}),
+        ('[get_weather("Rome", 2)]', {"city": "Rome", "days": 2}),
+        ('[get_weather("Rome", sky=true)]', {"city": "Rome", "sky": True}),
+        ('[get_weather({"city": "Rome, it\'s"})]', {"city": "Rome, it's"}),
+        ('[functions.get_weather(city="Rome")]', {"city": "Rome"}),
+        ('[{"name": "get_weather", "arguments": {"city": "Rome"}}]', {"city": "Rome"}),
+    ],
+)
+def test_pythonic_calls_in_other_spellings_are_read(written: str, arguments: Any) -> None:
+    (call,) = answer_of([f"<|tool_call_start|>{written}<|tool_call_end|>"], "pythonic").calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", arguments)
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("call:functions.get_weather{city:<Q>Rome<Q>}", {"city": "Rome"}),
+        ("call:get_weather{city: <Q>a, b: {c<Q>, days: 2}", {"city": "a, b: {c", "days": 2}),
+        ('call:get_weather{"city":"a,b:c"}', {"city": "a,b:c"}),
+        (
+            "call:get_weather{my-key:[1,{a:<Q>b<Q>}],sky:True,x:None}",
+            {"my-key": [1, {"a": "b"}], "sky": True, "x": None},
+        ),
+    ],
+)
+def test_gemma_calls_in_other_spellings_are_read(parser: str, written: str, arguments: Any) -> None:
+    marks = call_marks(parser)
+    quote = '<|"|>' if parser == "gemma4" else "<escape>"
+    (call,) = answer_of([f"{marks.start}{written.replace('<Q>', quote)}{marks.end}"], parser).calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", arguments)
 
 
 def test_lone_surrogate_in_arguments_can_be_sent() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.api.chat.formats import call_marks
 from tests.api.clients import Api, events, refusal
 from tests.api.twins import MarkingTokenizer, TwinService
 
@@ -85,6 +86,87 @@ def test_all_tools_are_passed_to_the_template() -> None:
     tools = api.service.tokenizer.template_kwargs["tools"]
     empty: dict[str, object] = {"type": "object", "properties": {}}
     assert tools == [TOOL, {"type": "function", "function": TIME["function"] | {"parameters": empty}}]
+
+
+@pytest.mark.processes
+def test_tools_in_the_form_of_the_responses_api_are_the_same_tools() -> None:
+    api = reasoning_api(CALL)
+    flat = {"type": "function", **TOOL["function"], "strict": False}
+    choice = {"type": "function", "name": "get_weather"}
+    assert api.chat(tools=[flat, TIME], tool_choice="auto").status_code == 200
+    offered: Any = api.service.tokenizer.template_kwargs["tools"]
+    assert offered[0] == TOOL
+    call = message_of(api, tools=[flat, TIME], tool_choice=choice, reasoning_effort="none")["tool_calls"][0]
+    assert call["function"]["name"] == "get_weather"
+    param, message = refusal(api.chat(tools=[flat], tool_choice=choice | {"name": "other"}))
+    assert param == "tool_choice.name"
+    assert "'other'" in message
+    param, _ = refusal(api.chat(tools=[{**flat, "name": "no name"}]))
+    assert param == "tools[0].name"
+
+
+def test_custom_tools_are_refused_and_the_error_names_functions() -> None:
+    for tool in ({"type": "custom", "name": "f"}, {"type": "custom", "custom": {"name": "f"}}):
+        param, message = refusal(reasoning_api().chat(tools=[TOOL, tool]))
+        assert param == "tools[1].type"
+        assert "'function'" in message
+
+
+@pytest.mark.parametrize("without_messages", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "Hello."},
+        {"input": [{"role": "user", "content": "Hello."}], "instructions": "Be brief."},
+        {"instructions": "Be brief."},
+        {"text": {"format": {"type": "text"}}},
+        {"max_output_tokens": 9},
+    ],
+)
+def test_fields_of_the_responses_api_are_refused_and_the_error_names_its_route(
+    fields: dict[str, object], *, without_messages: bool
+) -> None:
+    messages = {} if without_messages else {"messages": [{"role": "user", "content": "Hello."}]}
+    param, message = refusal(Api().post("/v1/chat/completions", {"model": "m", **messages, **fields}))
+    assert param == next(iter(fields))
+    assert "/v1/responses" in message
+
+
+class CoderTokenizer(MarkingTokenizer):
+    """Tokenizer of a model like Qwen3-Coder."""
+
+    @staticmethod
+    def tool_parser(text: str, tools: Any = None) -> Any:
+        return call_marks("qwen3_coder").parse(text, tools)
+
+
+CoderTokenizer.tool_parser.__module__ = "mlx_lm.tool_parsers.qwen3_coder"
+BARE = "I look.\n\n<function=get_weather>\n<parameter=city>\n</a>\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_call_without_its_first_mark_is_a_call_in_every_dialect() -> None:
+    api, function = Api(TwinService(tokenizer=CoderTokenizer(), says=BARE)), TOOL["function"]
+    arguments = {"city": "</a>"}
+    choice = api.chat(tools=[TOOL]).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+    assert json.loads(call["function"]["arguments"]) == arguments
+    chunks = events(api.chat(tools=[TOOL], stream=True))
+    assert joined(chunks, "content") == "I look."
+    pieces = [
+        each["function"] for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert json.loads("".join(piece["arguments"] for piece in pieces)) == arguments
+    messages = [{"role": "user", "content": "Hello."}]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    anthropic = {"messages": messages, "tools": [tool], "max_tokens": 500}
+    text, use = api.post("/v1/messages", anthropic).json()["content"]
+    assert (text["text"], use["input"]) == ("I look.", arguments)
+    responses = {"input": "Hello.", "tools": [{"type": "function", **function}]}
+    said, called = api.post("/v1/responses", responses).json()["output"]
+    assert (said["content"][0]["text"], json.loads(called["arguments"])) == ("I look.", arguments)
+    ollama = api.post("/api/chat", {"messages": messages, "tools": [TOOL], "stream": False}).json()["message"]
+    assert (ollama["content"], ollama["tool_calls"][0]["function"]["arguments"]) == ("I look.", arguments)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import weakref
 
 from tests.api.twins import ByteTokenizer
 
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 
 
 class SentencePieces(ByteTokenizer):

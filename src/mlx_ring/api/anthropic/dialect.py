@@ -10,15 +10,17 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from mlx_ring.api.anthropic.request import CountTokensRequest, MessagesRequest, conversation_of
-from mlx_ring.api.anthropic.schemas import (
+from mlx_ring.api.anthropic.writer import (
     COUNT_TOKENS,
     MESSAGES,
     AnthropicMessage,
     CountedTokens,
     MessageEvent,
+    MessageWriter,
     Ping,
+    Stop,
+    TokenCounts,
 )
-from mlx_ring.api.anthropic.writer import MessageWriter, Stop, TokenCounts
 from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stream_chat
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.context import ApiContext

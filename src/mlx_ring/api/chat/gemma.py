@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mlx_ring.api.chat.argument_values import parsed_json
 from mlx_ring.api.chat.lark import DEFINITIONS, NOTHING, LarkGrammar, Schema, either, options_of
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
@@ -65,6 +66,52 @@ def parse_function_gemma(own: _ParseCalls, gemma: _ParseCalls) -> _ParseCalls:
             return own(text, tools)
 
     return parse
+
+
+_LITERAL = re.compile(r'<\|"\|>(?P<own>.*?)<\|"\|>|"(?P<json>(?:\\.|[^"\\])*)"', re.DOTALL)
+_CALL = re.compile(r"call:(?P<name>[\w.-]+)\s*(?=\{)")
+_KEY = re.compile(r"(?<=[{,])\s*(?P<key>[\w-]+)\s*:")
+_HELD = re.compile("\x00([0-9]+)\x00")
+
+
+def parse_gemma(own: _ParseCalls) -> _ParseCalls:
+    """Return a parser of Gemma's calls that also reads white space, other names, Python's words, and strings of JSON."""
+
+    def parse(text: str, tools: list[dict[str, object]]) -> object:
+        try:
+            return own(text, tools)
+        except ValueError:
+            return _parse_loosely(text)
+
+    return parse
+
+
+def _parse_loosely(text: str) -> list[dict[str, object]]:
+    strings: list[str] = []
+
+    def hold(found: re.Match[str]) -> str:
+        strings.append(found[0] if found["own"] is None else json.dumps(found["own"]))
+        return f"\x00{len(strings) - 1}\x00"
+
+    plain = _LITERAL.sub(hold, text)
+    calls: list[dict[str, object]] = []
+    for call in _CALL.finditer(plain):
+        arguments = _KEY.sub(r'"\g<key>":', _balanced(plain[call.end() :]))
+        written = _HELD.sub(lambda held: strings[int(held[1])], arguments)
+        calls.append({"name": call["name"], "arguments": parsed_json(written)})
+    if not calls:
+        raise ValueError(text)
+    return calls
+
+
+def _balanced(text: str) -> str:
+    """Return the text up to the brace that closes its first one."""
+    depth = 0
+    for brace in re.finditer("[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[: brace.end()]
+    raise ValueError(text)
 
 
 def write_call(grammar: LarkGrammar, tool: Tool, quote: str) -> str:

@@ -17,11 +17,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 from mlx_ring.api.chat import gemma
+from mlx_ring.api.chat.argument_values import parse_mistral, parse_pythonic, parsed_json
 from mlx_ring.api.service import Tokenizer
 
 TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
@@ -74,14 +76,26 @@ _STATES: Mapping[str, State] = {
     "header": "header",
 }
 """States by mlx-lm's names."""
+_DEEPSEEK = tuple(
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
+)
+"""Tokens around DeepSeek's calls, around each one, and behind its tool's name. Their bars and spaces are wide."""
 _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
+    "deepseek": _DEEPSEEK[2:],
 }
 """Further special tokens that calls may contain, by the name of mlx-lm's parser."""
+_BARE_STARTS: Mapping[str, tuple[str, str]] = {
+    "qwen3_coder": ("<function=", ">"),
+    "seed_oss": ("<function=", ">"),
+    "llama3": ('{"name": "', '"'),
+}
+"""Texts before and after the name of a tool that a model often calls without the first mark, by the parser's name."""
 _WORD = re.compile(r"\w+")
 _PROMPTS_END = 32
 """Number of tokens at a prompt's end in which a template may open reasoning."""
@@ -105,6 +119,95 @@ class CallMarks(Marks):
     parse: ParseCalls = field(repr=False)
     inner: tuple[str, ...] = ()
     """Further marks inside that may be special tokens."""
+    is_single: bool = False
+    """True if the template refuses several calls in one message."""
+
+    def other_starts(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the marks with which models also open calls of these tools, each with its part that belongs to the call."""
+        if self.parser == "kimi_k2":
+            return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
+        if self.parser == "harmony":
+            return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
+        return {}
+
+    @property
+    def bare(self) -> tuple[str, str] | None:
+        """Text before and after the tool's name where a model may leave out the mark; None if a call needs it."""
+        return _BARE_STARTS.get(self.parser)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSpelling:
+    """Syntax of a call whose arguments are a JSON object."""
+
+    heading: re.Pattern[str]
+    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
+    closing: re.Pattern[str]
+    """Text that may follow the object."""
+
+
+JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
+    "harmony": JsonSpelling(HEADING, re.compile(r"\s*")),
+    "json_tools": JsonSpelling(
+        re.compile(
+            r'\s*(?:```(?:json)?\s*)?\{{1,2}\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
+            r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+        ),
+        re.compile(r"[\s}]*(?:```)?\s*"),
+    ),
+    "llama3": JsonSpelling(
+        re.compile(
+            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+        ),
+        re.compile(r"[\s};]*"),
+    ),
+    "deepseek": JsonSpelling(
+        re.compile(
+            rf"\s*(?:{re.escape(_DEEPSEEK[2])})?\s*(?:function{re.escape(_DEEPSEEK[3])})?(?P<name>[\w.-]+)(?P<id>)"
+            rf"\s*(?:{re.escape(_DEEPSEEK[3])})?\s*(?:```(?:json)?)?\s*(?=\{{)"
+        ),
+        re.compile(rf"\s*(?:```)?\s*(?:{re.escape(_DEEPSEEK[4])})?\s*"),
+    ),
+    "mistral": JsonSpelling(
+        re.compile(
+            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+        ),
+        re.compile(r"\s*"),
+    ),
+    "kimi_k2": JsonSpelling(
+        re.compile(
+            r"\s*(?:<\|tool_call_begin\|>\s*)?(?=(?P<name>[^\n<]{1,300}?)\s*<)(?:(?P<id>[^\n<]{1,300}[:_]\d{1,9})|[^\n<]{1,300}?)"
+            r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
+    ),
+}
+
+
+_JSON_CALL = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
+CALL_NAMES: Mapping[str, re.Pattern[str]] = {
+    parser: re.compile(pattern)
+    for parser, pattern in {
+        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
+        "json_tools": _JSON_CALL,
+        "llama3": _JSON_CALL,
+        "longcat": _JSON_CALL,
+        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
+        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
+        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
+        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
+        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
+        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
+        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
+        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
+        "seed_oss": r"\s*<function=(?P<name>[^>]+)>",
+        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
+        "minicpm5": r'\s*"(?P<name>[^"]+)"',
+        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
+    }.items()
+}
+"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
 
 
 def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
@@ -228,10 +331,36 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
     if (not start or parse is None) and (template := _template_for_tools(tokenizer)):
         start, end, parse = _inferred_calls(tokenizer, template)
     if not start or parse is None:
-        return None
+        return _own_calls(_template_for_tools(tokenizer) or _template_text(tokenizer))
     parser = parse.__module__.rpartition(".")[2]
     inner = _INNER_MARKS.get(parser, ())
     return CallMarks(start, end or "", parser, parser_of(parser, parse), inner)
+
+
+_OWN_CALLS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", "seed_oss"),
+    ((_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek"),
+    (("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", "json_list"),
+    (("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", "json_list"),
+    (("<|tool_call|>", "<|start_of_role|>"), "<|tool_call|>", "", "json_list"),
+    (("<tool_call>", '"name"', '"arguments"'), "<tool_call>", "</tool_call>", "json_tools"),
+    (("<|start_header_id|>", "ipython", '"parameters"'), "<|python_tag|>", "", "llama3"),
+)
+"""Texts of a template by which a format is known that mlx-lm does not read, its marks, and our name of its parser."""
+
+
+def _own_calls(template: str) -> CallMarks | None:
+    """Return the calls of Seed-OSS, DeepSeek, Nemotron, Command, Granite 3, SmolLM3 and Llama 3, by their templates."""
+    for texts, start, end, parser in _OWN_CALLS:
+        if all(text in template for text in texts):
+            is_single = "single tool-calls" in template
+            return CallMarks(start, end, parser, _parse_json, _INNER_MARKS.get(parser, ()), is_single)
+    return None
+
+
+def _parse_json(text: str, tools: list[dict[str, object]]) -> object:
+    del tools
+    return parsed_json(text)
 
 
 def _template_for_tools(tokenizer: Tokenizer) -> str:
@@ -256,10 +385,18 @@ def _inferred_calls(tokenizer: Tokenizer, template: str) -> tuple[str | None, st
 
 def parser_of(name: str, own: ParseCalls) -> ParseCalls:
     """Return the parser of a format: mlx-lm's parser of that name, or a better one under another name."""
-    if name != "function_gemma":
-        return own
-    module = importlib.import_module(own.__module__.replace(name, "gemma4"))
-    return gemma.parse_function_gemma(own, module.parse_tool_call)
+    match name:
+        case "mistral":
+            return partial(parse_mistral, own)
+        case "pythonic":
+            return partial(parse_pythonic, own)
+        case "gemma4":
+            return gemma.parse_gemma(own)
+        case "function_gemma":
+            module = importlib.import_module(own.__module__.replace(name, "gemma4"))
+            return gemma.parse_function_gemma(own, gemma.parse_gemma(module.parse_tool_call))
+        case _:
+            return own
 
 
 def _read_turns(

@@ -217,7 +217,7 @@ def _call_rules(format_: ChatFormat, conversation: Conversation, *, early: bool)
     return CallRules(
         format_.calls,
         use.callable_tools,
-        parallel=use.parallel,
+        parallel=use.parallel and not format_.calls.is_single,
         required=use.choice == "required",
         early=early,
     )

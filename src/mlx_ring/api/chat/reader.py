@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,11 @@ from mlx_ring.api.chat.request import AnswerPart, CallArguments, ContentText, Re
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
 from mlx_ring.core.generation import StopMatcher
 
+_BLOCK = re.compile(r"\s*(`{3,}|~{3,})([^`]*)$")
+"""Line that opens a block of code, or closes one."""
+_MOST_INDENT = 3
+"""Number of spaces before a line that do not make it code."""
+_LONGEST_START = 256
 _MOST_NO_CALLS = 64
 """Limit of call marks without a call in one answer. After more of them, marks are plain text."""
 
@@ -40,12 +46,62 @@ class ReadingRules:
         return self.calls is not None and self.calls.required
 
 
+class _TextPlace:
+    """Place at the end of the content so far."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        """Start of the last line."""
+        self._block = ""
+        """Mark of the open block of code."""
+
+    def follow(self, text: str) -> None:
+        first, *lines = text.split("\n")
+        self._line += first[: _LONGEST_START - len(self._line)]
+        for line in lines:
+            self._end_line()
+            self._line = line[:_LONGEST_START]
+
+    def start_line(self) -> None:
+        """Note that a call, which is no content, ends here."""
+        self._end_line()
+        self._line = ""
+
+    def after(self, text: str) -> _TextPlace:
+        """Return the place after further text."""
+        place = _TextPlace()
+        place._line, place._block = self._line, self._block
+        place.follow(text)
+        return place
+
+    @property
+    def begins_line(self) -> bool:
+        """True at the start of a line that is no code."""
+        return not self._block and not self._line.strip(" ") and len(self._line) <= _MOST_INDENT
+
+    def _end_line(self) -> None:
+        found = _BLOCK.match(self._line)
+        if found is None:
+            return
+        if not self._block:
+            self._block = found[1]
+        elif found[1].startswith(self._block) and not found[2].strip():
+            self._block = ""
+
+
 class AnswerReader:
     """Reader of one answer's text, token by token. White space next to a mark belongs to the mark."""
 
     def __init__(self, rules: ReadingRules) -> None:
         self._rules = rules
-        self._marks = _marks_by_state(rules.format, with_calls=rules.calls is not None)
+        calls = rules.calls
+        self._other_starts = {} if calls is None else calls.marks.other_starts(calls.names)
+        """Other marks that open calls, each with its part that belongs to the call."""
+        self._marks = _marks_by_state(rules.format, with_calls=calls is not None, others=self._other_starts)
+        self._bare = None if calls is None else calls.marks.bare
+        """Text around the tool's name where a call begins without a mark. It counts at the start of a line of content."""
+        self._names = frozenset(_written_names(rules.calls)) if self._bare is not None else frozenset[str]()
+        self._place = _TextPlace()
         begins = "content" if rules.continues and rules.format.begins == "header" else rules.format.begins
         self._state: State = "reasoning" if rules.thinking_open else begins
         self._behind_mark = rules.thinking_open
@@ -112,9 +168,9 @@ class AnswerReader:
         if self._state == "start":
             return self._begin(text)
         marks = self._marks[self._state]
-        found = first_mark(text, marks)
+        found = self._first_mark(text, marks)
         if found is None:
-            said = len(text) - open_end(text, marks)
+            said = len(text) - max(open_end(text, marks), self._open_bare(text))
             self._emit(text[:said])
             self._held = text[said:]
             return None
@@ -123,11 +179,45 @@ class AnswerReader:
         self._turn(mark)
         return text[place + len(mark) :]
 
+    def _first_mark(self, text: str, marks: Mapping[str, State]) -> tuple[int, str] | None:
+        found = first_mark(text, marks)
+        return self._first_bare(text if found is None else text[: found[0]]) or found
+
+    def _first_bare(self, text: str) -> tuple[int, str] | None:
+        """Return the position and the text of the first start of a call without a mark."""
+        if self._bare is None or self._state != "content":
+            return None
+        before, behind = self._bare
+        place = text.find(before)
+        while place >= 0:
+            name, closing, _ = text[place + len(before) :].partition(behind)
+            if closing and name in self._names and self._place.after(text[:place]).begins_line:
+                return place, f"{before}{name}{behind}"
+            place = text.find(before, place + 1)
+        return None
+
+    def _open_bare(self, text: str) -> int:
+        """Return the number of characters at the end that may start a call without a mark."""
+        if self._bare is None or self._state != "content":
+            return 0
+        before, behind = self._bare
+        place = text.rfind(before[0])
+        start = text[place:] if place >= 0 else ""
+        name = start.removeprefix(before) if start.startswith(before) else None
+        is_open = (
+            before.startswith(start)
+            if name is None
+            else any(f"{known}{behind}".startswith(name) for known in self._names)
+        )
+        return len(start) if start and is_open and self._place.after(text[:place]).begins_line else 0
+
     def _begin(self, text: str) -> str | None:
         """Read the first text of the answer, in which some marks count that count nowhere else."""
         marks, said = self._marks["start"], text.lstrip()
         mark = max((mark for mark in marks if said.startswith(mark)), key=len, default=None)
         if mark is not None:
+            if not self._behind_mark and marks[mark] == "calls":
+                self._blank = text[: len(text) - len(said)]
             self._turn(mark)
             return said[len(mark) :]
         if marks and any(mark.startswith(said) for mark in marks):
@@ -137,14 +227,17 @@ class AnswerReader:
         return said if self._behind_mark else text
 
     def _turn(self, mark: str) -> None:
-        then = self._marks[self._state][mark]
+        then = self._marks[self._state].get(mark, "calls")
         if then == "calls" and self._rules.calls is not None:
             self._flush_stops()
             self._before_calls = self._state
-            self._calls = CallsReader(self._rules.calls, self.calls)
+            is_bare = mark not in self._marks[self._state]
+            begun = mark if is_bare else self._other_starts.get(mark, "")
+            self._calls = CallsReader(self._rules.calls, self.calls, mark, begun=begun, is_bare=is_bare)
         else:
             self._flush_all()
             self._state = then
+            self._place.start_line()
         self._behind_mark = True
 
     def _take_calls(self, reader: CallsReader, reading: ReadCalls) -> str | None:
@@ -159,7 +252,9 @@ class AnswerReader:
         if reading.no_call:
             self._note_no_call()
             return self._read_again(reading.no_call) + reading.rest
-        self._state, self._behind_mark = self._rules.format.begins, True
+        is_reasoning = self._before_calls == "reasoning" and self._rules.format.thinking is not None
+        self._state, self._behind_mark = "reasoning" if is_reasoning else self._rules.format.begins, True
+        self._place.start_line()
         self.ended = self.calls > 0 and not reader.parallel
         return reading.rest
 
@@ -171,12 +266,14 @@ class AnswerReader:
         self._no_calls += 1
         if self._no_calls >= _MOST_NO_CALLS:
             self._marks = _marks_by_state(self._rules.format, with_calls=False)
+            self._bare = None
 
     def _read_again(self, text: str) -> str:
         """Return the text after the mark. This mark is now plain text; later ones may still count."""
         self._state = "reasoning" if self._before_calls == "reasoning" else "content"
         self._behind_mark = False
-        mark = max((mark for mark in self._marks[self._state] if text.startswith(mark)), key=len, default="")
+        marks = (*self._marks[self._state], *(self._bare or ())[:1])
+        mark = max((mark for mark in marks if text.startswith(mark)), key=len, default="")
         self._emit(mark)
         return text[len(mark) :]
 
@@ -186,6 +283,7 @@ class AnswerReader:
         if self._state == "reasoning":
             self._emit_reasoning(text)
         elif self._state != "header":
+            self._place.follow(text)
             self._emit_content(text)
 
     def _emit_reasoning(self, text: str) -> None:
@@ -230,6 +328,12 @@ class AnswerReader:
             self._parts.append(part(text))
 
 
+def _written_names(calls: CallRules | None) -> Iterable[str]:
+    """Return the names of the callable tools as a model writes them."""
+    names = () if calls is None else calls.names
+    return (*names, *(f"functions.{name}" for name in names))
+
+
 def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     """Return the same parts with adjacent ones of one kind joined."""
     joined: list[AnswerPart] = []
@@ -246,7 +350,9 @@ def join_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     return joined
 
 
-def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, Mapping[str, State]]:
+def _marks_by_state(
+    format_: ChatFormat, *, with_calls: bool, others: Iterable[str] = ()
+) -> Mapping[State, Mapping[str, State]]:
     """Return the marks that count in each state, each with the state that follows."""
     start: dict[str, State] = dict.fromkeys(format_.dropped, "start")
     reasoning: dict[str, State] = {}
@@ -261,5 +367,5 @@ def _marks_by_state(format_: ChatFormat, *, with_calls: bool) -> Mapping[State, 
     if with_calls and format_.calls is not None:
         # In formats with headers, a header announces a call.
         for marks in [header] if header else [start, content, reasoning]:
-            marks[format_.calls.start] = "calls"
+            marks.update(dict.fromkeys((format_.calls.start, *others), "calls"))
     return {"start": start, "content": content, "reasoning": reasoning, "header": header, "calls": {}}

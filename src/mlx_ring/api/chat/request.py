@@ -182,9 +182,60 @@ def _places(message: Mapping[str, object]) -> dict[object, int]:
     return {call["id"]: place for place, call in enumerate(calls) if "id" in call}
 
 
+_END = re.compile(r"<\|(?:end|return|call)\|>|<\|start\|>(?:assistant)?")
+_HEADER = re.compile(
+    r"(?P<to>to=[\w.-]+ *)?<\|channel\|>(?P<channel>\w*)(?P<rest>[^\n]{0,200}?)<\|message\|>"
+)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w-]+)")
+
+
+def without_channels(message: Mapping[str, object]) -> dict[str, object]:
+    """Return a message whose text is an answer of gpt-oss as its tokens spell it, with its parts in their own fields.
+
+    Clients send back what servers without a reader of this format answered, and gpt-oss's template refuses it.
+    """
+    cleaned = dict(message)
+    reasoning, content = (str(message.get(name) or "") for name in ("reasoning_content", "content"))
+    if message["role"] != "assistant" or not _HEADER.search(reasoning + content):
+        return cleaned
+    texts: dict[str, list[str]] = {"analysis": [], "final": []}
+    calls = _calls(message)
+    written: list[object] = []
+    for channel, recipient, text in _channels(content):
+        if recipient:
+            written.append(template_call(recipient, arguments_of(text), None))
+        else:
+            texts["analysis" if channel == "analysis" else "final"].append(text)
+    cleaned["content"] = _text(texts["final"], "\n")
+    if calls or written:
+        cleaned["tool_calls"] = calls or written
+    if said := _text((text for *_, text in _channels(reasoning)), "\n") or _text(texts["analysis"], "\n"):
+        cleaned["reasoning_content"] = said
+    return cleaned
+
+
+def _channels(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the channel, the called function and the text of each message in an answer of gpt-oss.
+
+    The first may lack its header, which was part of the prompt. It is reasoning if others follow.
+    """
+    *earlier, last = _END.split(text)
+    for place, piece in enumerate((*earlier, last)):
+        headers = list(_HEADER.finditer(piece))
+        before = piece[: headers[0].start()] if headers else piece
+        if said := before.strip():
+            yield "analysis" if not headers and place < len(earlier) else "final", "", said
+        ends = (*(header.start() for header in headers[1:]), len(piece))
+        for header, end in zip(headers, ends, strict=False):
+            found = _RECIPIENT.search(f"{header['to'] or ''}{header['rest']}")
+            yield header["channel"], "" if found is None else found["name"], piece[header.end() : end].strip()
+
+
 def for_template(conversation: Conversation, *, calls_have_one_text: bool) -> Conversation:
     """Return the conversation with its messages as templates expect them."""
     ordered = in_order_of_calls(conversation.messages)
+    if calls_have_one_text:
+        ordered = [without_channels(message) for message in ordered]
     return replace(conversation, messages=with_reasoning(ordered, calls_have_one_text=calls_have_one_text))
 
 

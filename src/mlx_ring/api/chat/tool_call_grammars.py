@@ -393,6 +393,11 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         "</function>\n",
         _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string="(?i:null)"),
     ),
+    "seed_oss": _tagged(
+        "\n<function={}>\n",
+        "</function>\n",
+        _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string="(?i:null)"),
+    ),
     "minimax_m2": _tagged(
         '\n<invoke name="{}">\n',
         "</invoke>\n",

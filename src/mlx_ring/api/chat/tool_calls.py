@@ -14,117 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from mlx_ring.api.chat import model_format
-from mlx_ring.api.chat.model_format import CallMarks, open_end
+from mlx_ring.api.chat.argument_values import JsonObjectReader, is_object, parsed_json
+from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
+from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 
-_OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.eEtrufalsn')
-"""All characters that JSON has outside strings."""
-
-
-class JsonObjectReader:
-    """Reader that streams a JSON object from its first brace to its last.
-
-    It escapes line breaks and similar characters, which models write in strings although JSON does not allow them.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self.is_broken = False
-        """True if the text can no longer become JSON."""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the object, and the text after the object, or None if it has not ended."""
-        taken: list[str] = []
-        for place, character in enumerate(text):
-            if not self._in_string and character not in _OUTSIDE:
-                self.is_broken = True
-                return "".join(taken), text[place:]
-            taken.append(self._take(character))
-            if self._depth == 0:
-                return "".join(taken), text[place + 1 :]
-        return "".join(taken), None
-
-    def _take(self, character: str) -> str:
-        if self._in_string:
-            return self._take_inside(character)
-        self._in_string = character == '"'
-        self._depth += (character in "{[") - (character in "}]")
-        return character
-
-    def _take_inside(self, character: str) -> str:
-        self._in_string = self._escaped or character != '"'
-        self._escaped = not self._escaped and character == "\\"
-        return json.dumps(character)[1:-1] if character < " " else character
-
-
-def is_object(text: str) -> bool:
-    """Return True if the text is one JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """Syntax of a call whose arguments are a JSON object."""
-
-    heading: re.Pattern[str]
-    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
-    closing: re.Pattern[str]
-    """Text that may follow the object."""
-
-
-_SPELLINGS: Mapping[str, _Spelling] = {
-    "harmony": _Spelling(model_format.HEADING, re.compile(r"\s*")),
-    "json_tools": _Spelling(
-        re.compile(
-            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
-        ),
-        re.compile(r"\s*\}?\s*"),
-    ),
-    "mistral": _Spelling(
-        re.compile(
-            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
-        ),
-        re.compile(r"\s*"),
-    ),
-    "kimi_k2": _Spelling(
-        re.compile(
-            r"\s*(?:<\|tool_call_begin\|>\s*)?(?P<id>(?:functions\.)?(?P<name>[^\n]+?):\d+)\s*"
-            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
-        ),
-        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
-    ),
-}
-
-
-_JSON_NAME = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
-_NAMES: Mapping[str, re.Pattern[str]] = {
-    parser: re.compile(pattern)
-    for parser, pattern in {
-        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
-        "json_tools": _JSON_NAME,
-        "longcat": _JSON_NAME,
-        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
-        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
-        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
-        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
-        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
-        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
-        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
-        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
-        "minicpm5": r'\s*"(?P<name>[^"]+)"',
-        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
-    }.items()
-}
-"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
+_NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
 def new_call_id() -> str:
@@ -152,6 +48,15 @@ class CallRules:
         object.__setattr__(self, "names", frozenset(tool.name for tool in self.tools))
         object.__setattr__(self, "as_templates_read", [tool.for_template() for tool in self.tools])
 
+    def find_tool(self, written: str) -> Tool | None:
+        """Return the callable tool of a name as a model writes it: in quotes, or after `functions.`. Kimi numbers its calls."""
+        name = written.strip().strip("\"'")
+        if name not in self.names:
+            name = name.removeprefix("functions.")
+        if name not in self.names and self.marks.parser == "kimi_k2":
+            name = _NUMBER.sub("", name.removeprefix("functions_"))
+        return next((tool for tool in self.tools if tool.name == name), None)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadCalls:
@@ -167,15 +72,23 @@ class ReadCalls:
 class CallsReader:
     """Reader of the text between one pair of marks: a call, in some formats several."""
 
-    def __init__(self, rules: CallRules, calls: int) -> None:
-        """Start after `calls` earlier calls of the answer."""
+    def __init__(
+        self, rules: CallRules, calls: int, mark: str, *, begun: str = "", is_bare: bool = False
+    ) -> None:
+        """Start after `calls` earlier calls of the answer, behind a mark, whose end may belong to the call that has `begun`.
+
+        With `is_bare` it is the start of a call without a mark.
+        """
         self.calls = calls
         self._first = calls
         self._rules = rules
-        self._spelling = _SPELLINGS.get(rules.marks.parser)
-        self._text = ""
+        self._spelling = JSON_SPELLINGS.get(rules.marks.parser)
+        self._tagged = self._tagged_reader(is_bare=is_bare)
+        self._is_bare = is_bare
+        self._begun = begun
+        self._text = begun
         """Text that is not parsed yet."""
-        self._raw = rules.marks.start
+        self._raw = mark.removesuffix(begun)
         """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
@@ -184,10 +97,18 @@ class CallsReader:
     def push(self, text: str) -> ReadCalls:
         """Return the parts that `text` completes."""
         self._text += text
+        if self._tagged is not None and (reading := self._read_tagged(self._tagged)) is not None:
+            return reading
         rest = None
         while rest is None and self._advance():
             if self._call is None and self.calls > self._first and not self._rules.parallel:
                 rest = self._text
+        if rest is None and self._call is None and self.calls > self._first:
+            following = self._text[self._closing_end() :]
+            # The mark after a call may be missing before the next one.
+            rest = following if following.startswith(self._rules.marks.start) else None
+        if self._is_bare and self._call is None and self.calls == self._first and not self._may_begin():
+            return self._reading("", self._raw + self._text)
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self, *, cut_off: bool) -> ReadCalls:
@@ -197,6 +118,11 @@ class CallsReader:
         has none if it is cut off before them, or if its format is read at the end. It is dropped if its name is
         incomplete.
         """
+        if self._tagged is not None and not (cut_off and self.is_cut_off):
+            reading = self._read_tagged(self._tagged, is_end=True, cut_off=cut_off)
+            reading = self._look_for_end() if reading is None else reading
+            if reading.rest is not None:
+                return reading
         if cut_off and self.is_cut_off and self._call is None:
             return self._end_in_heading()
         if cut_off and self.is_cut_off and self._call is not None and not self._call.is_out:
@@ -228,20 +154,64 @@ class CallsReader:
         parts, self._parts = self._parts, []
         return ReadCalls(parts, rest, no_call)
 
+    # ---- calls with tags
+
+    def _tagged_reader(self, *, is_bare: bool = False, follows: bool = False) -> TaggedReader | None:
+        tags = TAGS.get(self._rules.marks.parser)
+        return tags and TaggedReader(tags, self._rules.find_tool, is_bare=is_bare, follows=follows)
+
+    def _read_tagged(
+        self, reader: TaggedReader, *, is_end: bool = False, cut_off: bool = False
+    ) -> ReadCalls | None:
+        """Read calls with tags. Return None for text that mlx-lm's parser may still read."""
+        while True:
+            progress = reader.read(self._text)
+            if is_end and progress.kind == "more":
+                progress = reader.finish(self._text, cut_off=cut_off)
+            match progress.kind:
+                case "more":
+                    return self._reading(None)
+                case "end":
+                    return self._reading(self._text[progress.end :])
+                case "broken":
+                    self._tagged = None
+                    is_text = self._is_bare or self.calls > self._first
+                    return self._reading("", self._raw + self._text) if is_text else None
+                case "call":
+                    self._add_tagged(progress)
+                    if progress.is_last or not self._rules.parallel:
+                        return self._reading(self._text)
+                    reader = self._tagged = self._tagged_reader(follows=True) or reader
+
+    def _add_tagged(self, progress: Progress) -> None:
+        name = progress.tool.name if progress.tool is not None else ""
+        self._add([(name, _dump(progress.arguments), None)])
+        self._take(progress.end)
+        self._raw = ""
+
     # ---- calls whose arguments are JSON
 
     def _advance(self) -> bool:
         """Return True if a call starts or its arguments end."""
         return self._begin() if self._call is None else self._go_on(self._call)
 
+    def _may_begin(self) -> bool:
+        """Return True if the JSON of a call without a mark may continue with arguments."""
+        following = "".join(self._text[len(self._begun) :].split())
+        return any(
+            following.startswith(heading) or heading.startswith(following)
+            for heading in (',"parameters":{', ',"arguments":{')
+        )
+
     def _begin(self) -> bool:
         if self._spelling is None:
             return False
         start = 0 if self.calls == self._first else self._closing_end()
         found = self._spelling.heading.match(self._text, start)
-        if found is None or found["name"] not in self._rules.names:
+        tool = None if found is None else self._rules.find_tool(found["name"])
+        if found is None or tool is None:
             return False
-        opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), found["name"])
+        opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), tool.name)
         self._call = _JsonCall(opening, is_out=self._rules.early)
         if self._rules.early:
             self._parts.append(opening)
@@ -299,21 +269,21 @@ class CallsReader:
 
     def _end_in_heading(self) -> ReadCalls:
         """Return the call that was cut off before its arguments, if its name is complete."""
-        pattern = _NAMES.get(self._rules.marks.parser)
+        pattern = CALL_NAMES.get(self._rules.marks.parser)
         start = 0 if self.calls == self._first else self._closing_end()
         complete, left = _calls_before_cut(self._rules, self._text[start:])
         self._add(complete)
         is_last = bool(complete) and not self._rules.parallel
         found = None if pattern is None or is_last else pattern.match(left)
-        if found is not None and found["name"] in self._rules.names:
-            opening = CallOpening(self.calls, self._rules.new_id(), found["name"])
+        if found is not None and (tool := self._rules.find_tool(found["name"])) is not None:
+            opening = CallOpening(self.calls, self._rules.new_id(), tool.name)
             self._parts += [opening, CallArguments(self.calls, "")]
             self.calls += 1
         return self._reading("")
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
-        parsed = parse_calls(self._rules, self._text)
+        parsed = [] if self._is_bare else parse_calls(self._rules, self._text)
         if not parsed:
             return self._reading(rest, self._raw + self._text + end)
         self._add(parsed)
@@ -369,7 +339,7 @@ _TOKENS: Mapping[str, re.Pattern[str]] = {
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
     """Return the complete calls of a list that was cut off, and the rest as if the list began there."""
-    read, pattern = _READ_LIST.get(rules.marks.parser), _NAMES.get(rules.marks.parser)
+    read, pattern = _READ_LIST.get(rules.marks.parser), CALL_NAMES.get(rules.marks.parser)
     if read is None or pattern is None:
         return [], text
     for end in (len(text), _last_comma(_TOKENS[rules.marks.parser], text)):
@@ -398,8 +368,14 @@ def _last_comma(tokens: re.Pattern[str], text: str) -> int:
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
     """Return all calls between marks; none if one of them is not a call."""
+    return _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read)) or _read_calls(
+        rules, lambda: parsed_json(text)
+    )
+
+
+def _read_calls(rules: CallRules, parse: Callable[[], object]) -> list[_ParsedCall]:
     try:
-        found = rules.marks.parse(text, rules.as_templates_read)
+        found = parse()
     except Exception:  # noqa: BLE001 - each parser fails with its own exceptions on unexpected text
         return []
     calls = [
@@ -413,16 +389,21 @@ def _read_call(rules: CallRules, found: object) -> _ParsedCall | None:
     if not isinstance(found, dict):
         return None
     call = cast("dict[str, object]", found)
-    name, call_id = call.get("name"), call.get("id")
+    call_id, name = call.get("id"), call.get("name", call.get("function", call.get("tool_name")))
+    if isinstance(name, dict):
+        call = cast("dict[str, object]", name)
+        name = call.get("name")
     arguments = _arguments_text(call.get("arguments", call.get("parameters")))
-    if not isinstance(name, str) or name not in rules.names or arguments is None:
+    tool = rules.find_tool(name) if isinstance(name, str) else None
+    if tool is None or arguments is None:
         return None
-    return name, arguments, call_id if isinstance(call_id, str) else None
+    return tool.name, arguments, call_id if isinstance(call_id, str) else None
 
 
 def _arguments_text(arguments: object) -> str | None:
     """Return arguments as JSON; None if they are no object."""
     if isinstance(arguments, str):
+        arguments = arguments.strip() or "{}"
         return arguments if is_object(arguments) else None
     try:
         text = _dump({} if arguments is None else arguments)

@@ -57,7 +57,7 @@ from mlx_ring.api.ollama.writer import (
 from mlx_ring.api.openai.embeddings import Embedding, Text, embed, floats, require_embeddings, written
 from mlx_ring.api.openai.messages import check_names
 from mlx_ring.api.openai.sampling import STRINGS
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 from mlx_ring.api.openapi import JsonObject, documented_post
 from mlx_ring.api.ops.models import check_manager
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported, convert

@@ -23,7 +23,7 @@ from mlx_ring.api.ollama.schemas import (
     OllamaPiece,
     OllamaText,
 )
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 from mlx_ring.api.streaming import StreamFormat
 from mlx_ring.core.types import TokenLogprob
 

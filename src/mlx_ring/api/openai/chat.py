@@ -28,7 +28,7 @@ from mlx_ring.api.generation import AnswerCounts, costs, usage
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import (
     AnswerStart,
-    FunctionTool,
+    AnyTool,
     Message,
     ToolChoice,
     read_tool_use,
@@ -44,7 +44,7 @@ from mlx_ring.api.openai.sampling import (
     sampling_params,
     with_derived_seed,
 )
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import TokenTexts
 from mlx_ring.api.openapi import documented_post, needs
 from mlx_ring.api.request_body import MOST_MESSAGES, Unsupported, convert
 from mlx_ring.api.streaming import (
@@ -81,6 +81,11 @@ Limit = Annotated[
 """Largest number of an answer's tokens; -1: to the end of the context."""
 _Replaced = Annotated[None, Unsupported("it is replaced by 'tools' and 'tool_choice'; send those.")]
 
+_Responses = Annotated[
+    None,
+    Unsupported("it belongs to the Responses API; send the request to /v1/responses, or 'messages' here."),
+]
+
 
 class ChatRequest(AnswerFields, AnswerStart):
     model_config = ConfigDict(
@@ -89,6 +94,11 @@ class ChatRequest(AnswerFields, AnswerStart):
         }
     )
 
+    input: _Responses = None
+    instructions: _Responses = None
+    text: _Responses = None
+    max_output_tokens: _Responses = None
+    previous_response_id: _Responses = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Limit | None = None
     max_tokens: Limit | None = None
@@ -96,7 +106,7 @@ class ChatRequest(AnswerFields, AnswerStart):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -27,7 +27,7 @@ from mlx_ring.api.openai.sampling import (
     sampling_params,
     with_derived_seed,
 )
-from mlx_ring.api.openai.token_text import TokenText, TokenTexts, finite_logprob
+from mlx_ring.api.openai.schemas import TokenText, TokenTexts, finite_logprob
 from mlx_ring.api.openapi import documented_post, needs
 from mlx_ring.api.request_body import Unsupported
 from mlx_ring.api.service import Answering, Tokenizer

@@ -231,9 +231,44 @@ class FunctionFields(Cached):
     strict: bool | None = None
 
 
+def _function_type(kind: object) -> object:
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError(
+            "unsupported",
+            "is {kind}, which is not supported: give 'function', whose arguments are JSON.",
+            {"kind": show(kind)},
+        )
+    return kind
+
+
+_FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
+
+
 class FunctionTool(Cached):
-    type: Literal["function"]
+    type: _FunctionType
     function: FunctionFields
+
+
+class FlatFunctionTool(FunctionFields):
+    """Function as the Responses API describes it, which Cursor also sends to chats."""
+
+    type: _FunctionType
+
+    @property
+    def function(self) -> FunctionFields:
+        return self
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, dict) and "name" in value and "function" not in value
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("nested")] | Annotated[FlatFunctionTool, Tag("flat")],
+    Discriminator(
+        lambda value: "flat" if _is_flat(value) or isinstance(value, FlatFunctionTool) else "nested"
+    ),
+]
 
 
 class NamedFunction(Body):
@@ -243,6 +278,12 @@ class NamedFunction(Body):
 class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class FlatNamedTool(NamedFunction):
+    """Named function as the Responses API writes it."""
+
+    type: Literal["function"]
 
 
 class AllowedTools(Body):
@@ -260,13 +301,18 @@ def _choice_kind(value: object) -> str | None:
         return "word"
     if isinstance(value, NamedTool | AllowedChoice):
         return value.type
+    if isinstance(value, FlatNamedTool):
+        return "flat"
     kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    if kind == "function" and _is_flat(cast("object", value)):
+        return "flat"
     return kind if kind in ("function", "allowed_tools") else None
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("function")]
+    | Annotated[FlatNamedTool, Tag("flat")]
     | Annotated[AllowedChoice, Tag("allowed_tools")],
     Discriminator(
         _choice_kind,
@@ -295,7 +341,7 @@ class AnswerStart(Body):
 
 
 def read_tool_use(
-    tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, *, parallel: bool | None
+    tools: Sequence[AnyTool] | None, choice: ToolChoice | None, *, parallel: bool | None
 ) -> ToolUse:
     """Return the tools and the tool choice.
 
@@ -310,6 +356,8 @@ def read_tool_use(
     asked = ToolUse(tools=read, parallel=parallel is not False)
     if choice is None or isinstance(choice, str):
         return choose(asked, choice or "auto", None, "tool_choice")
+    if isinstance(choice, FlatNamedTool):
+        return choose(asked, "required", [choice.name], "tool_choice.name")
     if isinstance(choice, NamedTool):
         return choose(asked, "required", [choice.function.name], "tool_choice.function.name")
     allowed = choice.allowed_tools

@@ -15,7 +15,7 @@ from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openai import schemas
 from mlx_ring.api.openai.messages import (
     AnswerStart,
-    FunctionTool,
+    AnyTool,
     Message,
     read_tool_use,
     template_messages,
@@ -111,7 +111,7 @@ class TokenizeRequest(AnswerStart):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     """With `prompt`: add the model's special tokens before the text; true by default."""
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     """With `messages`."""
     chat_template_kwargs: dict[str, object] | None = None
     """With `messages`."""

@@ -48,8 +48,7 @@ from mlx_ring.api.openai.responses.schemas import (
 )
 from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
 from mlx_ring.api.openai.sampling import JsonObjectFormat, echoed_sampling, sampling_params
-from mlx_ring.api.openai.schemas import ScoredToken
-from mlx_ring.api.openai.token_text import TokenTexts
+from mlx_ring.api.openai.schemas import ScoredToken, TokenTexts
 from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
 from mlx_ring.api.request_body import convert
 from mlx_ring.api.streaming import (

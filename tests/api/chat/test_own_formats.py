@@ -1,0 +1,168 @@
+"""Formats of calls that mlx-lm does not read: they are known by the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.chat.formats import TOOLS, read, rules, split_at
+from tests.api.twins import ByteTokenizer
+
+from mlx_ring.api.chat.answer import ChatAnswer
+from mlx_ring.api.chat.model_format import ChatFormat, read_format
+from mlx_ring.api.chat.reader import AnswerReader
+from mlx_ring.api.chat.request import ContentText
+
+BAR, SPACE = "\uff5c", "\u2581"
+
+
+def deepseek(name: str) -> str:
+    return f"<{BAR}tool{SPACE}{name.replace(' ', SPACE)}{BAR}>"
+
+
+TEMPLATES = {
+    "seed_oss": "{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=k>",
+    "deepseek": f"{{{{ tools }}}}{deepseek('calls begin')}",
+    "nemotron": "{{ tools }}<TOOLCALL>[",
+    "command": "{{ tools }}<|START_ACTION|>[",
+    "granite": "{{ tools }}<|start_of_role|>assistant<|tool_call|>",
+    "smollm": '{{ tools }}<tool_call>\n{"name": f, "arguments": {}}\n</tool_call>',
+    "llama": '{{ tools }}<|start_header_id|>ipython"parameters": This model only supports single tool-calls at once!',
+    "llama4": '{{ tools }}<|start_header_id|>ipython"parameters": ',
+}
+
+
+def format_of(name: str) -> ChatFormat:
+    tokenizer: Any = ByteTokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.tool_call_start = tokenizer.tool_call_end = tokenizer.tool_parser = None
+    return read_format(tokenizer)
+
+
+def answer_of(name: str, pieces: Sequence[str], *, early: bool, parallel: bool = True) -> ChatAnswer:
+    return ChatAnswer(parts=read(pieces, rules(format_of(name), early=early, parallel=parallel)))
+
+
+def _list(start: str, end: str, names: tuple[str, str] = ("name", "arguments")) -> Callable[[str, str], str]:
+    return lambda tool, arguments: f'{start}[{{"{names[0]}": "{tool}", "{names[1]}": {arguments}}}]{end}'
+
+
+def _seed(tool: str, arguments: str) -> str:
+    inside = "".join(
+        f"<parameter={key}>{value}</parameter>\n" for key, value in json.loads(arguments).items()
+    )
+    return f"<seed:tool_call>\n<function={tool}>\n{inside}</function>\n</seed:tool_call>"
+
+
+WRITTEN: dict[str, list[Callable[[str, str], str]]] = {
+    "seed_oss": [_seed, lambda tool, arguments: _seed(tool, arguments).partition("\n")[2]],
+    "deepseek": [
+        lambda tool, arguments: (
+            f"{deepseek('calls begin')}{deepseek('call begin')}function{deepseek('sep')}{tool}\n"
+            f"```json\n{arguments}\n```{deepseek('call end')}{deepseek('calls end')}"
+        ),
+        lambda tool, arguments: (
+            f"{deepseek('calls begin')}{deepseek('call begin')}{tool}{deepseek('sep')}{arguments}"
+            f"{deepseek('call end')}{deepseek('calls end')}"
+        ),
+    ],
+    "nemotron": [_list("<TOOLCALL>", "</TOOLCALL>")],
+    "command": [_list("<|START_ACTION|>\n", "\n<|END_ACTION|>", ("tool_name", "parameters"))],
+    "granite": [_list("<|tool_call|>", "")],
+    "smollm": [
+        lambda tool, arguments: f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
+    ],
+    "llama": [
+        lambda tool, arguments: f'{{"name": "{tool}", "parameters": {arguments}}}',
+        lambda tool, arguments: f'<|python_tag|>{{"name": "{tool}", "parameters": {arguments}}}',
+        lambda tool, arguments: f'{{"name": "functions.{tool}", "arguments": {arguments}}}',
+    ],
+}
+CASES = [(name, write) for name, each in WRITTEN.items() for write in each]
+IDS = [f"{name}-{each.index(write)}" for name, each in WRITTEN.items() for write in each]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("before", ["", "I look.\n\n"])
+@pytest.mark.parametrize(("name", "write"), CASES, ids=IDS)
+def test_call_is_read(name: str, write: Callable[[str, str], str], before: str, *, early: bool) -> None:
+    text = before + write("get_weather", '{"city": "Rome", "days": 2}')
+    for pieces in ([text], list(text)):
+        answer = answer_of(name, pieces, early=early)
+        (call,) = answer.calls
+        assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Rome", "days": 2})
+        assert answer.content == before.strip()
+
+
+@given(
+    case=st.sampled_from(CASES),
+    tool=st.sampled_from(["get_weather", "unknown"]),
+    places=st.lists(st.integers(0, 300), max_size=6),
+    length=st.integers(1, 300),
+    early=st.booleans(),
+)
+def test_parts_do_not_depend_on_how_the_text_is_split(
+    case: Any, tool: str, places: list[int], length: int, *, early: bool
+) -> None:
+    name, write = case
+    text = ("Well.\n" + write(tool, '{"city": "Rome"}'))[:length]
+    whole = answer_of(name, [text], early=early)
+    assert answer_of(name, split_at(text, places), early=early) == whole
+    assert answer_of(name, list(text), early=early) == whole
+    assert whole.calls or whole.content == text
+
+
+def test_several_calls_are_read() -> None:
+    call = '{{"name": "{}", "parameters": {{}}}}'
+    text = f"{call.format('get_weather')}; {call.format('get_time')}"
+    assert [each.name for each in answer_of("llama4", [text], early=False).calls] == [
+        "get_weather",
+        "get_time",
+    ]
+    calls = "".join(
+        f"{deepseek('call begin')}{tool.name}{deepseek('sep')}{{}}{deepseek('call end')}" for tool in TOOLS
+    )
+    text = f"{deepseek('calls begin')}{calls}{deepseek('calls end')}"
+    assert [each.name for each in answer_of("deepseek", [text], early=True).calls] == [
+        "get_weather",
+        "get_time",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'It is {"name": "get_weather", "parameters": {}}.',
+        '{"name": "Rome", "parameters": {}}',
+        '{"name": "get_weather", "age": 3}',
+        '```json\n{"name": "get_weather", "parameters": {}}\n```',
+        '{"name": "get_weather"}',
+    ],
+)
+def test_other_json_of_llama_is_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of("llama", pieces, early=False)
+        assert (answer.content, answer.calls) == (text, [])
+
+
+def test_json_of_llama_is_held_only_while_it_may_be_a_call() -> None:
+    reader = AnswerReader(rules(format_of("llama")))
+    assert reader.push('{"name": "get_weather", "par') == []
+    assert reader.push('ts": 1}') == [ContentText('{"name": "get_weather", "parts": 1}')]
+
+
+def test_template_that_refuses_several_calls_gets_one() -> None:
+    single, several = format_of("llama").calls, format_of("llama4").calls
+    assert single is not None
+    assert several is not None
+    assert (single.is_single, several.is_single) == (True, False)
+
+
+def test_template_without_a_known_format_has_no_calls() -> None:
+    tokenizer: Any = ByteTokenizer()
+    tokenizer.chat_template = "{{ tools }}{{ messages }}"
+    assert read_format(tokenizer).calls is None
