@@ -108,6 +108,23 @@ async function* readStream(body, signal, tryEveryMs) {
 }
 
 /**
+ * Return how an answer ended, by what was thrown.
+ * @param {unknown} error
+ * @param {boolean} isStopped whether the person stopped it
+ * @param {boolean} hasBegun whether anything of it arrived
+ */
+export function endOf(error, isStopped, hasBegun) {
+  if (isStopped) return { end: "stopped" };
+  if (!(error instanceof ApiError)) {
+    console.error(error);
+    return { end: "error", problem: "The page could not read the answer." };
+  }
+  // The notice of the connection tells why, and goes when the server is back.
+  if (error.code === "unreachable") return { end: hasBegun ? "cut" : "unreached" };
+  return { end: "error", problem: error.message };
+}
+
+/**
  * Wait, unless the signal aborts.
  * @param {number} ms
  * @param {AbortSignal} signal

@@ -81,7 +81,7 @@ export function ModelSelect({ models, onDisk, wanted, setModel }) {
     html`<option key=${id} value=${id} selected=${id === current}>${note ? `${id} (${note})` : id}</option>`;
   return html`<label><span>Model</span>
     <select value=${current} onChange=${onChange}>
-      ${models.map(({ id, note }) => option(id, note))} ${others.map((id) => option(id, "not loaded"))}
+      ${models.map(({ id, note }) => option(id, note))} ${others.map((id) => option(id, models.length ? "not loaded" : ""))}
       <option value="">More models…</option>
     </select>
   </label>`;
