@@ -16,6 +16,7 @@ from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
 from mlx_ring.api.page.routes import load_page
+from mlx_ring.core.errors import NotReady
 
 KEY = "a key, and no other"
 
@@ -417,6 +418,28 @@ def test_waiting_and_streaming_answers_show_their_progress(browser: Browser) -> 
         page.get_by_role("button", name="Stop").click()
         expect(answer).to_contain_text("Stopped.")
         assert events.problems == []
+
+
+def test_question_waits_until_the_model_is_loaded(browser: Browser) -> None:
+    service = TwinService()
+    service.error = NotReady(
+        "The model will be loaded once 1 more machine has joined: run `mlx-ring join` there."
+    )
+    with serving(service) as url, open_page(browser, url) as (page, _):
+        ask(page, "Hello.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(
+            "Waiting: the question is sent again by itself. The model will be loaded once"
+        )
+        expect(answer.locator("code")).to_have_text("mlx-ring join")
+        service.error = None
+        expect(answer).to_contain_text(ANSWER_TEXT)
+        expect(answer).not_to_contain_text("Waiting")
+        service.error = NotReady("The model is being loaded; ask again in a moment.")
+        ask(page, "Hello again.")
+        expect(answer.last).to_contain_text("by itself. The model is being loaded.")
+        page.get_by_role("button", name="Stop").click()
+        expect(answer.last).to_contain_text("Stopped.")
 
 
 def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> None:

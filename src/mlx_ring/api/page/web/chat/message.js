@@ -4,7 +4,15 @@
 /** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, isForInputMethod, Notice, onSingleClick, onValue, useReturningFocus } from "../components.js";
+import {
+  CopyButton,
+  isForInputMethod,
+  Notice,
+  onSingleClick,
+  onValue,
+  useReturningFocus,
+  withCommands,
+} from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
@@ -144,7 +152,7 @@ function Editor({ text, setDraft, ask, askApart, cancel }) {
  */
 export function Answer(props) {
   const { message, isRunning, request, openCalls, addResult } = props;
-  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false } = message;
+  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false, waitsFor = "" } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -162,11 +170,12 @@ export function Answer(props) {
           isEmpty=${isEmpty || isKept}
           isPaused=${isPaused}
           isQueued=${isQueued}
+          waitsFor=${waitsFor}
         />
         <i aria-hidden="true"></i>
       </p>`
     }
-    ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
+    ${problem && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
     ${!isRunning && html`<${AnswerFooter} ...${props} />`}
   </article>`;
 }
