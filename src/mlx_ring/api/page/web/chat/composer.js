@@ -135,7 +135,7 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     title=${refusal || null}>Send</button>`;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
   <form class="question" onSubmit=${onSubmit}>
-    <input id="files" type="file" multiple hidden onChange=${onChoose} />
+    <input id="files" type="file" aria-label="Files to attach" multiple hidden onChange=${onChoose} />
     <label class="visually-hidden" for="question">Your question</label>
     <textarea
       id="question"
