@@ -694,6 +694,18 @@ def test_conversation_can_be_read_in_a_short_window(
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_task_list_has_its_boxes_beside_the_text(browser: Browser) -> None:
+    with serving(TwinService(says="- [ ] one\n- [x] two")) as url, open_page(browser, url) as (page, events):
+        ask(page, "Show me.")
+        items = page.get_by_role("article", name="Answer").get_by_role("listitem")
+        expect(items).to_have_text(["one", "two"])
+        expect(items.nth(0).get_by_role("checkbox", name="open")).not_to_be_checked()
+        expect(items.nth(1).get_by_role("checkbox", name="done")).to_be_checked()
+        heights = items.evaluate_all("(items) => items.map((item) => item.clientHeight)")
+        assert max(heights) < 30, "one line each"
+        assert events.problems == []
+
+
 TABLE = r"""| Model | Memory | Speed | Words |
 |---|--:|--:|---|
 | Qwen3-30B-A3B-Instruct-2507 | 17.25 GB | 55.5 tok/s | a rather long description of extraordinary things |

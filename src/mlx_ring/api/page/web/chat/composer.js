@@ -57,12 +57,6 @@ export function Composer(props) {
         aria-controls="parameters"
         onClick=${() => setPanelOpen(!isPanelOpen)}
       >Parameters${summary ? html`<span class="muted">: ${summary}</span>` : null}</button>
-      <button
-        type="button"
-        class="quiet"
-        title="Add the text of files to the question. You can also drop them here."
-        onClick=${() => document.getElementById("files")?.click()}
-      >Attach</button>
       ${props.gauge}
     </div>
   </div>`;
@@ -84,6 +78,7 @@ export function keyAction(event, { isRunning, hasTouch }) {
 function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch, refusal }) {
   const [text, setText] = useState(draft);
   const [problem, setProblem] = useState("");
+  const chooser = useRef(/** @type {HTMLInputElement | null} */ (null));
   const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
 
   useEffect(() => fitHeight(field.current), [text]);
@@ -112,9 +107,9 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     event.preventDefault();
     attach(files);
   };
-  const onChoose = (/** @type {{ currentTarget: HTMLInputElement }} */ { currentTarget: chooser }) => {
-    attach([...(chooser.files ?? [])]);
-    chooser.value = "";
+  const onChoose = (/** @type {{ currentTarget: HTMLInputElement }} */ { currentTarget: chosen }) => {
+    attach([...(chosen.files ?? [])]);
+    chosen.value = "";
   };
   const send = () => {
     if (text.trim() && !isRunning && ask(text.trim())) write("");
@@ -135,7 +130,14 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     title=${refusal || null}>Send</button>`;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
   <form class="question" onSubmit=${onSubmit}>
-    <input id="files" type="file" aria-label="Files to attach" multiple hidden onChange=${onChoose} />
+    <input ref=${chooser} id="files" type="file" aria-label="Files to attach" multiple hidden onChange=${onChoose} />
+    <button
+      type="button"
+      class="quiet attach"
+      aria-label="Attach files"
+      title="Add the text of files to the question. You can also drop them here."
+      onClick=${() => chooser.current?.click()}
+    >+</button>
     <label class="visually-hidden" for="question">Your question</label>
     <textarea
       id="question"
