@@ -1,4 +1,4 @@
-// Questions that were not sent yet, by conversation. This tab keeps them until it is closed, also if it is loaded again.
+// Questions that were not sent yet, by conversation. This tab keeps them until it is closed, also over a reload.
 
 /** @import { Conversation } from "./conversation.js" */
 
