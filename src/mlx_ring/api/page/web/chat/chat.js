@@ -106,7 +106,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         proceed=${() => send(() => chats.continue(options))}
         addResult=${(/** @type {any} */ call, /** @type {string} */ text) =>
           send(() => chats.addResult(call, text, options))}
-        empty=${html`<${Welcome} model=${options.model} placement=${placement} ask=${ask} />`}
+        empty=${html`<${Welcome} model=${options.model} placement=${placement} ask=${ask} refusal=${refusal} />`}
       />
       ${notices}
       ${
