@@ -6,6 +6,8 @@ import { ApiError, readEvents, request } from "../api.js";
 
 /** Time between two tries to get the rest of an answer, and the longest time of all tries without an event. */
 const [TRY_EVERY_MS, GIVE_UP_MS] = [1000, 120000];
+/** Longest pause between two tries of a question, in units of the usual one: a person waits. */
+const MAX_PAUSE = 2;
 /** Longest wait for a model that is being loaded: a large one may have to be downloaded. */
 const MAX_WAIT_MS = 3_600_000;
 /** End of the server's sentence that the page follows by itself. */
@@ -115,7 +117,7 @@ async function* readStream(body, signal, tryEveryMs) {
       const isLoading = error instanceof ApiError && error.code === "not_ready" && !lastEventId;
       if (isLoading && performance.now() - beganAt < MAX_WAIT_MS) {
         yield { event: "wait", data: error.message.replace(ASK_AGAIN, "."), id: null };
-        await pause((error.retryAfterS ?? 1) * tryEveryMs, signal);
+        await pause(Math.min(error.retryAfterS ?? 1, MAX_PAUSE) * tryEveryMs, signal);
         continue;
       }
       const passes = error instanceof ApiError && (error.code === "unreachable" || error.status === 503);
