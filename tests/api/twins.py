@@ -297,6 +297,7 @@ class TwinCatalog:
         """Best split of any model; None if the loaded one is the best."""
         self.parts = ClusterParts()
         self.is_measured = True
+        self.can_measure = False
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
         """Stages of which what-if questions know."""
@@ -310,6 +311,9 @@ class TwinCatalog:
         nodes = (known_profile("m4-mac-mini-16"),) if self.is_measured else ()
         loaded = self.loaded if model is not None else ()
         return RunningCluster(ClusterProfile(nodes), self.request, loaded, self.count)
+
+    async def measure(self) -> None:
+        self.is_measured = self.is_measured or self.can_measure
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         del life_s

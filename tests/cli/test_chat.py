@@ -378,7 +378,7 @@ def test_a_server_without_models_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 def piped(
     url: str, data: bytes, monkeypatch: pytest.MonkeyPatch, *, errors: str = "strict"
 ) -> tuple[int, str]:
-    """Return the exit code and the screen of a chat whose questions come from a pipe."""
+    """Return the exit code and the standard output of a chat whose questions come from a pipe."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors=errors))
     screen = io.StringIO()
     code = run_chat(url, console=Console(file=screen, width=40))
@@ -386,26 +386,33 @@ def piped(
 
 
 def test_the_exit_code_says_whether_questions_from_a_pipe_were_answered(
-    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service, url = twin
-    assert piped(url, b"Hello.\n", monkeypatch)[0] == 0
+    assert piped(url, b"Hello.\nAnd you?\n", monkeypatch) == (0, f"{ANSWER_TEXT}\n" * 2), (
+        "nothing but answers"
+    )
     monkeypatch.setattr(
         service, "error", WorkerLost("Worker 1 of stage 0 died [exit 9], as the log of it says.")
     )
-    code, screen = piped(url, b"Hello.\n", monkeypatch)
-    assert code == 1
-    assert "Worker 1 of stage 0 died [exit 9], as the log of it says. The model is loaded again.\n" in screen
+    capsys.readouterr()
+    assert piped(url, b"Hello.\n", monkeypatch) == (1, "")
+    problem = "Worker 1 of stage 0 died [exit 9], as the log of it says. The model is loaded again.\n"
+    assert capsys.readouterr().err == problem
 
 
 @pytest.mark.parametrize(("errors", "code"), [("strict", 2), ("surrogateescape", 1)])
 def test_input_that_is_no_text_is_not_taken_for_a_fault_of_the_server(
-    errors: str, code: int, twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+    errors: str,
+    code: int,
+    twin: tuple[TwinService, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found, screen = piped(twin[1], b"Hel\xfflo.\n", monkeypatch, errors=errors)
-    assert found == code
-    assert "not text in UTF-8" in screen or "not UTF-8" in screen
-    assert "OpenAI" not in screen
+    assert piped(twin[1], b"Hel\xfflo.\n", monkeypatch, errors=errors) == (code, "")
+    problem = capsys.readouterr().err
+    assert "not text in UTF-8" in problem or "not UTF-8" in problem
+    assert "OpenAI" not in problem
 
 
 def test_a_key_that_no_header_carries_is_refused(tmp_path: Path) -> None:

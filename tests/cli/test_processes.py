@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import socket
+from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +16,14 @@ import httpx
 import pytest
 import typer
 from tests.api.clients import serving as api_server
-from tests.api.twins import TwinService
+from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.default_settings import make_api_settings
 from tests.processes import serving
 
-from mlx_ring.cli import head_client, models, processes
+from mlx_ring.cli import head_client, local_models, models, processes
+from mlx_ring.cli.chat import chat as ask
 from mlx_ring.cli.head_client import name_for, names_at, pull_at
+from mlx_ring.cli.local_models import server_here
 from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
@@ -49,6 +55,41 @@ def test_run_chats_with_a_server_that_has_the_model_and_leaves_it_running(
         assert chat(monkeypatch, "demo", server.url) == 0
         assert "Paris" in capsys.readouterr().out
         assert "demo" in names_at(server.url)
+
+
+@contextlib.contextmanager
+def silent_address() -> Generator[str]:
+    """Yield the address of a server at a port that is taken, but at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads: list[Running] = []
+    monkeypatch.setattr(local_models, "heads_here", lambda: heads)
+    with silent_address() as usual, api_server(TwinService()) as url:
+        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
+        assert server_here(usual) == usual
+        own = Running("head", os.getpid(), 0.0, "", url)
+        heads += [replace(own, url="http://127.0.0.1:1"), own]
+        assert server_here(usual) == url
+        assert server_here("http://127.0.0.1:9") == "http://127.0.0.1:9", "an address that was given"
+        with pytest.raises(typer.Exit) as ended:
+            ask("Hello.", url=usual)
+        assert (ended.value.exit_code, capsys.readouterr().out) == (0, f"{ANSWER_TEXT}\n")
+        with api_server(TwinService()) as answering:
+            monkeypatch.setattr(local_models, "DEFAULT_URL", answering)
+            assert server_here(answering) == answering
+
+
+def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with silent_address() as usual, own_server("demo", None) as url:
+        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
+        assert [each.url for each in local_models.heads_here()] == [url]
+        assert server_here(usual) == usual
 
 
 def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(

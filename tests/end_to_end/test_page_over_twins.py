@@ -16,6 +16,7 @@ from tests.default_settings import make_api_settings, make_policy
 from tests.end_to_end.page_windows import ask, open_page
 
 from mlx_ring.api.page.routes import load_page
+from mlx_ring.core.errors import NotReady
 
 KEY = "a key, and no other"
 
@@ -419,6 +420,28 @@ def test_waiting_and_streaming_answers_show_their_progress(browser: Browser) -> 
         assert events.problems == []
 
 
+def test_question_waits_until_the_model_is_loaded(browser: Browser) -> None:
+    service = TwinService()
+    service.error = NotReady(
+        "The model will be loaded once 1 more machine has joined: run `mlx-ring join` there."
+    )
+    with serving(service) as url, open_page(browser, url) as (page, _):
+        ask(page, "Hello.")
+        answer = page.get_by_role("article", name="Answer")
+        expect(answer).to_contain_text(
+            "Waiting: the question is sent again by itself. The model will be loaded once"
+        )
+        expect(answer.locator("code")).to_have_text("mlx-ring join")
+        service.error = None
+        expect(answer).to_contain_text(ANSWER_TEXT)
+        expect(answer).not_to_contain_text("Waiting")
+        service.error = NotReady("The model is being loaded; ask again in a moment.")
+        ask(page, "Hello again.")
+        expect(answer.last).to_contain_text("by itself. The model is being loaded.")
+        page.get_by_role("button", name="Stop").click()
+        expect(answer.last).to_contain_text("Stopped.")
+
+
 def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> None:
     with contextlib.ExitStack() as cleanup:
         with serving(TwinService(context=CONTEXT, says=LONG_ANSWER)) as url:
@@ -436,6 +459,10 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         expect(page.get_by_role("button", name="Send")).to_be_disabled()
         expect(page.get_by_label("Your question")).to_have_value("Is somebody there?")
         expect(answer).to_contain_text(ALPHABET)
+        expect(page.get_by_label("Model").locator("option:checked")).to_have_text("org/twin")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.get_by_role("button", name="Write a haiku about the sea.")).to_be_disabled()
+        page.get_by_role("button", name="Tell me the alphabet.", exact=True).click()
         cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.locator(".notice")).to_have_count(0)
         answer.get_by_role("button", name="Retry").click()
@@ -535,6 +562,128 @@ def test_change_of_a_question_is_kept_while_other_views_are_open(browser: Browse
         expect(page.get_by_role("button", name="Edit")).to_be_visible()
 
 
+def test_draft_of_each_chat_is_kept_until_the_tab_is_closed(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        question = page.get_by_label("Your question")
+        ask(page, "First question.")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens")
+        question.fill("About the first.")
+        page.get_by_role("button", name="New chat").click()
+        expect(question).to_have_value("")
+        question.fill("About another matter.")
+        page.reload()
+        expect(question).to_have_value("About the first.")
+        page.get_by_role("button", name="New chat").click()
+        expect(question).to_have_value("About another matter.")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("article", name="Answer")).to_contain_text("tokens")
+        expect(question).to_have_value("")
+        page.get_by_role("button", name="New chat").click()
+        expect(question).to_have_value("")
+        page.get_by_role("button", name="Delete all").click()
+        page.get_by_role("button", name="Delete permanently").click()
+        assert page.evaluate("sessionStorage.length") == 0
+        assert events.problems == []
+
+
+DROPS_FILES = """([target, files]) => {
+    const dataTransfer = new DataTransfer();
+    for (const [name, type, content] of files) {
+        dataTransfer.items.add(new File([new Uint8Array(content)], name, { type }));
+    }
+    const options = { dataTransfer, bubbles: true, cancelable: true };
+    const events = ["dragover", "drop"].map((name) => new DragEvent(name, options));
+    for (const event of events) document.querySelector(target).dispatchEvent(event);
+    return events.every((event) => event.defaultPrevented);
+}"""
+"""Report whether the browser stays on the page."""
+
+
+PASTES_A_PICTURE = """() => {
+    const clipboardData = new DataTransfer();
+    clipboardData.items.add(new File([new Uint8Array(9)], "photo.png", { type: "image/png" }));
+    const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+    document.querySelector("#question").dispatchEvent(event);
+}"""
+
+
+def test_text_files_are_attached_and_others_are_refused(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        question, problem = page.get_by_label("Your question"), page.locator(".composer [role=alert]")
+        question.fill("Explain this:")
+        code = list(b"def f(x):\n    return x\n")
+        assert page.evaluate(DROPS_FILES, [".thread", [["f.py", "text/x-python", code]]])
+        expect(question).to_have_value(
+            re.compile(r"^Explain this:\n\nf.py:\n```py\ndef f\(x\):\n    return x\n```\n")
+        )
+        expect(question).to_be_focused()
+        assert page.evaluate(
+            DROPS_FILES, ["#question", [["a.bin", "", [0, 1]], ["old.txt", "text/plain", [228]]]]
+        )
+        expect(problem).to_have_text(
+            "a.bin is not text in UTF-8. Only text can be sent. old.txt is not text in UTF-8. Only text can be sent."
+        )
+        page.evaluate(PASTES_A_PICTURE)
+        expect(problem).to_have_text("photo.png is no text. Only text can be sent.")
+        question.press("End")
+        question.press("Space")
+        expect(problem).to_have_count(0)
+        large = {"name": "large.log", "mimeType": "text/plain", "buffer": b"line\n" * 300_000}
+        page.locator("#files").set_input_files([large, {**large, "name": "b.md", "buffer": b"# Title"}])  # pyright: ignore[reportArgumentType]
+        expect(problem).to_have_text("large.log has 1.5 MB. Files of up to 1 MB can be sent.")
+        expect(question).to_have_value(re.compile("b.md:\n```md\n# Title\n```"))
+        page.get_by_role("link", name="Models").click()
+        assert page.evaluate(DROPS_FILES, ["main", [["f.py", "text/x-python", code]]])
+        assert events.problems == []
+
+
+def test_chat_is_continued_in_a_copy_and_keeps_what_an_edit_would_replace(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        answers, questions = (
+            page.get_by_role("article", name="Answer"),
+            page.get_by_role("article", name="You"),
+        )
+        chats = page.get_by_label("Conversations").get_by_role("listitem")
+        for count, text in enumerate(("One.", "Two."), 1):
+            ask(page, text)
+            expect(answers).to_have_count(count)
+            expect(page.get_by_role("button", name="Branch")).to_have_count(count)
+        page.get_by_role("button", name="Branch").first.click()
+        expect(page.get_by_role("heading", name="One. (branch)")).to_be_visible()
+        expect(answers).to_have_count(1)
+        expect(chats).to_have_count(2)
+        chats.nth(1).get_by_role("button", name="One.", exact=True).click()
+        questions.last.get_by_role("button", name="Edit").click()
+        expect(page.get_by_role("button", name="Ask in a new chat")).to_have_count(0)
+        page.keyboard.press("Escape")
+        questions.first.get_by_role("button", name="Edit").click()
+        page.get_by_label("Edit the question").fill("Uno.")
+        page.get_by_role("button", name="Ask in a new chat").click()
+        expect(page.get_by_role("heading", name="Uno.")).to_be_visible()
+        expect(questions).to_have_text([re.compile("^Uno")])
+        expect(chats).to_have_count(3)
+        chats.filter(has=page.get_by_role("button", name="One.", exact=True)).get_by_role(
+            "button"
+        ).first.click()
+        expect(questions).to_have_text([re.compile("^One"), re.compile("^Two")])
+        expect(page.get_by_label("Edit the question")).to_have_count(0)
+        assert events.problems == []
+
+
+def test_long_question_is_shown_in_part_until_it_is_opened(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, _):
+        ask(page, "line\n" * 100)
+        question = page.get_by_role("article", name="You")
+        expect(page.get_by_role("article", name="Answer")).to_be_in_viewport()
+        assert (question.bounding_box() or {})["height"] < 400
+        question.get_by_role("button", name="Show all").click()
+        assert (question.bounding_box() or {})["height"] > 1500
+        question.get_by_role("button", name="Show less").click()
+        assert (question.bounding_box() or {})["height"] < 400
+
+
 @pytest.mark.parametrize(("width", "height"), [(320, 256), (390, 330), (390, 664), (1280, 300)])
 def test_conversation_can_be_read_in_a_short_window(
     width: int, height: int, browser: Browser, twin_url: str
@@ -547,6 +696,18 @@ def test_conversation_can_be_read_in_a_short_window(
         expect(page.get_by_label("Temperature")).to_be_visible()
         assert page.evaluate("document.querySelector('.thread').clientHeight") > 100
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_task_list_has_its_boxes_beside_the_text(browser: Browser) -> None:
+    with serving(TwinService(says="- [ ] one\n- [x] two")) as url, open_page(browser, url) as (page, events):
+        ask(page, "Show me.")
+        items = page.get_by_role("article", name="Answer").get_by_role("listitem")
+        expect(items).to_have_text(["one", "two"])
+        expect(items.nth(0).get_by_role("checkbox", name="open")).not_to_be_checked()
+        expect(items.nth(1).get_by_role("checkbox", name="done")).to_be_checked()
+        heights = items.evaluate_all("(items) => items.map((item) => item.clientHeight)")
+        assert max(heights) < 30, "one line each"
+        assert events.problems == []
 
 
 TABLE = r"""| Model | Memory | Speed | Words |

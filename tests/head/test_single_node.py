@@ -10,12 +10,14 @@ from typing import Any, cast
 import pytest
 from tests.eventually import run_tasks_until
 
-from mlx_ring.core.errors import Conflict, NotReady, WorkerStuck
+from mlx_ring.agent.profiling import ProfileOptions
+from mlx_ring.core.errors import Conflict, NotReady, RingError, WorkerLost, WorkerStuck
 from mlx_ring.head import single_node as subject
 from mlx_ring.head.move_order import MoveOrder
 from mlx_ring.head.moves import Moves
-from mlx_ring.head.single_node import SingleNode, profile_command
+from mlx_ring.head.single_node import SingleNode, measure_alone, profile_command
 from mlx_ring.host.machine import node_name
+from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.settings.config import Settings
 
 
@@ -155,21 +157,58 @@ def test_only_a_built_in_model_is_loaded_while_native_kernels_are_compiled(
 
         monkeypatch.setattr(subject, "build_kernels", build_kernels)
         machines: Any = SingleNode(Settings(), tmp_path, 1)
-        await machines._prepare_kernels(SimpleNamespace(kind="built-in"))
+        await machines._prepare_kernels(is_urgent=False)
         await run_tasks_until(lambda: urgencies)
-        waiting = asyncio.create_task(machines._prepare_kernels(SimpleNamespace(kind="folder")))
+        waiting = asyncio.create_task(machines._prepare_kernels(is_urgent=True))
         await run_tasks_until(lambda: len(urgencies) == 2)
         assert (urgencies, ends, waiting.done()) == ([False, True], ["cancelled"], False)
         compiled.set()
         await waiting
         compiled.clear()
         other: Any = SingleNode(Settings(), tmp_path, 1)
-        await other._prepare_kernels(SimpleNamespace(kind="built-in"))
+        await other._prepare_kernels(is_urgent=False)
         await run_tasks_until(lambda: len(urgencies) == 3)
         await other.stop()
 
     asyncio.run(run())
     assert ends == ["cancelled", "compiled", "cancelled"]
+
+
+def test_machine_is_measured_until_its_profile_is_steady_with_the_threads_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noisy, steady = (cast("MachineProfile", SimpleNamespace(is_steady=each)) for each in (False, True))
+    failure = WorkerLost("Measuring this machine failed: it was killed")
+    ends: list[MachineProfile | RingError] = [failure, noisy, steady]
+    threads: list[int] = []
+
+    async def recall_or_measure(_: object, options: ProfileOptions, *, accepts_noise: bool) -> MachineProfile:
+        assert not accepts_noise
+        threads.append(options.blas_threads)
+        if isinstance(end := ends.pop(0), RingError):
+            raise end
+        return end
+
+    async def build_kernels(blas: str, *, is_urgent: bool) -> None:
+        assert (blas, is_urgent) == ("auto", True)
+
+    monkeypatch.setattr(subject, "recall_or_measure", recall_or_measure)
+    monkeypatch.setattr(subject, "build_kernels", build_kernels)
+    monkeypatch.setattr("mlx_ring.host.machine.usable_cores", lambda: 8)
+
+    async def run() -> None:
+        machines: Any = SingleNode(Settings(), tmp_path, 2)
+        await measure_alone(machines)
+        assert machines._profile is None
+        await measure_alone(machines)
+        assert machines._profile is noisy
+        await asyncio.gather(measure_alone(machines), measure_alone(machines))
+        assert machines._profile is steady
+        await machines.stop()
+
+    asyncio.run(run())
+    assert threads == [3, 3, 3]
+    assert "This machine is not measured: Measuring this machine failed: it was killed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,10 @@ class ModelCatalog(Protocol):
         """
         ...
 
+    async def measure(self) -> None:
+        """Measure the head's machine, unless it was or cannot be. That takes seconds."""
+        ...
+
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it.
 

@@ -69,6 +69,8 @@ class ChatSession:
     server: ChatServer
     model: str
     console: Console
+    notes: Console
+    """Where to print everything but the answers: the same one for a person at a terminal."""
     system: str | None = None
     sampling: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """Sampling parameters of each request, by their names there; None for those not set."""
@@ -159,7 +161,8 @@ def run_chat(
         model: name of the model; None for the first one served.
         system: system prompt.
         sampling: sampling parameters by their names in requests; None for those not set.
-        question: only this is asked, and only the answer printed, without its reasoning if the output is no terminal.
+        question: only this is asked. Only the answer is printed, as for questions from a pipe. Errors and counts go to
+            standard error, and reasoning is left out if the output is no terminal.
         trusted: TLS context for an HTTPS server.
         console: where to print.
         read_line: returns the next line, or raises `EOFError` at the end.
@@ -168,21 +171,28 @@ def run_chat(
         The exit code: 0, 1 if the question, or one from a pipe, got no complete answer, or 2 without such a server or model.
     """
     console = console or Console()
-    is_piped = read_line is None and not sys.stdin.isatty()
+    is_piped = read_line is None and question is None and not sys.stdin.isatty()
     read_line = read_line or _read_line
+    # Other programs read these answers, so that nothing else may stand among them.
+    notes = Console(stderr=True) if is_piped or question is not None else console
     server = ChatServer(base_url, api_key, trusted)
     try:
-        conversation = ChatSession(server, server.find_model(model), console, system, {**(sampling or {})})
+        conversation = ChatSession(
+            server, server.find_model(model), console, notes, system, {**(sampling or {})}
+        )
+        conversation.shows_reasoning = notes is console or console.is_terminal
         if question is not None:
             return _answer_once(conversation, question)
-        console.print(
-            f"[bold]{escape(conversation.model)}[/] at {escape(server.url)}. Type /help for commands, Ctrl-D to leave.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        if not is_piped:
+            console.print(
+                f"[bold]{escape(conversation.model)}[/] at {escape(server.url)}. "
+                "Type /help for commands, Ctrl-D to leave.",
+                highlight=False,
+                soft_wrap=True,
+            )
         _converse(conversation, read_line)
     except ChatError as error:
-        _print_error(console, error)
+        _print_error(notes, error)
         return _MISUSE
     finally:
         server.close()
@@ -201,12 +211,11 @@ def sampling_of(
 
 
 def _answer_once(conversation: ChatSession, question: str) -> int:
-    """Print an answer without anything else, for other programs to read, and return the exit code."""
-    conversation.shows_reasoning = conversation.console.is_terminal
+    """Print an answer without anything else, and return the exit code."""
     try:
         reply = conversation.ask(question)
     except ChatError as error:
-        _print_error(Console(stderr=True), error)
+        _print_error(conversation.notes, error)
         return _FAILED
     return INTERRUPTED if reply.interrupted else 0
 
@@ -219,7 +228,8 @@ def _converse(conversation: ChatSession, read_line: Callable[[], str]) -> None:
             conversation.console.print("\n[dim]Ctrl-D leaves.[/]")
             continue
         except EOFError:
-            conversation.console.print()
+            if conversation.notes is conversation.console:
+                conversation.console.print()
             return
         if line in {"/exit", "/quit"}:
             return
@@ -234,20 +244,18 @@ def _run_command(conversation: ChatSession, line: str) -> None:
     match command:
         case "/reset":
             conversation.reset(conversation.system)
-            conversation.console.print("[dim]New conversation.[/]")
+            conversation.notes.print("[dim]New conversation.[/]")
         case "/system":
             conversation.reset(rest.strip() or None)
-            conversation.console.print(
+            conversation.notes.print(
                 f"[dim]New conversation with {'this' if conversation.system else 'no'} system prompt.[/]"
             )
         case "/set":
-            conversation.console.print(
-                f"[dim]{escape(_set(conversation.sampling, rest))}[/]", highlight=False
-            )
+            conversation.notes.print(f"[dim]{escape(_set(conversation.sampling, rest))}[/]", highlight=False)
         case "/help":
-            conversation.console.print(_HELP, highlight=False)
+            conversation.notes.print(_HELP, highlight=False)
         case _:
-            conversation.console.print(
+            conversation.notes.print(
                 f"[dim]There is no {command}; /help lists the commands.[/]", highlight=False
             )
 
@@ -272,9 +280,9 @@ def _answer(conversation: ChatSession, question: str) -> None:
         reply = conversation.ask(question)
     except ChatError as error:
         conversation.has_failed = True
-        _print_error(conversation.console, error)
+        _print_error(conversation.notes, error)
         return
-    conversation.console.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
+    conversation.notes.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
 
 
 def _footnote(reply: Reply) -> str:
@@ -306,7 +314,9 @@ def _read_line() -> str:
 
 def chat(
     question: Annotated[str | None, QUESTION] = None,
-    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
+    url: Annotated[
+        str, typer.Option(help="Address of the server, or by default another one of this machine.")
+    ] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
@@ -318,9 +328,13 @@ def chat(
 ) -> None:
     """Chat with a served model in this terminal.
 
-    From a pipe, each line is a question. The exit code is 1 if one of them, or the given question, got no complete answer.
+    From a pipe, each line is a question, and only the answers are printed. The exit code is 1 if one of them, or the given question, got no complete answer.
     """
+    from mlx_ring.cli.local_models import server_here  # imports what only downloads need
+
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    raise typer.Exit(run_chat(url, model, system, key, sampling=sampling, question=question, trusted=trusted))
+    raise typer.Exit(
+        run_chat(server_here(url), model, system, key, sampling=sampling, question=question, trusted=trusted)
+    )

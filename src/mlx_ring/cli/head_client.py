@@ -32,6 +32,8 @@ CACERT = typer.Option(
     help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
 )
 API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
+LIFELINE = "--lifeline-fd"
+"""Option of a server that `run` starts for its own chat."""
 QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
 _ANOTHER = "another program answers there"

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
+from urllib.parse import urlsplit
 
+import psutil
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -26,7 +29,16 @@ from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
-from mlx_ring.cli.head_client import API_KEY, CACERT, ServedNames, ask_head, names_at
+from mlx_ring.cli.head_client import (
+    API_KEY,
+    CACERT,
+    DEFAULT_URL,
+    LIFELINE,
+    QUICK_ANSWER_S,
+    ServedNames,
+    ask_head,
+    names_at,
+)
 from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder
@@ -167,6 +179,34 @@ def memory_here(api_key: str | None = None, cacert: Path | None = None) -> int |
 def heads_here() -> list[Running]:
     """Return the heads that run on this machine with the same state folder."""
     return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
+
+
+def server_here(url: str) -> str:
+    """Return this address. If it is the usual one and nothing listens there, return that of another head of this machine.
+
+    A head that `run` started for its own chat ends with that chat, so it is not taken.
+    """
+    if url != DEFAULT_URL or _listens(url):
+        return url
+    return next(
+        (head.url for head in heads_here() if not _is_of_a_chat(head.pid) and _listens(head.url)), url
+    )
+
+
+def _listens(url: str) -> bool:
+    place = urlsplit(url)
+    with contextlib.suppress(OSError):
+        socket.create_connection((place.hostname or "", place.port or 0), QUICK_ANSWER_S).close()
+        return True
+    return False
+
+
+def _is_of_a_chat(pid: int) -> bool:
+    """Report whether `run` started this process, which then ends with a pipe."""
+    try:
+        return any(each.startswith(LIFELINE) for each in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return True
 
 
 def rm(

@@ -24,6 +24,7 @@ from mlx_ring.cli.head_client import (
     API_KEY,
     CACERT,
     DEFAULT_URL,
+    LIFELINE,
     MAX_TOKENS,
     QUESTION,
     SEED,
@@ -156,7 +157,9 @@ def run(
         str, typer.Argument(help="Built-in name, folder, GGUF file, short name or Hugging Face id.")
     ],
     question: Annotated[str | None, QUESTION] = None,
-    url: Annotated[str, typer.Option(help="Server to use if it runs.")] = DEFAULT_URL,
+    url: Annotated[
+        str, typer.Option(help="Server to use if it runs, else another one of this machine.")
+    ] = DEFAULT_URL,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
     top_p: Annotated[float | None, TOP_P] = None,
@@ -171,11 +174,12 @@ def run(
     started for it. A model that is not on this machine is downloaded first. With a question, its answer alone is printed.
     """
     from mlx_ring.cli.chat import run_chat, sampling_of  # `ps` and `stop` need no chat
+    from mlx_ring.cli.local_models import server_here
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    with _served(model, url, key, cacert) as (place, name):
+    with _served(model, server_here(url), key, cacert) as (place, name):
         code = run_chat(place, name, system, key, sampling=sampling, question=question, trusted=trusted)
     raise typer.Exit(code)
 
@@ -243,7 +247,7 @@ def own_server(model: str, key: str | None) -> Generator[str]:
     fetch_here(model, must_fit=True)
     reading, writing = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, f"--lifeline-fd={reading}", "serve", model, "--port=0"],
+        [sys.executable, "-m", __name__, f"{LIFELINE}={reading}", "serve", model, "--port=0"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -279,7 +283,7 @@ def _address(child: subprocess.Popen[str]) -> str:
 def main() -> None:
     """Run a command that ends with its parent, for `run`."""
     parser = argparse.ArgumentParser(prog="mlx_ring.cli.processes", description=__doc__)
-    parser.add_argument("--lifeline-fd", type=int, required=True, help="pipe that closes with the parent")
+    parser.add_argument(LIFELINE, type=int, required=True, help="pipe that closes with the parent")
     options, typed = parser.parse_known_args()
     watch_lifeline(options.lifeline_fd, lambda: os.kill(os.getpid(), signal.SIGTERM))
     sys.argv = ["mlx-ring", *typed]

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import logging
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.status_tables import show_plan
+from mlx_ring.core.environment import program
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import join_lines, lan_addresses
 from mlx_ring.rpc.protos import agent_pb2
@@ -220,12 +220,6 @@ def sample_commands(url: str, model: str, certificate: Path | None, *, asks_for_
         "Or chat with it in another terminal:",
         f"  {program()} chat{place}{trust}",
     ]
-
-
-def program() -> str:
-    """Return the name by which this program was called, for commands to paste."""
-    called = Path(sys.argv[0])
-    return "mlx-ring" if shutil.which("mlx-ring") or called.name != "mlx-ring" else str(called)
 
 
 def _megabytes(count: int) -> str:

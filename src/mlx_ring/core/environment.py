@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -144,3 +145,15 @@ def package_version(name: str) -> str:
     from mlx_cpu_kernels.packages import version_of  # imports code that greetings alone do not need
 
     return version_of(name) or "absent"
+
+
+def program(*, shows_folders: bool = True) -> str:
+    """Return the name by which this program was called, for commands to paste.
+
+    Args:
+        shows_folders: False for readers elsewhere, who need not know the folders above the working folder.
+    """
+    called = Path(sys.argv[0])
+    if shutil.which("mlx-ring") or called.name != "mlx-ring" or (called.is_absolute() and not shows_folders):
+        return "mlx-ring"
+    return str(called)

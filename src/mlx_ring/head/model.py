@@ -438,3 +438,12 @@ class HostedModel:
         await asyncio.wait((task,))
         del self._tasks[replica]
         self.replicas.remove(replica)
+
+
+def forget_load(tasks: dict[str, asyncio.Task[None]], hosted: HostedModel, done: asyncio.Task[None]) -> None:
+    """Remove the task of a load that has ended."""
+    tasks.pop(hosted.model_id, None)
+    hosted.is_queued = False
+    if not done.cancelled():
+        # Retrieve the error: perhaps no request waits for it any more.
+        done.exception()

@@ -18,7 +18,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import Conflict, NotReady, PlanError, RingError
 from mlx_ring.core.traces import Tracing
 from mlx_ring.head.kv_memory import KvShares
-from mlx_ring.head.model import HostedModel, Ready
+from mlx_ring.head.model import HostedModel, Ready, forget_load
 from mlx_ring.head.move_order import MoveOrder, RoomAmongModels, Turn, check_room, promised_bytes
 from mlx_ring.head.moves import Moves
 from mlx_ring.head.nodes import Declared, Machines
@@ -26,6 +26,7 @@ from mlx_ring.head.plan_requests import measured_cluster, plan_request, readable
 from mlx_ring.head.replanning import Replanning
 from mlx_ring.head.replica import Replica, Watcher
 from mlx_ring.head.served_model import ServedModel, policy_of, prepare_model
+from mlx_ring.head.single_node import measure_alone
 from mlx_ring.head.status import (
     ClusterView,
     InstanceView,
@@ -134,6 +135,9 @@ class Catalog:
         if any(name not in connected for stages in loaded for _, ranks in stages for name, _ in ranks):
             loaded = ()
         return RunningCluster(machines, request, loaded, hosted.settings.replicas, policy_of(hosted.settings))
+
+    async def measure(self) -> None:
+        await measure_alone(self._begun())
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it."""
@@ -376,7 +380,7 @@ class Catalog:
             hosted.is_queued = True
             task = asyncio.create_task(work, name=f"load {hosted.model_id}")
             self._loads[hosted.model_id] = task
-            task.add_done_callback(lambda done: _forget(self._loads, hosted, done))
+            task.add_done_callback(lambda done: forget_load(self._loads, hosted, done))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -439,11 +443,3 @@ class Catalog:
     def _crash(self, error: Exception) -> None:
         if not self.crashed.done():
             self.crashed.set_exception(error)
-
-
-def _forget(tasks: dict[str, asyncio.Task[None]], hosted: HostedModel, done: asyncio.Task[None]) -> None:
-    tasks.pop(hosted.model_id, None)
-    hosted.is_queued = False
-    if not done.cancelled():
-        # Retrieve the error: perhaps no request waits for it any more.
-        done.exception()

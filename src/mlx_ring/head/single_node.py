@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shlex
 import time
 from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, build_kernels, recall
+from mlx_ring.agent.profiling import ProfileOptions, ProfileStore, build_kernels, recall, recall_or_measure
 from mlx_ring.api.service import LinkInfo
 from mlx_ring.cluster.agent_link import LocalAgent, Source
 from mlx_ring.cluster.deployment import Site
@@ -29,11 +30,12 @@ from mlx_ring.host.energy import EnergyMeter
 from mlx_ring.host.machine import node_name, share_cores
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.process import usable_memory
-from mlx_ring.models.model_source import LocalModel
 from mlx_ring.rpc.hello import hello_versions, make_hello
 from mlx_ring.rpc.link_profile import LinkProfile
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import rank_shares
+
+log = logging.getLogger(__name__)
 
 USES_ONE_MACHINE = (
     "This server uses one machine alone. To add others, start it with `mlx-ring serve MODEL --nodes 2`."
@@ -62,6 +64,12 @@ def profile_command(settings: Settings, models: int) -> str:
     return shlex.join(words)
 
 
+async def measure_alone(machines: object) -> None:
+    """Measure the machine of a head without a cluster, unless it was. Members of a cluster were."""
+    if isinstance(machines, SingleNode):
+        await machines.measure()
+
+
 class SingleNode:
     """Single machine, whose agent is a child process.
 
@@ -79,10 +87,11 @@ class SingleNode:
         self._dropping: set[asyncio.Task[None]] = set()
         self._kernels: asyncio.Task[None] | None = None
         self._is_urgent = False
-        """True if a model waits for the kernels."""
+        """True if a model or a measurement waits for the kernels."""
         self._compiling = asyncio.Lock()
         """Compilation of the native kernels."""
         self._profile: MachineProfile | None = None
+        self._measuring = asyncio.Lock()
         self._since_s = time.time()
         self._serial = count()
         self._starting = asyncio.Lock()
@@ -119,7 +128,8 @@ class SingleNode:
         return [None] * (declared.settings.replicas or 1)
 
     async def next_epoch(self, order: Order) -> Epoch:
-        await self._prepare_kernels(order.served.local)
+        # The built-in models are small, so they do not wait for the kernels.
+        await self._prepare_kernels(is_urgent=order.served.local.kind != "built-in")
         agent = await self._alive()
         source = Source(str(order.served.folder.path))
         reserve_share = 1.0 - self._settings.memory_utilization
@@ -172,19 +182,37 @@ class SingleNode:
     def release(self, instance: str) -> None:
         """Do nothing: the agent answers, and was asked to end them."""
 
+    async def measure(self) -> None:
+        """Measure this machine with the threads of its workers, unless it was. Log why it cannot be.
+
+        A noisy profile is measured again by later calls, as for a cluster.
+        """
+        async with self._measuring:
+            if self._profile is not None and self._profile.is_steady:
+                return
+            await self._prepare_kernels(is_urgent=True)
+            store, options = self._profiles(), self._profile_options()
+            try:
+                self._profile = await recall_or_measure(store, options, accepts_noise=False)
+            except RingError as error:
+                log.warning("This machine is not measured: %s", error)
+
     def _kept_profile(self) -> MachineProfile | None:
         """Return the stored profile; measuring would take seconds."""
-        settings = self._settings
-        threads = settings.blas_threads or share_cores(self._workers)
-        options = ProfileOptions(blas=settings.blas, blas_threads=threads)
-        return recall(ProfileStore(state_folder(settings.state_dir)), options)
+        return recall(self._profiles(), self._profile_options())
 
-    async def _prepare_kernels(self, model: LocalModel) -> None:
-        """Compile the native kernels if they are missing. The built-in models are small, so they do not wait for them.
+    def _profiles(self) -> ProfileStore:
+        return ProfileStore(state_folder(self._settings.state_dir))
+
+    def _profile_options(self) -> ProfileOptions:
+        threads = self._settings.blas_threads or share_cores(self._workers)
+        return ProfileOptions(blas=self._settings.blas, blas_threads=threads)
+
+    async def _prepare_kernels(self, *, is_urgent: bool) -> None:
+        """Compile the native kernels if they are missing, and wait for them if it is urgent.
 
         A compilation for which nobody waited has the lowest priority, so another one takes its place.
         """
-        is_urgent = model.kind != "built-in"
         async with self._compiling:
             if is_urgent and not self._is_urgent and self._kernels is not None and not self._kernels.done():
                 self._kernels.cancel()

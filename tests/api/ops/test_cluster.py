@@ -178,6 +178,24 @@ def test_status_lists_the_addresses_for_other_machines_and_phones() -> None:
     assert Api().get("/cluster/status").json()["urls"] == []
 
 
+@pytest.mark.parametrize(
+    ("called", "shown"),
+    [
+        (".venv/bin/mlx-ring", ".venv/bin/mlx-ring"),
+        ("/home/joe/bin/mlx-ring", "mlx-ring"),
+        ("run.py", "mlx-ring"),
+    ],
+)
+def test_status_has_the_program_as_it_was_called_but_no_folders_above(
+    called: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [called])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Api().get("/cluster/status").json()["program"] == shown
+    monkeypatch.setattr("shutil.which", str)
+    assert Api().get("/cluster/status").json()["program"] == "mlx-ring"
+
+
 def test_status_says_why_no_machine_can_join() -> None:
     alone = Api().get("/cluster/status").json()["join_refusal"]
     assert "one machine alone" in alone

@@ -100,10 +100,19 @@ def test_a_cluster_without_measurements_is_no_reason_to_try_again() -> None:
     assert command.startswith("mlx-ring profile --blas-threads ")
     assert f"No machine of the cluster is measured: run `{command}` on" in refusal(reply, 409)[1]
     assert "retry-after" not in reply.headers
+    api.catalog.can_measure = True
     api.service.error = NotReady("The model is being loaded; ask again in a moment.")
     reply = api.post("/cluster/what-if", {})
     assert "being loaded" in refusal(reply, 503)[1]
     assert reply.headers["retry-after"]
+
+
+@pytest.mark.parametrize("asked", ["what-if", "planning"])
+def test_machine_that_was_not_measured_is_measured_for_the_first_question(asked: str) -> None:
+    api = Api()
+    api.catalog.is_measured, api.catalog.can_measure = False, True
+    reply = api.get("/cluster/planning") if asked == "planning" else api.post("/cluster/what-if", {})
+    assert reply.status_code == 200
 
 
 def test_added_machines_are_planned_alone_while_none_is_measured() -> None:

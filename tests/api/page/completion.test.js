@@ -61,15 +61,17 @@ async function streamOver(connections) {
     return next instanceof Response ? next : new Response(next);
   });
   const states = [];
+  const waits = [];
   let problem = null;
   try {
-    for await (const { content, isPaused } of streamCompletion({}, new AbortController().signal, 0)) {
+    for await (const { content, isPaused, waitsFor } of streamCompletion({}, new AbortController().signal, 0)) {
       states.push([content, isPaused]);
+      waits.push(waitsFor);
     }
   } catch (error) {
     problem = error instanceof Error ? error.message : String(error);
   }
-  return { states, problem, sent };
+  return { states, waits, problem, sent };
 }
 
 const [par, is] = [chunk({ content: "Par" }), chunk({ content: "is." }, "stop")].map((one) => JSON.stringify(one));
@@ -86,6 +88,19 @@ test("a broken connection is followed by others that give the rest of a kept ans
   assert.deepEqual(states.at(0), ["Par", false]);
   assert.deepEqual(states.slice(1, -1), Array(3).fill(["Par", true]));
   assert.deepEqual(states.at(-1), ["Paris.", false]);
+});
+
+test("a question is sent again until its model is loaded, but not to a server that is shutting down", async () => {
+  const refused = (/** @type {string} */ code) => {
+    const error = { code, message: "The model is being loaded; ask again in a moment." };
+    return new Response(JSON.stringify({ error }), { status: 503, headers: { "retry-after": "5" } });
+  };
+  const loading = await streamOver([refused("not_ready"), refused("not_ready"), `data: ${is}\n\ndata: [DONE]\n\n`]);
+  assert.equal(loading.problem, null);
+  assert.deepEqual(loading.waits, ["The model is being loaded.", "The model is being loaded.", ""]);
+  assert.deepEqual(loading.states.at(-1), ["is.", false]);
+  const draining = await streamOver([refused("draining")]);
+  assert.equal(draining.problem, "The model is being loaded; ask again in a moment.");
 });
 
 test("an answer that is not kept ends with its connection", async () => {

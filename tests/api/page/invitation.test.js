@@ -75,8 +75,11 @@ test("the start command names the models, and what the page knows of the options
   /** @type {any} */
   const plain = { models: [{ model: "demo" }], urls: [], nodes: [], join_refusal: "One machine." };
   assert.equal(startCommand(plain, { port: "8100", hasKey: false }), "mlx-ring serve demo");
+  const checkout = { ...plain, program: ".venv/bin/mlx-ring" };
+  assert.equal(startCommand(checkout, { port: "8100", hasKey: false }), ".venv/bin/mlx-ring serve demo");
   /** @type {any} */
   const full = {
+    program: "my tools/mlx-ring",
     models: [{ model: "org/m" }, { model: "m", start_name: "/it's my/m" }],
     urls: ["http://mini:9000"],
     nodes: ["attending", "attending", "attending", "gone"].map((state) => ({ state })),
@@ -84,7 +87,7 @@ test("the start command names the models, and what the page knows of the options
   };
   assert.equal(
     startCommand(full, { port: "9000", hasKey: true }),
-    "mlx-ring serve org/m '/it'\\''s my/m' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
+    "'my tools/mlx-ring' serve org/m '/it'\\''s my/m' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
   );
   assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
 });

@@ -3,6 +3,9 @@ import { describe, test } from "node:test";
 import { parseBlocks } from "../../../src/mlx_ring/api/page/web/markdown/blocks.js";
 import { toHtml } from "./support.js";
 
+const box = (/** @type {boolean} */ isDone) =>
+  `<input type="checkbox" disabled="true" checked="${isDone}" aria-label="${isDone ? "done" : "open"}">`;
+const [OPEN, DONE] = [box(false), box(true)];
 const LINK = 'target="_blank" rel="noopener noreferrer nofollow"';
 
 /** @type {Record<string, [text: string, html: string][]>} */
@@ -98,7 +101,7 @@ const CASES = {
       "See [1] and a[0], then [docs](https://a.example/x).",
       `<p>See [1] and a[0], then <a href="https://a.example/x" ${LINK}>docs</a>.</p>`,
     ],
-    ["- [ ] read [x](https://a.example)", `<ul><li>[ ] read <a href="https://a.example/" ${LINK}>x</a></li></ul>`],
+    ["- [0] read [x](https://a.example)", `<ul><li>[0] read <a href="https://a.example/" ${LINK}>x</a></li></ul>`],
     ["[a[0]](https://a.example)", `<p><a href="https://a.example/" ${LINK}>a[0]</a></p>`],
     ["[Mercury](https://a.example/M_(planet))", `<p><a href="https://a.example/M_(planet)" ${LINK}>Mercury</a></p>`],
     ["[x](https://a.example/a\\)b)", `<p><a href="https://a.example/a)b" ${LINK}>x</a></p>`],
@@ -111,6 +114,15 @@ const CASES = {
       "[**<https://a.example> [b](https://c.example)**](https://b.example/x)",
       `<p><a href="https://b.example/x" ${LINK}><strong>&lt;https://a.example&gt; [b](https://c.example)</strong></a></p>`,
     ],
+  ],
+  "task lists": [
+    [
+      "- [ ] one\n- [x] **two**\n  - three",
+      `<ul><li class="task">${OPEN}one</li><li class="task">${DONE}<strong>two</strong><ul><li>three</li></ul></li></ul>`,
+    ],
+    ["- [x](https://a.example)", `<ul><li><a href="https://a.example/" ${LINK}>x</a></li></ul>`],
+    ["- [ ]", "<ul><li>[ ]</li></ul>"],
+    ["[x] no item", "<p>[x] no item</p>"],
   ],
   headings: [
     ["# One\n## Two", "<h3>One</h3><h4>Two</h4>"],

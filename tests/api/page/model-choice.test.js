@@ -2,11 +2,16 @@ import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { keyAction } from "../../../src/mlx_ring/api/page/web/chat/composer.js";
 import { EMPTY_ANSWER } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
-import { findModel, isMissing, wantedModel } from "../../../src/mlx_ring/api/page/web/chat/model-choice.js";
+import {
+  findModel,
+  isMissing,
+  ModelSelect,
+  wantedModel,
+} from "../../../src/mlx_ring/api/page/web/chat/model-choice.js";
 import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { modelsKey } from "../../../src/mlx_ring/api/page/web/models.js";
-import { createStream, settle, setUpBrowser } from "./support.js";
+import { createStream, settle, setUpBrowser, toHtml } from "./support.js";
 
 /** @type {any[]} */
 const MODELS = [
@@ -122,4 +127,13 @@ test("a question that reached no server says so, and a retry without a server lo
   store.ask("And?", options);
   await settle();
   assert.equal(/** @type {any} */ (store.now.open.messages[3]).end, "unreached");
+});
+
+test("a model is called unloaded only while the server lists its models", () => {
+  const options = (/** @type {any[]} */ models) => {
+    const shown = toHtml(ModelSelect({ models, onDisk: [], wanted: "demo", setModel: () => {} }));
+    return Array.from(shown.matchAll(/<option [^>]*>([^<]*)/g), ([, text]) => text);
+  };
+  assert.deepEqual(options([]), ["demo", "More models…"]);
+  assert.deepEqual(options([{ id: "other", aliases: [], note: "" }]), ["other", "demo (not loaded)", "More models…"]);
 });

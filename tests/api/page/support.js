@@ -2,7 +2,7 @@
 
 /** @typedef {import("preact").ComponentChildren} Children */
 
-const VOID = new Set(["br", "hr", "img"]);
+const VOID = new Set(["br", "hr", "img", "input"]);
 
 /**
  * Return the HTML of elements as a browser would show it. A component becomes an element of its name.

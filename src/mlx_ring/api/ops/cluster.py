@@ -18,6 +18,7 @@ from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService, ServedInstance, State
 from mlx_ring.core.engine_stats import Policy, StepTiming
+from mlx_ring.core.environment import program
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import InstanceInfo, LinkUse, WaitUse, WorkerInfo, WorkerMemory
 
@@ -185,6 +186,8 @@ class ClusterStatus(ClusterParts):
     """Both directions between every two nodes."""
     urls: list[str]
     """URLs by which other machines and phones reach this server; empty if it answers on its own machine alone."""
+    program: str
+    """Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout."""
     join_refusal: str | None
     """Reason why no other machine can join; null if others can."""
 
@@ -240,6 +243,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
             context.catalog.links, [instance.info for _, instance in context.instances()], time.time()
         ),
         urls=list(context.settings.urls()),
+        program=program(shows_folders=False),
         join_refusal=context.settings.join_refusal or None,
     )
 

@@ -101,6 +101,7 @@ def routes(context: ApiContext) -> Router:
         async with one_at_a_time:
             is_done = threading.Event()
             try:
+                await _measure(context)
                 return await asyncio.to_thread(_answer, context, fields, is_done.is_set)
             finally:
                 # If the client has left, the thread stops after the present case.
@@ -112,6 +113,8 @@ def routes(context: ApiContext) -> Router:
         return JsonAnswer(to_jsonable_python(answer))
 
     async def planning(request: Request) -> JsonAnswer[PlanningBasis]:
+        async with one_at_a_time:
+            await _measure(context)
         basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"))
         return JsonAnswer(to_jsonable_python(basis))
 
@@ -165,6 +168,12 @@ def _check(fields: WhatIfRequest) -> None:
         raise RequestError(str(error), param="link") from error
 
 
+async def _measure(context: ApiContext) -> None:
+    """Measure the head's machine if nobody did, but not while it loads the model."""
+    if not isinstance(context.default.error, NotReady):
+        await context.catalog.measure()
+
+
 def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[], bool]) -> Answer:
     _check(fields)
     served = _served(context, fields)
@@ -215,8 +224,8 @@ def _unmeasured(context: ApiContext) -> NotReady | Conflict:
     if isinstance(first.error, NotReady):
         return first.error
     return Conflict(
-        f"No machine of the cluster is measured: run `{context.settings.profile_command}` on the head's machine, and "
-        "start the server again."
+        f"No machine of the cluster is measured: run `{context.settings.profile_command}` on the head's machine, which "
+        "says why, and ask again."
     )
 
 

@@ -12,14 +12,15 @@ const USUAL_PORT = "8100";
 
 /**
  * Return the command that starts this server, as far as the page knows it: models, port, and that others reach it.
- * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal">} cluster
+ * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program">} cluster
  * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
  */
 export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
   const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
   const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
   return [
-    "mlx-ring serve",
+    // A server of another version may not name its program.
+    `${quoted(cluster.program ?? "mlx-ring")} serve`,
     // A server of another version may lack the name to start with.
     ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
     count && `--nodes ${count}`,

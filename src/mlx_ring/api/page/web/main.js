@@ -165,6 +165,11 @@ function ErrorBoundary({ children }) {
   </${Notice}>`;
 }
 
+// The browser would leave the page to show a file that is dropped on it.
+for (const name of /** @type {const} */ (["dragover", "drop"])) {
+  addEventListener(name, (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault());
+}
+
 const root = document.getElementById("page");
 if (root) render(html`<${ErrorBoundary}><${Page} /></${ErrorBoundary}>`, root);
 live.start();

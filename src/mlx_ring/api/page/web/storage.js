@@ -1,13 +1,16 @@
 // Values that this browser stores. Where storage is blocked or full, nothing is stored and nothing fails.
 
+/** @typedef {"localStorage" | "sessionStorage"} Place for all tabs, or for this one until it is closed */
+
 /**
  * Return the value stored under a name, or null without one.
  * @param {string} name
+ * @param {Place} [place]
  * @returns {any}
  */
-export function readStored(name) {
+export function readStored(name, place = "localStorage") {
   try {
-    return JSON.parse(localStorage.getItem(name) ?? "null");
+    return JSON.parse(globalThis[place].getItem(name) ?? "null");
   } catch {
     return null;
   }
@@ -17,11 +20,12 @@ export function readStored(name) {
  * Store a value under a name, or remove it with null. Return false where there is no room.
  * @param {string} name
  * @param {unknown} value
+ * @param {Place} [place]
  */
-export function writeStored(name, value) {
+export function writeStored(name, value, place = "localStorage") {
   try {
-    if (value === null) localStorage.removeItem(name);
-    else localStorage.setItem(name, JSON.stringify(value));
+    if (value === null) globalThis[place].removeItem(name);
+    else globalThis[place].setItem(name, JSON.stringify(value));
     return true;
   } catch {
     return false;

@@ -129,6 +129,8 @@ export interface ClusterStatus {
   links: LinkStatus[];
   /** URLs by which other machines and phones reach this server; empty if it answers on its own machine alone. */
   urls: string[];
+  /** Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout. */
+  program: string;
   /** Reason why no other machine can join; null if others can. */
   join_refusal: string | null;
 }

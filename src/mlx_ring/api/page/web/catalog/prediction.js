@@ -23,7 +23,7 @@ export function Prediction({ model }) {
     <button type="button" disabled=${isBusy || !model} onClick=${onSingleClick(predict)}>
       ${isBusy ? "Planning" : "Predict memory and speed"}
     </button>
-    <span class="muted" role="status">${text}</span>
+    <span class="muted" role="status">${withCommands(text)}</span>
   </p>`;
 }
 

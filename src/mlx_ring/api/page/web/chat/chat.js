@@ -97,10 +97,16 @@ export function Chat({ chats, live, models, jobs, notices }) {
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
         retry=${(/** @type {number} */ place) => send(() => chats.retry(place, options))}
+        branch=${(/** @type {number} */ count) => chats.branch(count)}
+        editApart=${(/** @type {number} */ place, /** @type {string} */ text) =>
+          send(() => {
+            chats.branch(place);
+            return chats.ask(text, options);
+          })}
         proceed=${() => send(() => chats.continue(options))}
         addResult=${(/** @type {any} */ call, /** @type {string} */ text) =>
           send(() => chats.addResult(call, text, options))}
-        empty=${html`<${Welcome} model=${options.model} placement=${placement} ask=${ask} />`}
+        empty=${html`<${Welcome} model=${options.model} placement=${placement} ask=${ask} refusal=${refusal} />`}
       />
       ${notices}
       ${
@@ -145,10 +151,8 @@ export function Chat({ chats, live, models, jobs, notices }) {
         problem=${problem}
         isPanelOpen=${isPanelOpen}
         setPanelOpen=${setPanelOpen}
-        draft=${chats.draft}
-        setDraft=${(/** @type {string} */ text) => {
-          chats.draft = text;
-        }}
+        draft=${chats.drafts.get(now.open)}
+        setDraft=${(/** @type {string} */ text) => chats.drafts.set(now.open, text)}
         focusKey=${now.open.id}
         gauge=${html`<${ContextGauge} used=${contextTokens(now.open, request)} limit=${model?.contextTokens} />`}
       />

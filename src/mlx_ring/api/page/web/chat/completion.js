@@ -6,6 +6,12 @@ import { ApiError, readEvents, request } from "../api.js";
 
 /** Time between two tries to get the rest of an answer, and the longest time of all tries without an event. */
 const [TRY_EVERY_MS, GIVE_UP_MS] = [1000, 120000];
+/** Longest pause between two tries of a question, in units of the usual one: a person waits. */
+const MAX_PAUSE = 2;
+/** Longest wait for a model that is being loaded: a large one may have to be downloaded. */
+const MAX_WAIT_MS = 3_600_000;
+/** End of the server's sentence that the page follows by itself. */
+const ASK_AGAIN = /[.;,:]? (ask|try) again in a moment\.$/i;
 
 /** @typedef {{ id: string, name: string, arguments: string }} ToolCall */
 
@@ -29,11 +35,14 @@ const [TRY_EVERY_MS, GIVE_UP_MS] = [1000, 120000];
  * @property {ToolCall[]} calls
  * @property {string | null} end "stop", "length" or "tool_calls"; null until the end
  * @property {boolean} isPaused true while the model is loaded again after a loss, or the connection is lost
+ * @property {string} [waitsFor] why the model cannot answer yet, while the question is sent again and again
  * @property {Figures} figures
  */
 
 /**
  * Request a chat completion. Yield the whole answer again with each chunk.
+ *
+ * While the model is being loaded, the question is sent again and again.
  *
  * If the connection breaks, a server with a journal gives the rest, also after it was started again.
  * @param {object} body fields of the request
@@ -54,9 +63,14 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
     calls: [],
     end: null,
     isPaused: false,
+    waitsFor: "",
     figures: meter.figures(),
   };
   for await (const { event, data } of readStream(streamed, signal, tryEveryMs)) {
+    if (event === "wait") {
+      yield { ...answer, waitsFor: data };
+      continue;
+    }
     if (event === "comment") {
       if (data === "resuming") yield { ...answer, isPaused: true };
       continue;
@@ -88,6 +102,7 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
  */
 async function* readStream(body, signal, tryEveryMs) {
   let [lastEventId, lastAt] = ["", performance.now()];
+  const beganAt = lastAt;
   for (;;) {
     try {
       const options = { body, signal, accept: "text/event-stream", lastEventId };
@@ -99,12 +114,35 @@ async function* readStream(body, signal, tryEveryMs) {
       }
       throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
     } catch (error) {
+      const isLoading = error instanceof ApiError && error.code === "not_ready" && !lastEventId;
+      if (isLoading && performance.now() - beganAt < MAX_WAIT_MS) {
+        yield { event: "wait", data: error.message.replace(ASK_AGAIN, "."), id: null };
+        await pause(Math.min(error.retryAfterS ?? 1, MAX_PAUSE) * tryEveryMs, signal);
+        continue;
+      }
       const passes = error instanceof ApiError && (error.code === "unreachable" || error.status === 503);
       if (!passes || !lastEventId || performance.now() - lastAt > GIVE_UP_MS) throw error;
       yield { event: "comment", data: "resuming", id: null };
       await pause(tryEveryMs, signal);
     }
   }
+}
+
+/**
+ * Return how an answer ended, by what was thrown.
+ * @param {unknown} error
+ * @param {boolean} isStopped whether the person stopped it
+ * @param {boolean} hasBegun whether anything of it arrived
+ */
+export function endOf(error, isStopped, hasBegun) {
+  if (isStopped) return { end: "stopped" };
+  if (!(error instanceof ApiError)) {
+    console.error(error);
+    return { end: "error", problem: "The page could not read the answer." };
+  }
+  // The notice of the connection tells why, and goes when the server is back.
+  if (error.code === "unreachable") return { end: hasBegun ? "cut" : "unreached" };
+  return { end: "error", problem: error.message };
 }
 
 /**

@@ -6,6 +6,7 @@
 
 import { isForInputMethod, onSingleClick, onValue } from "../components.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { readFiles } from "./attachments.js";
 import { ModelSelect } from "./model-choice.js";
 import { ParameterPanel, summarize } from "./parameters.js";
 
@@ -45,7 +46,7 @@ export function Composer(props) {
   const summary = summarize(parameters);
   return html`<div class="composer">
     ${isPanelOpen && html`<${ParameterPanel} parameters=${parameters} change=${setParameters} problem=${problem} />`}
-    <${QuestionForm} ...${props} hasTouch=${hasTouch} />
+    <${QuestionForm} key=${props.focusKey} ...${props} hasTouch=${hasTouch} />
     <div class="options">
       <${ModelSelect} ...${props} />
       <${EffortSelect} ...${props} />
@@ -76,6 +77,8 @@ export function keyAction(event, { isRunning, hasTouch }) {
 /** @param {ComposerProps & { hasTouch: boolean }} props */
 function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouch, refusal }) {
   const [text, setText] = useState(draft);
+  const [problem, setProblem] = useState("");
+  const chooser = useRef(/** @type {HTMLInputElement | null} */ (null));
   const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
 
   useEffect(() => fitHeight(field.current), [text]);
@@ -87,6 +90,26 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
   const write = (/** @type {string} */ changed) => {
     setDraft(changed);
     setText(changed);
+    setProblem("");
+  };
+  const attach = async (/** @type {File[]} */ files) => {
+    const { text: added, problem: found } = await readFiles(files);
+    const before = field.current?.value.trimEnd() ?? "";
+    if (added) write(`${before ? `${before}\n\n` : ""}${added}\n\n`);
+    setProblem(found);
+    field.current?.focus();
+  };
+  useDroppedFiles(attach);
+  const onPaste = (/** @type {ClipboardEvent} */ event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    // Programs that copy text often add a picture of it.
+    if (!files.length || event.clipboardData?.getData("text/plain")) return;
+    event.preventDefault();
+    attach(files);
+  };
+  const onChoose = (/** @type {{ currentTarget: HTMLInputElement }} */ { currentTarget: chosen }) => {
+    attach([...(chosen.files ?? [])]);
+    chosen.value = "";
   };
   const send = () => {
     if (text.trim() && !isRunning && ask(text.trim())) write("");
@@ -105,7 +128,16 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
   const stopButton = html`<button type="button" class="primary" onClick=${onSingleClick(stop)}>Stop</button>`;
   const sendButton = html`<button type="submit" class="primary" disabled=${!text.trim() || refusal !== ""}
     title=${refusal || null}>Send</button>`;
-  return html`<form class="question" onSubmit=${onSubmit}>
+  return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
+  <form class="question" onSubmit=${onSubmit}>
+    <input ref=${chooser} id="files" type="file" aria-label="Files to attach" multiple hidden onChange=${onChoose} />
+    <button
+      type="button"
+      class="quiet attach"
+      aria-label="Attach files"
+      title="Add the text of files to the question. You can also drop them here."
+      onClick=${() => chooser.current?.click()}
+    >+</button>
     <label class="visually-hidden" for="question">Your question</label>
     <textarea
       id="question"
@@ -116,9 +148,27 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
       value=${text}
       onInput=${onValue(write)}
       onKeyDown=${onKeyDown}
+      onPaste=${onPaste}
     ></textarea>
     ${isRunning ? stopButton : sendButton}
   </form>`;
+}
+
+/**
+ * Take files that are dropped anywhere on the page.
+ * @param {(files: File[]) => void} take
+ */
+function useDroppedFiles(take) {
+  const newest = useRef(take);
+  newest.current = take;
+  useEffect(() => {
+    const onDrop = (/** @type {DragEvent} */ event) => {
+      const files = [...(event.dataTransfer?.files ?? [])];
+      if (files.length) newest.current(files);
+    };
+    window.addEventListener("drop", onDrop);
+    return () => window.removeEventListener("drop", onDrop);
+  }, []);
 }
 
 /** @param {ComposerProps} props */

@@ -4,6 +4,8 @@
 
 const MAX_TITLE = 60;
 const ID_BYTES = 8;
+/** End of the title of a conversation that was copied. */
+const BRANCH = " (branch)";
 
 /** @typedef {{ role: "user", content: string }} UserMessage */
 /** @typedef {{ role: "tool", call: string, name: string, content: string }} ToolMessage */
@@ -223,6 +225,19 @@ export function withEdit(conversation, place, content) {
   const messages = conversation.messages.slice(0, place);
   const title = place === 0 && !conversation.isNamed ? "" : conversation.title;
   return withMessage({ ...conversation, title, messages }, { role: "user", content });
+}
+
+/**
+ * Return a new conversation with the first messages of another one.
+ * @param {Conversation} conversation
+ * @param {number} count
+ * @returns {Conversation}
+ */
+export function branchOf({ title, messages }, count) {
+  const copy = newConversation();
+  if (!count) return copy;
+  const name = `${titleOf(title).slice(0, MAX_TITLE - BRANCH.length)}${BRANCH}`;
+  return { ...copy, title: title.endsWith(BRANCH) ? title : name, isNamed: true, messages: messages.slice(0, count) };
 }
 
 /**

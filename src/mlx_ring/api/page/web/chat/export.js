@@ -71,7 +71,7 @@ function quoted(text) {
  * Put text between fences that are longer than any in it.
  * @param {string} text
  */
-function fenced(text, language = "") {
+export function fenced(text, language = "") {
   const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([ticks]) => ticks.length));
   const fence = "`".repeat(longest + 1);
   return `${fence}${language}\n${text}\n${fence}`;

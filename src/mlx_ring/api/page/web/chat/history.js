@@ -111,7 +111,7 @@ function exportAll(conversations) {
 function Entry({ conversation, isOpen, isRunning, open, remove }) {
   const title = conversation.title || "Untitled";
   return html`<li class=${isOpen ? "current" : ""}>
-    <button type="button" class="title" aria-current=${isOpen ? "true" : null} onClick=${open}>
+    <button type="button" class="title" dir="auto" aria-current=${isOpen ? "true" : null} onClick=${open}>
       ${isRunning ? html`<i class="dot busy" role="img" aria-label="streaming"></i>` : null}${title}
     </button>
     <button

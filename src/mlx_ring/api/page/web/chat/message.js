@@ -4,12 +4,23 @@
 /** @import { RequestStatus } from "../types.js" */
 /** @import { AnswerMessage, ToolMessage, UserMessage as Question } from "./conversation.js" */
 
-import { CopyButton, isForInputMethod, Notice, onValue, useReturningFocus } from "../components.js";
+import {
+  CopyButton,
+  isForInputMethod,
+  Notice,
+  onSingleClick,
+  onValue,
+  useReturningFocus,
+  withCommands,
+} from "../components.js";
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 import { canContinue, hasText, isCutOff } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
+
+/** Characters and lines beyond which a question is shown in part. */
+const [LONG, LONG_LINES] = [2000, 30];
 
 /** @type {Record<string, string>} */
 const ENDS = {
@@ -25,27 +36,43 @@ const ENDS = {
  * changed.
  * @param {{
  *   message: Question, isRunning: boolean, draft: string | null, setDraft: (text: string | null) => void,
- *   edit: (text: string) => boolean
- * }} props
+ *   edit: (text: string) => boolean, editApart: ((text: string) => boolean) | null
+ * }} props `editApart` asks in a new conversation; null if nothing else would be lost
  */
-export function UserMessage({ message, isRunning, draft, setDraft, edit }) {
+export function UserMessage({ message, isRunning, draft, setDraft, edit, editApart }) {
   const [isEditing, setEditing] = useState(draft !== null);
+  const [isWhole, setWhole] = useState(false);
+  const isLong = message.content.length > LONG || message.content.split("\n").length > LONG_LINES;
   const button = useReturningFocus(isEditing);
   if (isEditing) {
-    const done = (/** @type {string | null} */ text) => {
-      if (text !== null && !edit(text)) return;
+    const close = () => {
       setDraft(null);
       setEditing(false);
     };
-    return html`<${Editor} text=${draft ?? message.content} setDraft=${setDraft} done=${done} />`;
+    const closeAfter = (/** @type {(text: string) => boolean} */ ask) => (/** @type {string} */ text) => {
+      if (ask(text)) close();
+    };
+    return html`<${Editor}
+      text=${draft ?? message.content}
+      setDraft=${setDraft}
+      ask=${closeAfter(edit)}
+      askApart=${editApart && closeAfter(editApart)}
+      cancel=${close}
+    />`;
   }
   const begin = () => {
     setDraft(message.content);
     setEditing(true);
   };
   return html`<article class="message user" aria-label="You">
-    <div class="text" dir="auto">${message.content}</div>
+    <div class=${`text${isLong && !isWhole ? " folded" : ""}`} dir="auto">${message.content}</div>
     <footer>
+      ${
+        isLong &&
+        html`<button type="button" class="quiet" aria-expanded=${isWhole} onClick=${() => setWhole(!isWhole)}>
+        ${isWhole ? "Show less" : "Show all"}
+      </button>`
+      }
       <${CopyButton} text=${() => message.content} what="question" />
       ${
         !isRunning &&
@@ -58,26 +85,32 @@ export function UserMessage({ message, isRunning, draft, setDraft, edit }) {
 }
 
 /**
- * Render the form that changes a question. `done` gets null if it was cancelled.
- * @param {{ text: string, setDraft: (text: string) => void, done: (text: string | null) => void }} props
+ * Render the form that changes a question.
+ * @param {{
+ *   text: string, setDraft: (text: string) => void, ask: (text: string) => void,
+ *   askApart: ((text: string) => void) | null, cancel: () => void
+ * }} props
  */
-function Editor({ text, setDraft, done }) {
+function Editor({ text, setDraft, ask, askApart, cancel }) {
   const field = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   // Before the first paint: whatever is typed next goes into this field.
   useLayoutEffect(() => field.current?.focus(), []);
-  const send = () => done(field.current?.value.trim() || null);
+  const written = () => field.current?.value.trim() ?? "";
+  const send = () => (written() ? ask(written()) : cancel());
   const onSubmit = (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
     send();
   };
   const onKeyDown = (/** @type {KeyboardEvent} */ event) => {
     if (isForInputMethod(event)) return;
-    if (event.key === "Escape") done(null);
+    if (event.key === "Escape") cancel();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
   };
   return html`<form class="message editor" onSubmit=${onSubmit}>
     <label>
-      <span class="muted">Edit the question. The messages after it are replaced.</span>
+      <span class="muted">
+        Edit the question. The messages after it are replaced${askApart ? ", unless you ask in a new chat" : ""}.
+      </span>
       <textarea
         ref=${field}
         dir="auto"
@@ -89,7 +122,13 @@ function Editor({ text, setDraft, done }) {
     </label>
     <footer>
       <button type="submit" class="primary">Ask again</button>
-      <button type="button" class="quiet" onClick=${() => done(null)}>Cancel</button>
+      ${
+        askApart &&
+        html`<button type="button" onClick=${onSingleClick(() => written() && askApart(written()))}>
+        Ask in a new chat
+      </button>`
+      }
+      <button type="button" class="quiet" onClick=${cancel}>Cancel</button>
     </footer>
   </form>`;
 }
@@ -100,6 +139,7 @@ function Editor({ text, setDraft, done }) {
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, while the answer streams
  * @property {(() => void) | null} retry null if it cannot be requested again
+ * @property {(() => void) | null} branch copies the conversation up to here; null while the answer streams
  * @property {(() => void) | null} proceed continues the answer; null on all but the last
  * @property {string} refusal why nothing can be sent now; empty if it can
  * @property {ToolCall[]} openCalls calls without a result
@@ -112,7 +152,7 @@ function Editor({ text, setDraft, done }) {
  */
 export function Answer(props) {
   const { message, isRunning, request, openCalls, addResult } = props;
-  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false } = message;
+  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false, waitsFor = "" } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -130,11 +170,12 @@ export function Answer(props) {
           isEmpty=${isEmpty || isKept}
           isPaused=${isPaused}
           isQueued=${isQueued}
+          waitsFor=${waitsFor}
         />
         <i aria-hidden="true"></i>
       </p>`
     }
-    ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
+    ${problem && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
     ${!isRunning && html`<${AnswerFooter} ...${props} />`}
   </article>`;
 }
@@ -210,8 +251,8 @@ export function describeEnd(message) {
   return ENDS[message.end ?? ""] ?? "";
 }
 
-/** @param {Pick<AnswerProps, "message" | "retry" | "proceed" | "refusal">} props */
-function AnswerFooter({ message, retry, proceed, refusal }) {
+/** @param {Pick<AnswerProps, "message" | "retry" | "branch" | "proceed" | "refusal">} props */
+function AnswerFooter({ message, retry, branch, proceed, refusal }) {
   const end = describeEnd(message);
   const tone = isCutOff(message) ? "state bad" : "muted";
   const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
@@ -227,6 +268,15 @@ function AnswerFooter({ message, retry, proceed, refusal }) {
     ${end && html`<p class=${`end ${tone}`}>${end}</p>`}
     ${message.content && html`<${CopyButton} text=${() => message.content} what="answer" />`}
     ${button("Retry", retry)} ${button("Continue", canContinue(message) ? proceed : null)}
+    ${
+      branch &&
+      html`<button
+        type="button"
+        class="quiet"
+        title="Continue in a copy of this chat up to here"
+        onClick=${onSingleClick(branch)}
+      >Branch</button>`
+    }
     ${message.model && html`<span class="muted">${message.model}</span>`}
     <span class="figures">${describeFigures(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
   </footer>`;

@@ -77,11 +77,13 @@ export function ModelSelect({ models, onDisk, wanted, setModel }) {
   const served = new Set(models.map(({ id }) => id));
   const others = onDisk.filter((name) => !findModel(models, name));
   if (current !== null && !served.has(current) && !others.includes(current)) others.unshift(current);
+  // Without a list, such as that of a server that has stopped, nothing is known.
+  const absent = models.length ? "not loaded" : "";
   const option = (/** @type {string} */ id, /** @type {string} */ note) =>
     html`<option key=${id} value=${id} selected=${id === current}>${note ? `${id} (${note})` : id}</option>`;
   return html`<label><span>Model</span>
     <select value=${current} onChange=${onChange}>
-      ${models.map(({ id, note }) => option(id, note))} ${others.map((id) => option(id, "not loaded"))}
+      ${models.map(({ id, note }) => option(id, note))} ${others.map((id) => option(id, absent))}
       <option value="">More models…</option>
     </select>
   </label>`;

@@ -1,9 +1,10 @@
 // The progress of an answer as the server sees it, and how full the context is.
 
+/** @typedef {import("preact").ComponentChildren} Children */
 /** @import { RequestStatus } from "../types.js" */
 /** @import { Conversation } from "./conversation.js" */
 
-import { Bar } from "../components.js";
+import { Bar, withCommands } from "../components.js";
 import { counted, duration, figures, percent } from "../format.js";
 import { html, useRef } from "../vendor/preact.js";
 import { MAX_STREAMS } from "./answer-slots.js";
@@ -61,14 +62,17 @@ export function describePrefill(request, start) {
 
 /**
  * Render what an answer waits for, or how fast it comes.
- * @param {{ request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean, isQueued: boolean }} props
+ * @param {{
+ *   request: RequestStatus | undefined, isEmpty: boolean, isPaused: boolean, isQueued: boolean, waitsFor: string
+ * }} props
  */
-export function AnswerProgress({ request, isEmpty, isPaused, isQueued }) {
+export function AnswerProgress({ request, isEmpty, isPaused, isQueued, waitsFor }) {
   const sample = useRef(/** @type {Sample | null} */ (null));
   const start = useRef(/** @type {Start | null} */ (null));
   if (request) start.current = startOfReading(start.current, request);
   if (request?.state === "answering") sample.current = nextSample(sample.current, request);
   if (isQueued) return muted(`Waiting: ${MAX_STREAMS} other answers of this browser stream already`);
+  if (waitsFor) return muted(["Waiting: the question is sent again by itself. ", withCommands(waitsFor)]);
   if (isPaused) return muted("A machine or the connection was lost; the answer continues soon");
   if (request?.state === "waiting") return muted("Waiting for other requests");
   if (request?.state === "reading" && start.current) {
@@ -82,7 +86,7 @@ export function AnswerProgress({ request, isEmpty, isPaused, isQueued }) {
     : null;
 }
 
-/** @param {string} text */
+/** @param {Children} text */
 function muted(text) {
   return html`<span class="muted">${text}</span>`;
 }

@@ -8,8 +8,9 @@
 import { ApiError } from "../api.js";
 import { AnswerMarks, isMark } from "./answer-marks.js";
 import { takeSlot } from "./answer-slots.js";
-import { streamCompletion } from "./completion.js";
+import { endOf, streamCompletion } from "./completion.js";
 import {
+  branchOf,
   EMPTY_ANSWER,
   editName,
   hasText,
@@ -25,6 +26,7 @@ import {
   withMessage,
   withTitle,
 } from "./conversation.js";
+import { Drafts } from "./drafts.js";
 import { chosenFields, requestFields } from "./parameters.js";
 import { endAnswers, isChats, StoredChats, sortNewestFirst } from "./stored-chats.js";
 import { throttle } from "./throttle.js";
@@ -57,8 +59,8 @@ const FIRST_TRY = { before: null, later: [], continues: false };
 
 /** Conversations of this browser. */
 export class ChatStore {
-  /** Text in the composer that was not sent yet. */
-  draft = "";
+  /** Questions that were not sent yet. */
+  drafts = new Drafts();
   /** Models that were chosen for conversations. @type {Picks} */
   picks = new Map();
   /** Questions that are being changed, by conversation and place. @type {Map<string, string>} */
@@ -126,6 +128,7 @@ export class ChatStore {
    */
   delete(id) {
     this.stop(id);
+    this.drafts.forget(id);
     const found = this.now.conversations.find((conversation) => conversation.id === id);
     const conversations = this.now.conversations.filter((conversation) => conversation.id !== id);
     const open = this.now.open.id === id ? (conversations[0] ?? newConversation()) : this.now.open;
@@ -157,6 +160,7 @@ export class ChatStore {
   /** Delete all conversations. */
   deleteAll() {
     this.#takeOthers();
+    this.drafts.forget();
     for (const id of this.#running.keys()) this.stop(id);
     this.#stored.delete(this.now.conversations.map(({ id }) => id));
     this.#update({ conversations: [], open: newConversation(), deleted: null });
@@ -213,6 +217,20 @@ export class ChatStore {
     if (!this.#answer(withEdit(open, place, text), options)) return false;
     for (let later = place; later < open.messages.length; later += 1) this.edits.delete(editName(open, later));
     return true;
+  }
+
+  /**
+   * Copy the first messages of the open conversation into a new one, and open that.
+   * @param {number} count
+   */
+  branch(count) {
+    const copy = branchOf(this.now.open, count);
+    const picked = this.picks.get(this.now.open.id);
+    if (picked !== undefined) this.picks.set(copy.id, picked);
+    this.#update({ open: copy });
+    if (!copy.messages.length) return;
+    this.#put(copy);
+    this.#store();
   }
 
   /**
@@ -288,7 +306,9 @@ export class ChatStore {
         render.soon();
       }
     } catch (error) {
-      answer = { ...answer, isQueued: false, ...this.#endOf(error, abort, answer) };
+      const hasBegun = answer.id !== "" || hasText(answer);
+      answer = { ...answer, isQueued: false, ...endOf(error, abort.signal.aborted, hasBegun) };
+      if (error instanceof ApiError && error.status === 401) this.#onKeyRequired(error.message);
     } finally {
       release();
     }
@@ -300,23 +320,6 @@ export class ChatStore {
       this.#store();
       this.#marks.end(id);
     }
-  }
-
-  /**
-   * @param {unknown} error
-   * @param {AbortController} abort
-   * @param {AnswerMessage} answer so far
-   */
-  #endOf(error, abort, answer) {
-    if (abort.signal.aborted) return { end: "stopped" };
-    if (!(error instanceof ApiError)) {
-      console.error(error);
-      return { end: "error", problem: "The page could not read the answer." };
-    }
-    if (error.status === 401) this.#onKeyRequired(error.message);
-    // The notice of the connection tells why, and goes when the server is back.
-    if (error.code === "unreachable") return { end: answer.id || hasText(answer) ? "cut" : "unreached" };
-    return { end: "error", problem: error.message };
   }
 
   /**

@@ -20,6 +20,8 @@ const NEAR_END_PX = 60;
  * @property {string} refusal why nothing can be sent now; empty if it can
  * @property {Map<string, string>} edits questions that are being changed, by conversation and place
  * @property {(place: number, text: string) => boolean} edit
+ * @property {(place: number, text: string) => boolean} editApart asks the changed question in a copy
+ * @property {(count: number) => void} branch copies the first messages into a new conversation
  * @property {(place: number) => void} retry requests the answer at this place again
  * @property {() => void} proceed continues the last answer
  * @property {(call: ToolCall, text: string) => void} addResult
@@ -31,7 +33,8 @@ const NEAR_END_PX = 60;
  * @param {ThreadProps} props
  */
 export function Thread(props) {
-  const { conversation, isRunning, request, refusal, edits, edit, retry, proceed, addResult, empty } = props;
+  const { conversation, isRunning, request, refusal, edits, edit, editApart, branch } = props;
+  const { retry, proceed, addResult, empty } = props;
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
   const { messages } = conversation;
   const calls = openCalls(conversation);
@@ -52,6 +55,7 @@ export function Thread(props) {
             request=${streams ? request : undefined}
             refusal=${refusal}
             retry=${mayRetry ? () => retry(place) : null}
+            branch=${streams ? null : () => branch(place + 1)}
             proceed=${isLast && !isRunning ? proceed : null}
             openCalls=${calls}
             addResult=${addResult}
@@ -68,12 +72,22 @@ export function Thread(props) {
             else edits.set(key, text);
           }}
           edit=${(/** @type {string} */ text) => edit(place, text)}
+          editApart=${isLastAsked(messages, place) ? null : (/** @type {string} */ text) => editApart(place, text)}
         />`;
       })}
     </div>
     <p class="visually-hidden" role="status">${isRunning ? "The answer is streaming." : endText(messages.at(-1))}</p>
   </div>
   ${isBehind && html`<p class="to-end"><button type="button" onClick=${scrollToEnd}>Scroll to end</button></p>`}`;
+}
+
+/**
+ * Return true if no question follows the one at a place: a change of it replaces nothing but its answer.
+ * @param {Message[]} messages
+ * @param {number} place
+ */
+function isLastAsked(messages, place) {
+  return messages.findLastIndex(({ role }) => role === "user") === place;
 }
 
 /**

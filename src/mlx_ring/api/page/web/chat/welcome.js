@@ -12,9 +12,10 @@ const EXAMPLES = [
 
 /**
  * Render the model's name, the machines it runs on, and example questions.
- * @param {{ model: string | null, placement: string, ask: (text: string) => void }} props
+ * @param {{ model: string | null, placement: string, ask: (text: string) => void, refusal: string }} props
+ * `refusal`: why nothing can be sent now; empty if it can
  */
-export function Welcome({ model, placement, ask }) {
+export function Welcome({ model, placement, ask, refusal }) {
   const examples = model?.startsWith("demo") ? DEMO_EXAMPLES : EXAMPLES;
   return html`<div class="welcome">
     <${Ring} size=${72} />
@@ -23,7 +24,12 @@ export function Welcome({ model, placement, ask }) {
     <ul>
       ${examples.map(
         (example) => html`<li key=${example}>
-          <button type="button" onClick=${() => ask(example)}>${example}</button>
+          <button
+            type="button"
+            disabled=${refusal !== ""}
+            title=${refusal || null}
+            onClick=${() => ask(example)}
+          >${example}</button>
         </li>`,
       )}
     </ul>

@@ -17,6 +17,8 @@ const MAX_DEPTH = 8;
 // Each pattern has only one way to match a run of spaces, because models write thousands of them.
 const FENCE = /^( {0,3})(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+([\s\S]*)$/;
+/** Start of an item of a task list. */
+const TASK = /^\[([ xX])\] (?=\S)/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
@@ -176,11 +178,24 @@ function parseList(lines, place, depth) {
     if (itemIndent.length > indent.length + 1 || itemIndent.length < indent.length) break;
     if (/\d/.test(itemMarker) !== isOrdered || RULE.test(lineAt(lines, next))) break;
     const [item, after] = collectItem(lines, next, whole.length, itemIndent.length);
-    items.push(h("li", null, parseItem(item, depth + 1)));
+    items.push(renderItem(item, depth + 1));
     next = after;
   }
   const start = isOrdered ? Number.parseInt(marker, 10) : 1;
   return [h(isOrdered ? "ol" : "ul", start === 1 ? null : { start }, items), next];
+}
+
+/**
+ * Render an item. One of a task list shows whether it is done.
+ * @param {string[]} lines
+ * @param {number} depth
+ */
+function renderItem(lines, depth) {
+  const [mark, state] = TASK.exec(lineAt(lines, 0)) ?? ["", ""];
+  if (!mark) return h("li", null, parseItem(lines, depth));
+  const isDone = state !== " ";
+  const box = h("input", { type: "checkbox", disabled: true, checked: isDone, "aria-label": isDone ? "done" : "open" });
+  return h("li", { class: "task" }, box, parseItem([lineAt(lines, 0).slice(mark.length), ...lines.slice(1)], depth));
 }
 
 /**
