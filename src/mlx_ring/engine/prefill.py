@@ -6,6 +6,7 @@ speed before any of them decodes. Beside running sequences, chunks are as small 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
@@ -183,11 +184,11 @@ class PrefillQueue(Generic[P]):
                 return
 
 
-_SHORT_ALONE = 320
-"""Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
-_SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
-"""Smallest of these chunks, and their number per stage. Then the time of each beside its computing, and the part of one
-chunk's time that they may take."""
+_SMALLEST, _HANDLING_US, _SOONER = 16, 500.0, 0.98
+"""Smallest chunk without answers in progress, and the time of each beside its computing. Then the part of the time of larger
+chunks that smaller ones must save."""
+_SMALLEST_UNKNOWN, _UNKNOWN_PER_STAGE = 256, 6
+"""Smallest of these chunks, and their number per stage, while their times are not known."""
 
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
@@ -196,6 +197,14 @@ SEQUENCE_TOKENS = 64
 """Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
 BURST_S = 0.25
 """Longest time between requests that count as having arrived together."""
+
+
+def _sizes(longest: int) -> Iterator[int]:
+    """Yield sizes of chunks, each about 0.7 times the one before."""
+    size = longest
+    while size >= _SMALLEST:
+        yield size
+        size = size * 5 // 7
 
 
 class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
@@ -231,25 +240,47 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if not self or not self._may_go():
             return []
         beside_decode = self.has_to_spare()
-        # Beside decode only the saved time counts.
-        remaining, prompt = (0, 0) if beside_decode else self._lengths()
-        longest = self._longest_alone()
-        size = self._sizer.chunk(remaining, prompt, longest, beside_decode=beside_decode)
+        before = next(iter(self)).scheduled
+        size = self._sizer.beside_decode() if beside_decode else self._size_alone(before)
         if not size or self._must_end_first(size):
             return []
-        if len(self) == 1 and not beside_decode and self._stages > 1 and prompt <= _SHORT_ALONE:
-            size = min(size, self._short_chunk(prompt) or size)
         together = PROMPTS_TOGETHER * min(size, self._policy.prefill_chunk)
         chunks, tokens = self._fill(size, size if beside_decode else max(size, together))
-        self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
+        self._sizer.sent(self._in_flight.sent + 1, tokens, before, beside_decode=beside_decode)
         return chunks
 
-    def _longest_alone(self) -> int:
+    def _size_alone(self, before: int) -> int:
+        """Return the most tokens of a chunk, if no answer is in progress; the first prompt has `before` tokens already.
+
+        While a stage computes a chunk, the others compute those before and after it. More chunks fill the pipeline sooner.
+        Fewer chunks read the weights less often. The largest of equal chunks is taken with which the waiting prompts pass
+        all stages about as soon as possible, by measured times.
+        """
+        longest = self._longest_alone(before)
+        if self._stages == 1:
+            return longest
+        total, left = self._lengths()
+        size = min(longest, -(-total // -(-total // self._even_size(total, longest))))
+        # No small chunk is left over.
+        return size if 2 * left > 3 * size else min(longest, left)
+
+    def _even_size(self, total: int, longest: int) -> int:
+        best, best_us = 0, math.inf
+        for size in _sizes(longest):
+            chunks = -(-total // size)
+            us = self._sizer.early_us(-(-total // chunks))
+            if us is None:
+                break
+            passed_us = (chunks + self._stages - 1) * (us + _HANDLING_US)
+            if passed_us < _SOONER * best_us:
+                best, best_us = size, passed_us
+        return best or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
+
+    def _longest_alone(self, before: int) -> int:
         """Return the most tokens of a chunk: without answers in progress, as many as `longest_chunk` allows by measured times."""
         policy = self._policy
         if any(batch.members for batch in self._batches):
             return policy.prefill_chunk
-        before = next(iter(self)).scheduled
         return longest_chunk(policy.prefill_chunk, policy.long_chunk, before, self._sizer.measured_us)
 
     def _must_end_first(self, size: int) -> bool:
@@ -258,22 +289,6 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
             return False
         us = self._sizer.measured_us(size) or 0.0
         return (self._in_flight.prefills + 1) * us > LONG_CHUNK_US
-
-    def _short_chunk(self, prompt: int) -> int:
-        """Return the size of equal chunks in which a prompt passes all stages sooner than as a whole; 0 if there is none.
-
-        While a stage computes a chunk, the others compute those before and after it.
-        """
-
-        def us(chunks: int) -> float:
-            each_us = self._sizer.measured_us(-(-prompt // chunks)) or 0.0
-            return (chunks + self._stages - 1) * (each_us + _HANDLING_US)
-
-        if self._sizer.measured_us(prompt) is None:
-            return 0
-        most = min(prompt // _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE * self._stages)
-        chunks = min(range(1, max(1, most) + 1), key=us)
-        return -(-prompt // chunks) if us(chunks) < _SOONER * us(1) else 0
 
     def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int]:
         """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole.
@@ -299,11 +314,10 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         return chunks, room - left
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the most tokens that one of the next prompts has left, and the most that one had to compute."""
+        """Return the tokens that the next prompts have to compute or have computed in all, and those that the first has left."""
         left = [(sequence, self._left(sequence)) for sequence in islice(self, _AHEAD)]
-        return max(tokens for _, tokens in left), max(
-            sequence.scheduled - sequence.reused + tokens for sequence, tokens in left
-        )
+        total = sum(sequence.scheduled - sequence.reused + tokens for sequence, tokens in left)
+        return max(1, total), left[0][1]
 
     def _left(self, sequence: P) -> int:
         """Return the number of tokens that are still to be computed."""
