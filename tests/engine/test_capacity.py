@@ -268,13 +268,15 @@ def test_a_prompt_alone_on_two_stages_takes_no_longer_than_in_chunks_of_any_usua
     cluster = replace(known_cluster(machine, other), usual_link=named_links()["tb5-rdma"])
     model = known_sizes(model_name, cluster)
     request = PlanRequest(Demand(prompt + 8, 1), strategy="balanced", prompt_tokens=prompt, answer_tokens=8)
-    (replicas,) = replicas_of(model, cluster, request, [place(model, cluster, request)])
+    plan = place(model, cluster, request)
+    (replicas,) = replicas_of(model, cluster, request, [plan])
     load, policy = Load(Lengths(prompt, prompt), Lengths(8, 8)), make_policy(num_speculative_tokens=0)
 
     def first_token_s() -> float:
         return Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[-1]
 
     chosen_s = first_token_s()
+    assert chosen_s == pytest.approx(plan.prediction.first_token_s - plan.prediction.token_s, rel=0.05)
     for size in (64, 128, 256, 512):
         monkeypatch.setattr(Prefilling, "_even_size", Mock(return_value=size))
         assert chosen_s < 1.04 * first_token_s()

@@ -6,13 +6,12 @@ speed before any of them decodes. Beside running sequences, chunks are as small 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import LONG_CHUNK_US, longest_chunk
+from mlx_ring.core.types import LONG_CHUNK_US, even_chunk, longest_chunk
 from mlx_ring.engine.decode import MicroBatches
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
@@ -184,11 +183,8 @@ class PrefillQueue(Generic[P]):
                 return
 
 
-_SMALLEST, _HANDLING_US, _SOONER = 16, 500.0, 0.98
-"""Smallest chunk without answers in progress, and the time of each beside its computing. Then the part of the time of larger
-chunks that smaller ones must save."""
 _SMALLEST_UNKNOWN, _UNKNOWN_PER_STAGE = 256, 6
-"""Smallest of these chunks, and their number per stage, while their times are not known."""
+"""Smallest chunk without answers in progress, and their number per stage, while times are not known."""
 
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
@@ -197,14 +193,6 @@ SEQUENCE_TOKENS = 64
 """Cost of a running sequence for a new one, in prompt tokens: decode steps go between its chunks."""
 BURST_S = 0.25
 """Longest time between requests that count as having arrived together."""
-
-
-def _sizes(longest: int) -> Iterator[int]:
-    """Yield sizes of chunks, each about 0.7 times the one before."""
-    size = longest
-    while size >= _SMALLEST:
-        yield size
-        size = size * 5 // 7
 
 
 class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
@@ -252,9 +240,7 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
     def _size_alone(self, before: int) -> int:
         """Return the most tokens of a chunk, if no answer is in progress; the first prompt has `before` tokens already.
 
-        While a stage computes a chunk, the others compute those before and after it. More chunks fill the pipeline sooner.
-        Fewer chunks read the weights less often. The largest of equal chunks is taken with which the waiting prompts pass
-        all stages about as soon as possible, by measured times.
+        Over several stages, those are equal chunks in which the waiting prompts pass soonest by measured times.
         """
         longest = self._longest_alone(before)
         if self._stages == 1:
@@ -265,16 +251,8 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         return size if 2 * left > 3 * size else min(longest, left)
 
     def _even_size(self, total: int, longest: int) -> int:
-        best, best_us = 0, math.inf
-        for size in _sizes(longest):
-            chunks = -(-total // size)
-            us = self._sizer.early_us(-(-total // chunks))
-            if us is None:
-                break
-            passed_us = (chunks + self._stages - 1) * (us + _HANDLING_US)
-            if passed_us < _SOONER * best_us:
-                best, best_us = size, passed_us
-        return best or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
+        size = even_chunk(total, self._stages, longest, self._sizer.early_us)
+        return size or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
 
     def _longest_alone(self, before: int) -> int:
         """Return the most tokens of a chunk: without answers in progress, as many as `longest_chunk` allows by measured times."""
