@@ -391,7 +391,7 @@ def test_an_outlier_is_tried_again() -> None:
     assert chosen(times, linear(5_000, 80), 20_000, 120)[-1] == pytest.approx(187, abs=1)
 
 
-def test_chunks_behind_a_long_context_tell_nothing_of_the_chunks_of_other_prompts() -> None:
+def test_chunks_behind_a_long_context_do_not_count_for_prompts_alone() -> None:
     sizer = ChunkSizer(2, chunk=512, max_itl_ratio=2.0)
     assert sizer.early_us(256) is None
     for step, before in enumerate((0, 2048, 2049, 9000)):
