@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean, pstdev, pvariance
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given
@@ -20,6 +21,7 @@ from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.engine.capacity import Capacity, CapacityMeter, Question
 from mlx_ring.engine.capacity_search import Search, ServiceLevel
+from mlx_ring.engine.prefill import Prefilling
 from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance
 from mlx_ring.engine.simulated_replicas import replicas_of
 from mlx_ring.engine.simulation import Simulation
@@ -252,6 +254,32 @@ def test_a_prompt_alone_on_one_stage_takes_as_long_as_the_plan_predicts(
     waited_s = predicted.first_token_s - predicted.token_s - users * cluster.nodes[0].prompt_s
     # Some tokens of the others come between the prompts of several users.
     assert first_token_s == pytest.approx(waited_s, rel=0.01 if users == 1 else 0.02)
+
+
+@pytest.mark.parametrize("prompt", [1024, 2048, 6000])
+@pytest.mark.parametrize(
+    ("model_name", "machine", "other"),
+    [("gpt-oss-120b", "m4-max-128", "m4-max-64"), ("llama-3.3-70b-4bit", "m4-max-128", "m4-max-64")],
+    ids=["experts", "dense"],
+)
+def test_a_prompt_alone_on_two_stages_takes_no_longer_than_in_chunks_of_any_usual_size(
+    model_name: str, machine: str, other: str, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = replace(known_cluster(machine, other), usual_link=named_links()["tb5-rdma"])
+    model = known_sizes(model_name, cluster)
+    request = PlanRequest(Demand(prompt + 8, 1), strategy="balanced", prompt_tokens=prompt, answer_tokens=8)
+    plan = place(model, cluster, request)
+    (replicas,) = replicas_of(model, cluster, request, [plan])
+    load, policy = Load(Lengths(prompt, prompt), Lengths(8, 8)), make_policy(num_speculative_tokens=0)
+
+    def first_token_s() -> float:
+        return Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[-1]
+
+    chosen_s = first_token_s()
+    assert chosen_s == pytest.approx(plan.prediction.first_token_s - plan.prediction.token_s, rel=0.05)
+    for size in (64, 128, 256, 512):
+        monkeypatch.setattr(Prefilling, "_even_size", Mock(return_value=size))
+        assert chosen_s < 1.04 * first_token_s()
 
 
 @pytest.mark.slow

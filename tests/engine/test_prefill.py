@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import Mock, patch
@@ -27,21 +27,49 @@ def test_chunks_of_one_prompt_are_pipelined_through_the_stages() -> None:
     assert [step.rows[0].start for step in pipeline.twin.sent] == [0, 4, 8, 12]
 
 
-@pytest.mark.parametrize(
-    ("token_us", "chunk_us", "sizes"),
-    [(1000.0, 0.0, [16] * 15), (0.0, 50_000.0, [240]), (100.0, 5000.0, [80] * 3)],
-    ids=["proportional", "constant", "between"],
-)
-def test_a_short_prompt_alone_passes_the_stages_in_chunks_of_the_best_measured_size(
-    token_us: float, chunk_us: float, sizes: list[int]
-) -> None:
-    pipeline = Pipeline((1, 1, 1), replace(PLAIN, prefill_chunk=512), context=700)
-    for stage in range(3):
-        for tokens in (16, 160, 240):
-            pipeline.scheduler._sizer.record_chunk(stage, 1, tokens, chunk_us + token_us * tokens)  # pyright: ignore[reportPrivateUsage]
-    pipeline.add(240)
+def sizes_alone(stages: int, prompts: Sequence[int], us: Callable[[int], float] | None = None) -> list[int]:
+    """Return the sizes of the steps in which prompts pass stages that have measured chunks of 16, 160 and 480 tokens."""
+    pipeline = Pipeline((1,) * stages, replace(PLAIN, prefill_chunk=512), context=5000)
+    sizer = pipeline.scheduler._sizer  # pyright: ignore[reportPrivateUsage]
+    for stage in range(stages if us is not None else 0):
+        for tokens in (16, 160, 480):
+            sizer.record_chunk(stage, 1, tokens, us(tokens) if us is not None else 0.0)
+    sizer.record = Mock()
+    for prompt in prompts:
+        pipeline.add(prompt)
     pipeline.run_out()
-    assert [len(step.rows[0].tokens.ids) for step in pipeline.twin.sent if is_prefill(step)] == sizes
+    return [sum(len(row.tokens.ids) for row in step.rows) for step in pipeline.twin.sent if is_prefill(step)]
+
+
+@pytest.mark.parametrize(
+    ("token_us", "chunk_us", "prompt", "sizes"),
+    [
+        pytest.param(1000.0, 0.0, 240, [16] * 15, id="short, proportional"),
+        pytest.param(0.0, 50_000.0, 240, [240], id="short, constant"),
+        pytest.param(100.0, 5000.0, 240, [80] * 3, id="short, between"),
+        pytest.param(1000.0, 4000.0, 1024, [64] * 16, id="long, dense"),
+        pytest.param(2000.0, 600_000.0, 1024, [512] * 2, id="long, experts"),
+    ],
+)
+def test_a_prompt_alone_passes_the_stages_in_chunks_of_the_best_measured_size(
+    token_us: float, chunk_us: float, prompt: int, sizes: list[int]
+) -> None:
+    assert sizes_alone(3, [prompt], lambda tokens: chunk_us + token_us * tokens) == sizes
+
+
+def test_a_prompt_alone_is_split_so_that_stages_overlap_before_times_are_measured() -> None:
+    assert sizes_alone(1, [4000]) == [512] * 7 + [416]
+    assert sizes_alone(2, [4000]) == [334] * 11 + [326]
+    assert sizes_alone(2, [1500]) == [250] * 6
+    assert sizes_alone(2, [40]) == [40]
+    assert max(sizes_alone(2, [4900], lambda _: 1.0)) == 490
+
+
+def test_chunks_are_larger_while_other_prompts_wait() -> None:
+    alone, several = (
+        sizes_alone(3, [600] * prompts, lambda tokens: 40_000 + 1000 * tokens) for prompts in (1, 4)
+    )
+    assert max(alone) < max(several) <= 512
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def make_sizer(
 
 
 def test_a_chunk_beside_decode_takes_the_time_that_the_itl_ratio_leaves() -> None:
-    size = make_sizer(decode_us=10_000, token_us=100).chunk(5000, 5000, 512, beside_decode=True)
+    size = make_sizer(decode_us=10_000, token_us=100).beside_decode()
     assert 150 <= size <= 200, "two decode steps' time is left, some of it as a margin"
 
 
@@ -175,34 +175,31 @@ def test_drafted_steps_leave_time_for_prompts_too() -> None:
     sizer = make_sizer(decode_us=10_000, token_us=100)
     sizer.sent(9, 200, beside_decode=True)
     sizer.record(step_timing(0, rows=4, tokens=20, compute_us=14_000), is_prefill=False)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) >= 150
+    assert sizer.beside_decode() >= 150
 
 
 def test_a_sent_chunk_uses_up_the_time_until_decode_steps_earn_more() -> None:
     sizer = make_sizer(decode_us=10_000, token_us=100, steps=2)
-    size = sizer.chunk(5000, 5000, 512, beside_decode=True)
+    size = sizer.beside_decode()
     sizer.sent(9, size, beside_decode=True)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) == 0
+    assert sizer.beside_decode() == 0
     sizer.record(step_timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) == size // 2
+    assert sizer.beside_decode() == size // 2
 
 
 def test_undisturbed_decode_saves_at_most_eight_steps_and_one_full_chunk() -> None:
     sizer = make_sizer(decode_us=1_000, token_us=100, steps=100)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) == 144, "eight steps, 18 tokens each"
+    assert sizer.beside_decode() == 144, "eight steps, 18 tokens each"
     sizer.sent(9, 144, beside_decode=True)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) == 0
-    assert (
-        make_sizer(decode_us=10_000, token_us=100, steps=100).chunk(5000, 5000, 512, beside_decode=True)
-        == 512
-    )
+    assert sizer.beside_decode() == 0
+    assert make_sizer(decode_us=10_000, token_us=100, steps=100).beside_decode() == 512
 
 
 def test_several_steps_save_up_for_a_chunk_larger_than_the_smallest() -> None:
     sizer = make_sizer(decode_us=10_000, token_us=5_000, ratio=1.5)
     sizes: list[int] = []
     for _ in range(16):
-        sizes.append(sizer.chunk(5000, 5000, 512, beside_decode=True))
+        sizes.append(sizer.beside_decode())
         if sizes[-1]:
             sizer.sent(9, sizes[-1], beside_decode=True)
         sizer.record(step_timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
@@ -212,31 +209,28 @@ def test_several_steps_save_up_for_a_chunk_larger_than_the_smallest() -> None:
 
 def test_a_chunk_slower_than_predicted_delays_the_next_one() -> None:
     sizer = make_sizer(decode_us=10_000, token_us=100, steps=4)
-    size = sizer.chunk(5000, 5000, 512, beside_decode=True)
+    size = sizer.beside_decode()
     sizer.sent(1, size, beside_decode=True)
     sizer.record(step_timing(0, rows=1, tokens=size, compute_us=size * 100 + 30_000), is_prefill=True)
     for _ in range(2):
-        assert sizer.chunk(5000, 5000, 512, beside_decode=True) == 0
+        assert sizer.beside_decode() == 0
         sizer.record(step_timing(0, rows=4, tokens=4, compute_us=10_000), is_prefill=False)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) > 0
+    assert sizer.beside_decode() > 0
 
 
 def test_drafted_steps_alone_earn_time_for_chunks() -> None:
     sizer = make_sizer(decode_us=10_000, token_us=100, steps=0)
     sizer.record(step_timing(0, rows=4, tokens=20, compute_us=10_000), is_prefill=False)
-    assert sizer.chunk(5000, 5000, 512, beside_decode=True) >= 150
+    assert sizer.beside_decode() >= 150
 
 
 def test_unmeasured_chunks_beside_decode_have_the_smallest_size() -> None:
-    assert (
-        ChunkSizer(1, chunk=512, max_itl_ratio=2.0).chunk(5000, 5000, 512, beside_decode=True)
-        == SMALLEST_CHUNK
-    )
+    assert ChunkSizer(1, chunk=512, max_itl_ratio=2.0).beside_decode() == SMALLEST_CHUNK
 
 
 def test_chunks_never_exceed_the_configured_size() -> None:
-    assert make_sizer(decode_us=10_000, token_us=1).chunk(5000, 5000, 512, beside_decode=True) == 512
-    assert ChunkSizer(1, chunk=2, max_itl_ratio=2.0).chunk(5000, 5000, 512, beside_decode=True) == 2
+    assert make_sizer(decode_us=10_000, token_us=1).beside_decode() == 512
+    assert ChunkSizer(1, chunk=2, max_itl_ratio=2.0).beside_decode() == 2
 
 
 # ---- chunks whose time is no multiple of their tokens
@@ -330,7 +324,7 @@ def test_a_chunk_that_stalled_for_a_minute_keeps_prompts_waiting_for_few_steps()
     sizer.sent(20, 64, beside_decode=True)
     sizer.record_chunk(0, 20, 64, 60e6)
     waited = 0
-    while not sizer.chunk(4096, 4096, 512, beside_decode=True):
+    while not sizer.beside_decode():
         sizer.record_decode(0, 1, 1, 20_000)
         waited += 1
     assert waited < 100
@@ -343,7 +337,7 @@ def test_ranks_of_a_group_earn_the_time_of_one(ranks: int) -> None:
     for step in range(200):
         for rank in range(ranks):
             sizer.record(timing(step, 20_000, rank=RankId(0, rank)), is_prefill=False)
-        if tokens := sizer.chunk(1 << 20, 1 << 20, 512, beside_decode=True):
+        if tokens := sizer.beside_decode():
             sizer.sent(step, tokens, beside_decode=True)
             for rank in range(ranks):
                 chunk = timing(
@@ -366,7 +360,7 @@ def test_noisy_chunks_use_the_time_that_decode_leaves_and_no_more(
     left_us, spent_us, lost_us, tokens = 1.5 * 0.9 * decode_us, 0.0, 0.0, 0
     for step in range(500):
         sizer.record_decode(0, 4, 4, decode_us)
-        if (size := sizer.chunk(9999, 9999, 512, beside_decode=True)) and step >= 100:
+        if (size := sizer.beside_decode()) and step >= 100:
             tokens += size
         if size:
             sizer.sent(step, size, beside_decode=True)
@@ -397,19 +391,18 @@ def test_an_outlier_is_tried_again() -> None:
     assert chosen(times, linear(5_000, 80), 20_000, 120)[-1] == pytest.approx(187, abs=1)
 
 
-def chunks_alone(stages: int, prompt: int) -> list[int]:
-    sizer = ChunkSizer(stages, chunk=512, max_itl_ratio=2.0)
-    chunks: list[int] = []
-    while (remaining := prompt - sum(chunks)) > 0:
-        chunks.append(min(remaining, sizer.chunk(remaining, prompt, 512, beside_decode=False)))
-    return chunks
-
-
-def test_a_prompt_alone_is_split_so_that_stages_overlap() -> None:
-    assert chunks_alone(1, 4000) == [512] * 7 + [416]
-    assert chunks_alone(2, 4000) == [334] * 10 + [330, 165, 165]
-    assert chunks_alone(2, 40) == [40]
-    assert max(chunks_alone(3, 100_000)) == 512
+def test_chunks_behind_a_long_context_do_not_count_for_prompts_alone() -> None:
+    sizer = ChunkSizer(2, chunk=512, max_itl_ratio=2.0)
+    assert sizer.early_us(256) is None
+    for step, before in enumerate((0, 2048, 2049, 9000)):
+        sizer.sent(step, 256, before, beside_decode=False)
+    for step in (3, 1, 2, 0):
+        for stage in (0, 1):
+            sizer.record_chunk(stage, step, 256, 1000.0 * (1 + step + stage))
+    assert sizer.early_us(256) == 2000.0
+    assert sizer.measured_us(256) == 3000.0
+    assert sizer.early_us(128) == 1000.0
+    assert sizer.early_us(127) is None, "less than half of what was measured"
 
 
 def test_the_verifying_cost_is_the_measured_one() -> None:

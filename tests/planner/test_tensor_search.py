@@ -26,6 +26,7 @@ from tests.planner.clusters import (
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.tensor_shares import share_out
+from mlx_ring.planner.forecast import with_even_chunks
 from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
@@ -42,7 +43,7 @@ FAST, SLOW = LinkProfile(20e-6, 5e9), LinkProfile(0.5e-3, 1.1e8)
 SMALL = Demand(context_tokens=1024, sequences=1)
 PAIR = (node_of("a"), node_of("b"))
 SHORT = PlanRequest(SMALL, prompt_tokens=1)
-ONE_CHUNK = PlanRequest(SMALL, prompt_tokens=512)
+ONE_CHUNK = PlanRequest(SMALL, prompt_tokens=16)
 """A prompt that cannot be computed by several stages at once."""
 
 
@@ -368,7 +369,7 @@ def test_a_rank_with_whole_layers_costs_as_much_as_a_stage() -> None:
 
 def test_a_pipeline_without_sharing_is_predicted_like_a_plan() -> None:
     model, cluster = model_of(28), cluster_of(node_of("a"), node_of("b", gb_s=300), link=FAST)
-    request = plan_request(strategy="balanced", demand=Demand(2048, 4))
+    request = with_even_chunks(model, cluster, plan_request(strategy="balanced", demand=Demand(2048, 4)))
     plan = place(model, cluster, request)
     shared = SharedModel(model, request.demand, None)
     stages = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, get_args
@@ -43,6 +44,36 @@ def longest_chunk(usual: int, most: int, before: int, chunk_us: Callable[[int], 
             break
         longest *= 2
     return longest
+
+
+_SMALLEST_EVEN, _HANDLING_US, _SOONER = 16, 500.0, 0.98
+"""Smallest even chunk, and the time of each beside its computing. Then the part of the time of larger ones that smaller ones
+may take."""
+
+
+def even_chunk(total: int, stages: int, longest: int, chunk_us: Callable[[int], float | None]) -> int | None:
+    """Return the most tokens of equal chunks in which prompts pass several stages about as soon as possible.
+
+    While a stage computes a chunk, the others compute those before and after it. More chunks fill the pipeline sooner,
+    fewer read the weights less often. None if the time of the longest chunk is not known.
+
+    Args:
+        total: tokens of the prompts.
+        stages: number of stages, all of which are as slow as the slowest.
+        longest: most tokens of a chunk.
+        chunk_us: returns the microseconds of a chunk of so many tokens on the slowest stage; None if it is not known.
+    """
+    best, best_us, size = None, math.inf, longest
+    while size >= _SMALLEST_EVEN:
+        chunks = -(-total // size)
+        us = chunk_us(-(-total // chunks))
+        if us is None:
+            break
+        passed_us = (chunks + stages - 1) * (us + _HANDLING_US)
+        if passed_us < _SOONER * best_us:
+            best, best_us = size, passed_us
+        size = size * 5 // 7
+    return best
 
 
 @dataclass(frozen=True, slots=True)

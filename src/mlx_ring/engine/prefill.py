@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import LONG_CHUNK_US, longest_chunk
+from mlx_ring.core.types import LONG_CHUNK_US, even_chunk, longest_chunk
 from mlx_ring.engine.decode import MicroBatches
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
@@ -183,11 +183,8 @@ class PrefillQueue(Generic[P]):
                 return
 
 
-_SHORT_ALONE = 320
-"""Longest prompt alone whose chunks are as small as measured times say that it passes all stages soonest."""
-_SMALLEST_SHORT, _MOST_SHORT_PER_STAGE, _HANDLING_US, _SOONER = 16, 6, 500.0, 0.9
-"""Smallest of these chunks, and their number per stage. Then the time of each beside its computing, and the part of one
-chunk's time that they may take."""
+_SMALLEST_UNKNOWN, _UNKNOWN_PER_STAGE = 256, 6
+"""Smallest chunk without answers in progress, and their number per stage, while times are not known."""
 
 PROMPTS_TOGETHER = 4
 """Length of a step of several short prompts, as a multiple of one prompt's chunk."""
@@ -231,25 +228,37 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if not self or not self._may_go():
             return []
         beside_decode = self.has_to_spare()
-        # Beside decode only the saved time counts.
-        remaining, prompt = (0, 0) if beside_decode else self._lengths()
-        longest = self._longest_alone()
-        size = self._sizer.chunk(remaining, prompt, longest, beside_decode=beside_decode)
+        before = next(iter(self)).scheduled
+        size = self._sizer.beside_decode() if beside_decode else self._size_alone(before)
         if not size or self._must_end_first(size):
             return []
-        if len(self) == 1 and not beside_decode and self._stages > 1 and prompt <= _SHORT_ALONE:
-            size = min(size, self._short_chunk(prompt) or size)
         together = PROMPTS_TOGETHER * min(size, self._policy.prefill_chunk)
         chunks, tokens = self._fill(size, size if beside_decode else max(size, together))
-        self._sizer.sent(self._in_flight.sent + 1, tokens, beside_decode=beside_decode)
+        self._sizer.sent(self._in_flight.sent + 1, tokens, before, beside_decode=beside_decode)
         return chunks
 
-    def _longest_alone(self) -> int:
+    def _size_alone(self, before: int) -> int:
+        """Return the most tokens of a chunk, if no answer is in progress; the first prompt has `before` tokens already.
+
+        Over several stages, those are equal chunks in which the waiting prompts pass soonest by measured times.
+        """
+        longest = self._longest_alone(before)
+        if self._stages == 1:
+            return longest
+        total, left = self._lengths()
+        size = min(longest, -(-total // -(-total // self._even_size(total, longest))))
+        # No small chunk is left over.
+        return size if 2 * left > 3 * size else min(longest, left)
+
+    def _even_size(self, total: int, longest: int) -> int:
+        size = even_chunk(total, self._stages, longest, self._sizer.early_us)
+        return size or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
+
+    def _longest_alone(self, before: int) -> int:
         """Return the most tokens of a chunk: without answers in progress, as many as `longest_chunk` allows by measured times."""
         policy = self._policy
         if any(batch.members for batch in self._batches):
             return policy.prefill_chunk
-        before = next(iter(self)).scheduled
         return longest_chunk(policy.prefill_chunk, policy.long_chunk, before, self._sizer.measured_us)
 
     def _must_end_first(self, size: int) -> bool:
@@ -258,22 +267,6 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
             return False
         us = self._sizer.measured_us(size) or 0.0
         return (self._in_flight.prefills + 1) * us > LONG_CHUNK_US
-
-    def _short_chunk(self, prompt: int) -> int:
-        """Return the size of equal chunks in which a prompt passes all stages sooner than as a whole; 0 if there is none.
-
-        While a stage computes a chunk, the others compute those before and after it.
-        """
-
-        def us(chunks: int) -> float:
-            each_us = self._sizer.measured_us(-(-prompt // chunks)) or 0.0
-            return (chunks + self._stages - 1) * (each_us + _HANDLING_US)
-
-        if self._sizer.measured_us(prompt) is None:
-            return 0
-        most = min(prompt // _SMALLEST_SHORT, _MOST_SHORT_PER_STAGE * self._stages)
-        chunks = min(range(1, max(1, most) + 1), key=us)
-        return -(-prompt // chunks) if us(chunks) < _SOONER * us(1) else 0
 
     def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int]:
         """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole.
@@ -299,11 +292,10 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         return chunks, room - left
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the most tokens that one of the next prompts has left, and the most that one had to compute."""
+        """Return the tokens that the next prompts have to compute or have computed in all, and those that the first has left."""
         left = [(sequence, self._left(sequence)) for sequence in islice(self, _AHEAD)]
-        return max(tokens for _, tokens in left), max(
-            sequence.scheduled - sequence.reused + tokens for sequence, tokens in left
-        )
+        total = sum(sequence.scheduled - sequence.reused + tokens for sequence, tokens in left)
+        return max(1, total), left[0][1]
 
     def _left(self, sequence: P) -> int:
         """Return the number of tokens that are still to be computed."""

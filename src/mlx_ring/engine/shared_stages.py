@@ -309,7 +309,7 @@ class StageLine:
                 return True
             if counts.prefills > 1 or batch.last_step <= prompts.last_step:
                 continue
-            size = sizer.chunk(0, 0, 0, beside_decode=True)
+            size = sizer.beside_decode()
             if size >= first.fill_to - first.scheduled:
                 return True
             sent = Sent(counts.sent + 1, size)

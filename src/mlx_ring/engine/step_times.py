@@ -28,11 +28,8 @@ from statistics import fmean, median
 from mlx_ring.core.engine_stats import StepTiming
 
 SMALLEST_CHUNK = 2
-_SMALLEST_ALONE = 160
-"""Smallest chunk of a prompt alone: smaller ones would mostly read the weights."""
-_CHUNKS_PER_STAGE = 6
-"""Chunks per stage of a prompt alone. More of them read the weights too often; fewer fill and drain the pipeline
-too slowly."""
+_EARLY = 2048
+"""Tokens before a chunk up to which its time counts for prompts of any length: attention takes little of it."""
 _MOST_DEBT = 8.0
 """Time that prompts may owe, over the most time that can be saved for them."""
 _STEPS_SAVED = 8
@@ -95,6 +92,11 @@ class ChunkTimes:
     def is_measured(self) -> bool:
         """True after the first chunk."""
         return bool(self._tokens)
+
+    @property
+    def smallest(self) -> int:
+        """Smallest measured size; there must be one."""
+        return self._tokens[0]
 
     def record(self, tokens: int, compute_us: float) -> None:
         """Learn from a chunk."""
@@ -192,6 +194,9 @@ class ChunkSizer:
         self._any_decode_us = [RunningMean() for _ in range(stages)]
         """Time of one decode step with or without drafts, by stage."""
         self._chunk_times = [ChunkTimes() for _ in range(stages)]
+        self._early_times = [ChunkTimes() for _ in range(stages)]
+        """Times of chunks with few tokens before them, by stage if there are several."""
+        self._late: set[int] = set()  # Steps with other chunks.
         self._credit_us = 0.0
         """Time saved for prompts; below 0, prompts took more than their share."""
         self._earned_us = 0.0
@@ -216,6 +221,8 @@ class ChunkSizer:
     def record_chunk(self, stage: int, step: int, tokens: int, compute_us: float) -> None:
         """Learn from a prefill step of some tokens on a stage."""
         self._chunk_times[stage].record(tokens, compute_us)
+        if self._stages > 1 and step not in self._late:
+            self._early_times[stage].record(tokens, compute_us)
         self._is_measured = all(times.is_measured for times in self._chunk_times)
         self._smallest_us, self._largest_us = self._chunk_us(SMALLEST_CHUNK), self._chunk_us(self._chunk)
         self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
@@ -230,24 +237,6 @@ class ChunkSizer:
             self._draft_us[stage].add(max(0.0, compute_us - plain) / (tokens - rows))
         if stage == 0:
             self._earn()
-
-    def chunk(self, remaining: int, prompt: int, longest: int, *, beside_decode: bool) -> int:
-        """Return the most tokens of a chunk, alone at most `longest`, or beside running sequences; 0 if decode must go first.
-
-        Args:
-            remaining: tokens of the prompt that are left.
-            prompt: tokens that had to be computed when the prompt began.
-            beside_decode: True beside running sequences, whose tokens must not wait long.
-        """
-        if beside_decode:
-            return self._beside_decode()
-        if self._stages == 1:
-            return longest
-        even = max(_SMALLEST_ALONE, -(-prompt // (_CHUNKS_PER_STAGE * self._stages)))
-        if remaining <= _SMALLEST_ALONE * 3 // 2:
-            return min(longest, remaining)
-        # The last chunk is small because the first stages are idle while it passes the later ones.
-        return min(longest, even, max(_SMALLEST_ALONE, -(-remaining // 2)))
 
     def _earn(self) -> None:
         """Save the time that a decode step leaves to prompts, which is the same on every stage as on the slowest."""
@@ -267,8 +256,17 @@ class ChunkSizer:
         """Return the time of a chunk on the slowest stage; None until every stage has computed one."""
         return self._chunk_us(tokens) if self._is_measured else None
 
-    def _beside_decode(self) -> int:
-        """Return the size of a chunk beside decode; 0 until more time is saved."""
+    def early_us(self, tokens: int) -> float | None:
+        """Return the time of a chunk on the slowest of several stages, with few tokens before it.
+
+        None below half of the smallest chunk that every stage has computed.
+        """
+        if all(times.is_measured and 2 * tokens >= times.smallest for times in self._early_times):
+            return max(times.us(tokens) for times in self._early_times)
+        return None
+
+    def beside_decode(self) -> int:
+        """Return the most tokens of a chunk beside answers in progress; 0 until more time is saved."""
         if not self._is_measured:
             return min(self._chunk, SMALLEST_CHUNK)
         if self.is_saving:
@@ -284,8 +282,10 @@ class ChunkSizer:
         is_short = self._left < 1.0 or self._earned_us < self._smallest_us
         return is_short and self._credit_us < self._most_us
 
-    def sent(self, step: int, tokens: int, *, beside_decode: bool) -> None:
-        """Charge the prompt tokens of a step that is sent."""
+    def sent(self, step: int, tokens: int, before: int = 0, *, beside_decode: bool) -> None:
+        """Charge the prompt tokens of a step that is sent, which has so many tokens before them."""
+        if before > _EARLY:
+            self._late = {late for late in self._late if late > step - _REMEMBERED} | {step}
         if beside_decode:
             costs_us = [times.us(tokens) for times in self._chunk_times]
             us = max(costs_us)

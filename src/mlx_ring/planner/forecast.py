@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mlx_ring.core.types import CpuWeights, LayerRange
+from mlx_ring.core.types import CpuWeights, LayerRange, even_chunk
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
 from mlx_ring.planner.plan import Plan, Times
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.rank_costs import RankCosts
-from mlx_ring.planner.request import Demand
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables, long_chunk_on
 from mlx_ring.planner.tensor_groups import GroupStage, SharedModel, given_group
 
@@ -241,6 +241,25 @@ def _knots(context_tokens: float) -> tuple[int, int]:
 
 StageRanks = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 """Layers of a stage, and the node and share of each of its ranks."""
+
+
+def with_even_chunks(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> PlanRequest:
+    """Return the request with the chunks in which the engine about reads its prompts over several stages.
+
+    They are those of two stages of the cluster's fastest machines, so that they depend on no plan.
+    """
+    demand, layers = request.demand, len(model.layers)
+    if len(cluster.nodes) == 1 or demand.even_tokens:
+        return request
+    tables, node = StageTables(model, demand), max(cluster.nodes, key=lambda node: node.bandwidth)
+    tokens, longest = request.prompt_tokens, min(demand.step_tokens, request.prompt_tokens)
+
+    def half_us(tokens: int) -> float:
+        return 1e6 * tables.seconds_in(((tokens, 1),), node, 0, layers) / 2
+
+    size = even_chunk(request.users * tokens, 2, longest, half_us) or longest
+    even = -(-tokens // -(-tokens // size))
+    return replace(request, demand=replace(demand, even_tokens=even))
 
 
 def settle_weights(

@@ -39,7 +39,7 @@ class Stage(Protocol):
         ...
 
     def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
-        """Return the seconds of all usual chunks of a prompt, after a context."""
+        """Return the seconds of all usual chunks of a prompt, or of those over several stages, after a context."""
         ...
 
     def alone_seconds(self, tokens: int) -> float:
@@ -176,7 +176,7 @@ class Pipeline:
             # Answers are in progress when the other prompts are read.
             others_s = (users - 1) * self.stages[0].prefill_seconds(prompt_tokens) if users > 1 else 0.0
             return prompt_s + self.stages[0].alone_seconds(prompt_tokens) + others_s + self.token_s(users)
-        most = self._demand.step_tokens
+        most = self._demand.stage_tokens
         chunks, rows = -(-prompt_tokens // most), min(prompt_tokens, most)
         times = [stage.prefill_seconds(prompt_tokens) / chunks for stage in self.stages]
         later_s = (users * chunks - 1) * max(*times, self._busiest_link_s(rows))

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.planner.forecast import StageRanks, settle_weights
+from mlx_ring.planner.forecast import StageRanks, settle_weights, with_even_chunks
 from mlx_ring.planner.memory_fit import explain_shortage
 from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
@@ -185,6 +185,7 @@ def place_if_it_fits(
         PlanError: the request contradicts itself, or its strategy cannot be used with these machines.
     """
     check_request(model, cluster, request)
+    request = with_even_chunks(model, cluster, request)
     method = METHODS[request.strategy]
     if isinstance(method, TensorMethod):
         return place_tensor(model, cluster, request, method.search)
@@ -388,6 +389,7 @@ def plan_given(
         PlanError: the stages need more memory than a machine has, or neighbours do not reach each other.
     """
     _check_reach(cluster, stages)
+    request = with_even_chunks(model, cluster, request)
     stages = settle_weights(model, request.demand, cluster, stages)
     shared = SharedModel(model, request.demand, model.shared)
     groups = [GroupStage(given_group(shared, cluster, ranks), layers) for layers, ranks in stages]

@@ -23,6 +23,7 @@ import numpy as np
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.planner.forecast import with_even_chunks
 from mlx_ring.planner.group_search import cut, divided
 from mlx_ring.planner.memory_fit import explain_shortage, fits
 from mlx_ring.planner.pipeline import Pipeline
@@ -83,6 +84,7 @@ class QuickSearch:
             PlanError: none is found.
         """
         check_request(model, self.cluster, request)
+        request = with_even_chunks(model, self.cluster, request)
         found = _Search(self, model, request).best(near)
         if found is None:
             raise PlanError(explain_shortage(model, self.cluster, request))

@@ -40,11 +40,18 @@ class Demand:
     """Memory of each worker's KV cache, whatever it holds; None for as much as the promised load needs."""
     chunk_tokens: int | None = None
     """Most tokens of a prompt in a step; None for what each machine's engine takes."""
+    even_tokens: int | None = None
+    """Most tokens of a prompt in a step over several stages; None for as many as in any step."""
 
     @property
     def step_tokens(self) -> int:
         """Most tokens of a prompt in a usual step."""
         return self.chunk_tokens or CHUNK_TOKENS
+
+    @property
+    def stage_tokens(self) -> int:
+        """Most tokens of a prompt in a step over several stages."""
+        return min(self.step_tokens, self.even_tokens or self.step_tokens)
 
     @property
     def mean_context_tokens(self) -> int:
@@ -142,13 +149,13 @@ class PlanRequest:
 
     @property
     def chunks(self) -> int:
-        """Number of steps in which a prompt is read."""
-        return -(-self.prompt_tokens // self.demand.step_tokens)
+        """Number of steps in which a prompt is read over several stages."""
+        return -(-self.prompt_tokens // self.demand.stage_tokens)
 
     @property
     def chunk_rows(self) -> int:
         """Most tokens of a prompt in one of these steps."""
-        return min(self.prompt_tokens, self.demand.step_tokens)
+        return min(self.prompt_tokens, self.demand.stage_tokens)
 
     @property
     def streams(self) -> int:

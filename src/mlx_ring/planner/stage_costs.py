@@ -165,22 +165,25 @@ class StageTables:
     def prefill_seconds(
         self, node: NodeProfile, first: int, end: int, tokens: int, context: int = 0
     ) -> float:
-        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others, in the usual steps."""
-        return self._seconds_in(self._usual(node, tokens), node, first, end, context)
+        """Return the seconds of a stage's prefill of `tokens` tokens after `context` others."""
+        chunks = self.usual(node, tokens, is_part=end - first < len(self.model.layers))
+        return self.seconds_in(chunks, node, first, end, context)
 
-    def _seconds_in(self, chunks: Chunks, node: NodeProfile, first: int, end: int, context: int) -> float:
+    def seconds_in(self, chunks: Chunks, node: NodeProfile, first: int, end: int, context: int = 0) -> float:
+        """Return the seconds of a stage's prefill in the given steps after a context."""
         form = self._form(node, first, end)
-        return float(
-            prefill_layers(form, form.kinds, node, context, chunks)[first:end].sum()
-        ) * prefill_factor(node)
+        seconds = prefill_layers(form, form.kinds, node, context, chunks)[first:end].sum()
+        return float(seconds) * prefill_factor(node)
 
-    def _usual(self, node: NodeProfile, tokens: int) -> Chunks:
-        return usual_chunks(tokens, self.demand.chunk_tokens or node.chunk_tokens)
+    def usual(self, node: NodeProfile, tokens: int, *, is_part: bool = False) -> Chunks:
+        """Return the steps of a prompt that is not alone, or that is read by several stages."""
+        most = self.demand.chunk_tokens or node.chunk_tokens
+        return usual_chunks(tokens, min(most, (is_part and self.demand.even_tokens) or most))
 
     def alone_seconds(self, node: NodeProfile, tokens: int) -> float:
         """Return the seconds in which a machine with all layers reads a prompt alone."""
-        chunks = self._long(node, tokens) or self._usual(node, tokens)
-        return self._seconds_in(chunks, node, 0, len(self.model.layers), 0)
+        chunks = self._long(node, tokens) or self.usual(node, tokens)
+        return self.seconds_in(chunks, node, 0, len(self.model.layers), 0)
 
     def _long(self, node: NodeProfile, tokens: int) -> Chunks | None:
         """Return the chunks in which a machine with all layers reads a prompt alone; None if they are the usual ones."""
@@ -192,12 +195,12 @@ class StageTables:
     def chunk_seconds(self, node: NodeProfile, first: int, end: int, tokens: int, context: int) -> float:
         """Return the seconds of a prefill step with `tokens` tokens after a context."""
         step_s = node.costs.step_s / (node.cpu_quota.share if node.cpu_quota else 1.0)
-        return self._seconds_in(((tokens, 1),), node, first, end, context) + step_s
+        return self.seconds_in(((tokens, 1),), node, first, end, context) + step_s
 
     def prefill_table(self, node: NodeProfile, tokens: int, users: int = 1) -> Table:
         """Return the mean seconds of every possible stage's prefill of `users` prompts of `tokens` tokens, regardless of memory."""
         *preferred, smallest = self._forms.on(node)
-        chunks = self._usual(node, tokens)
+        chunks = self.usual(node, tokens, is_part=True)
 
         def table(form: LayerKinds) -> Table:
             sums = before(prefill_layers(form, form.kinds, node, 0, chunks))
@@ -206,10 +209,10 @@ class StageTables:
         seconds = table(smallest)
         for form in preferred:
             seconds = np.where(self._memory_of(form, node) <= node.usable_bytes, table(form), seconds)
-        if (long := self._long(node, tokens)) is not None:
+        if self.demand.even_tokens or self._long(node, tokens) is not None:
             # Answers are in progress when the other prompts are read.
-            alone_s = self._seconds_in(long, node, 0, len(self.model.layers), 0)
-            seconds[0, -1] += (alone_s - seconds[0, -1]) / users
+            other_s = self.prefill_seconds(node, 0, len(self.model.layers), tokens)
+            seconds[0, -1] = (self.alone_seconds(node, tokens) + (users - 1) * other_s) / users
         return seconds
 
 

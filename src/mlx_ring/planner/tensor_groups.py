@@ -201,10 +201,13 @@ class RankGroup:
     def _chunks_seconds(
         self, first: int, end: int, tokens: int, context_tokens: int, chunks: Chunks | None = None
     ) -> float:
+        demand = self.shared.demand
+        if chunks is None and demand.even_tokens and end - first < self._layers:
+            chunks = usual_chunks(tokens, demand.stage_tokens)
         computing = max(
             member.costs.prefill_s(first, end, tokens, context_tokens, chunks) for member in self.members
         )
-        steps = chunks or usual_chunks(tokens, self.shared.demand.step_tokens)
+        steps = chunks or usual_chunks(tokens, demand.step_tokens)
         return computing + (end - first) * sum(count * self.exchange_s(size)[0] for size, count in steps)
 
     def alone_seconds(self, tokens: int) -> float:

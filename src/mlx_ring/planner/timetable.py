@@ -25,8 +25,6 @@ from mlx_ring.planner.tensor_groups import SUMS_PER_LAYER, SharedModel
 
 _LOOSER = (1.0, 1.12, 1.3, 1.6, 2.2, math.inf)
 """Multiples of the shortest possible pace that are tried."""
-
-
 _Value = TypeVar("_Value")
 
 
@@ -262,8 +260,10 @@ class MeanLayers:
         node, costs = self._nodes[place], self._times.costs
         step = costs.stage_seconds(node, 0, self._layers, rows, self._times.demand.mean_context_tokens)
         decode_s = step.steady if self._request.objective == "throughput" else step.unhindered
-        prompt_s = costs.prefill_seconds(node, 0, self._layers, self._request.prompt_tokens)
-        alone_s = costs.alone_seconds(node, self._request.prompt_tokens)
+        tokens = self._request.prompt_tokens
+        prompt_s = costs.prefill_seconds(node, 0, self._layers, tokens)
+        alone_s = costs.alone_seconds(node, tokens)
+        part_s = costs.seconds_in(costs.usual(node, tokens, is_part=True), node, 0, self._layers)
         held = costs.memory(node)[0]
         each = max(1.0, (held[-1] - held[1]) / max(1, self._layers - 1))
         own_s = _own_seconds(node)
@@ -274,7 +274,7 @@ class MeanLayers:
         return MeanLayer(
             (place,),
             (decode_s - own_s) / self._layers,
-            prompt_s / self._chunks / self._layers,
+            part_s / self._chunks / self._layers,
             self._mean_s(alone_s, prompt_s),
             own_s,
             room,
@@ -302,6 +302,7 @@ class MeanLayers:
         step_s += ring.gather_s(logits) + ring.sum_s(TOKEN_BYTES * rows)
         read_s = partial(self._read_s, list(zip(members, shares, strict=True)), ring)
         prompt_s = alone_s = read_s(usual_chunks(tokens, demand.step_tokens))
+        part_s = read_s(usual_chunks(tokens, demand.stage_tokens))
         if most := long_chunk_on([(self._nodes[place], self._layers) for place in members], model, demand):
             usual = demand.step_tokens
             chunks = chunks_alone(tokens, usual, most, lambda size, before: read_s(((size, 1),), before))
@@ -310,7 +311,7 @@ class MeanLayers:
             members,
             step_s / self._layers
             + SUMS_PER_LAYER * ring.sum_s(rows * model.hidden_size * model.number_bytes),
-            prompt_s / self._chunks / self._layers,
+            part_s / self._chunks / self._layers,
             self._mean_s(alone_s, prompt_s),
             max(_own_seconds(self._nodes[place]) for place in members),
             self._room(members),
