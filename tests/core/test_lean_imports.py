@@ -149,6 +149,21 @@ def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Pa
     ]
 
 
+def test_tokenizers_are_imported_without_the_hub_s_api_which_is_whole_afterwards(tmp_path: Path) -> None:
+    code = """
+import sys
+from mlx_ring.core.lean_imports import UNUSED_BY_TOKENIZERS, _import_bare
+_import_bare()
+print(*(name for name in UNUSED_BY_TOKENIZERS if name in sys.modules))
+from transformers.utils import hub
+import huggingface_hub
+for names in UNUSED_BY_TOKENIZERS.values():
+    for name in names:
+        print(getattr(hub, name) is object and getattr(huggingface_hub, name) is not object)
+"""
+    assert output_of(tmp_path, code) == ["True"] * 5
+
+
 IMPORT_TOKENIZERS = """
 import sys
 from mlx_ring.core import lean_imports
