@@ -43,12 +43,17 @@ for name in sys.argv[1:]:
     [
         ("mlx_ring.head.head", ("huggingface_hub", "transformers", "mlx", "cryptography", "zeroconf")),
         (
+            "mlx_ring.core.lean_imports as lean; lean.import_bare('uvicorn'); import mlx_ring.head.head",
+            ("uvicorn.main", "click", "multiprocessing"),
+        ),
+        (
             "mlx_ring.agent.__main__, mlx_ring.agent.head_member, mlx_ring.worker.profile.__main__",
             ("numpy", "cryptography", "pydantic", "mlx"),
         ),
         ("mlx_ring.agent.member", ("numpy", "mlx")),
         ("mlx_ring.worker.__main__", ("numpy", "cryptography", "pydantic")),
         ("mlx_ring.cli.app, mlx_ring.cli.processes", ("numpy", "rich", "yaml")),
+        ("mlx_ring.cli.startup", ("numpy", "rich")),
         ("mlx_ring.cli.join", ("numpy", "rich", "zeroconf", "cryptography")),
         (
             (

@@ -36,6 +36,8 @@ CHUNKS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8), (7,), (9,), (3,))
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9, 3, 2, 3))
 """Three rows of different lengths, for ragged batches."""
 DECODED = 3
+ROW_STEPS = (PROMPTS, *(tuple((10 * step + row,) for row in range(len(PROMPTS))) for step in range(DECODED)))
+"""Tokens of each row in each step: its prompt, then decode tokens."""
 BLOCK = 8
 """Tokens of a block of saved KV."""
 
@@ -72,6 +74,12 @@ class Family:
         weights = {name: _weight(name, value) for name, value in parameters.items()}
         mx.eval(weights)
         return weights
+
+    @cached_property
+    def rows_alone(self) -> list[list[mx.array]]:
+        """Logits (1, n, vocabulary) of the whole model in each of `ROW_STEPS`, for each row alone."""
+        model = self.model()
+        return [run_whole(model, chunks) for chunks in zip(*ROW_STEPS, strict=True)]
 
     def stages(self, cuts: Sequence[int]) -> list[StageModel]:
         return [self._stage(LayerRange(start, end)) for start, end in pairwise(cuts)]

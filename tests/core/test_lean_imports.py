@@ -55,6 +55,38 @@ def test_access_to_the_package_itself_runs_its_init_once(folder: Path, access: s
     assert output_of(folder, BARE + "import heavy.light; " + access) == ["init", "3"]
 
 
+def test_what_was_imported_is_left_out_of_garbage_collections(folder: Path) -> None:
+    code = """
+import gc
+from mlx_ring.core.lean_imports import importing
+for _ in range(2):
+    before = gc.get_freeze_count()
+    with importing():
+        import heavy
+    print(gc.get_freeze_count() > before, gc.isenabled())
+"""
+    assert output_of(folder, code) == ["init", "True", "True", "False", "True"]
+
+
+def test_what_an_instance_left_is_collected_and_before_the_first_one_there_is_no_search(folder: Path) -> None:
+    code = """
+import gc
+from mlx_ring.core.lean_imports import collect_left, leave_out
+searches = []
+gc.callbacks.append(lambda phase, found: searches.append((phase, found["generation"])))
+collect_left()
+print(("start", 2) in searches)
+left = [type("Left", (), {"__del__": lambda _: print("collected")})()]
+left.append(left)
+leave_out("tiny-1")
+del left
+gc.collect()
+print("left")
+collect_left()
+"""
+    assert output_of(folder, code) == ["False", "left", "collected"]
+
+
 def test_an_attribute_that_the_package_lacks_is_missing(folder: Path) -> None:
     code = BARE + "import heavy; print(hasattr(heavy, 'four'), hasattr(heavy, 'four'))"
     assert output_of(folder, code) == ["init", "False", "False"]
@@ -115,6 +147,21 @@ def test_transformers_offers_the_tokenizer_modules_without_its_init(tmp_path: Pa
         "transformers.tokenization_utils_tokenizers",
         "module",
     ]
+
+
+def test_tokenizers_are_imported_without_the_hub_s_api_which_is_whole_afterwards(tmp_path: Path) -> None:
+    code = """
+import sys
+from mlx_ring.core.lean_imports import UNUSED_BY_TOKENIZERS, _import_bare
+_import_bare()
+print(*(name for name in UNUSED_BY_TOKENIZERS if name in sys.modules))
+from transformers.utils import hub
+import huggingface_hub
+for names in UNUSED_BY_TOKENIZERS.values():
+    for name in names:
+        print(getattr(hub, name) is object and getattr(huggingface_hub, name) is not object)
+"""
+    assert output_of(tmp_path, code) == ["True"] * 5
 
 
 IMPORT_TOKENIZERS = """

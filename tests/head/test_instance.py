@@ -262,7 +262,7 @@ def test_garbage_is_collected_while_a_load_waits_unless_it_is_a_recovery(
     collected: list[None] = []
     loads: list[asyncio.Future[None]] = []
     monkeypatch.setattr(subject, "_LOAD_BEGINS_S", 0.0)
-    monkeypatch.setattr(subject, "_collect", lambda: collected.append(None))
+    monkeypatch.setattr(subject, "collect_left", lambda: collected.append(None))
     monkeypatch.setattr(FakeService.recoveries, "status", phase)
 
     def load(run: Run) -> None:

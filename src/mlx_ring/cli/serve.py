@@ -23,7 +23,7 @@ from mlx_ring.cli.flags import ALL_SETTINGS, with_settings
 from mlx_ring.core.environment import enable_grpc_logs
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.folders import state_folder
-from mlx_ring.core.lean_imports import importing
+from mlx_ring.core.lean_imports import import_bare, importing
 from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
 from mlx_ring.host.addresses import listening_url
@@ -133,6 +133,7 @@ def _run(settings: Settings, listener: socket.socket, tls: ssl.SSLContext | None
             fetch_here(name, must_fit=settings.nodes == 1)
     served = prepare_models(settings)
     # The API's libraries take a second to import: report mistakes before.
+    import_bare("uvicorn")
     with importing():
         from mlx_ring.cli.startup import StartupMessages
         from mlx_ring.head.head import Head

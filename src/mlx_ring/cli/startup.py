@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
 from mlx_ring.cli.head_client import DEFAULT_URL
-from mlx_ring.cli.status_tables import show_plan
 from mlx_ring.core.environment import program
 from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.host.interfaces import join_lines, lan_addresses
 from mlx_ring.rpc.protos import agent_pb2
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
     from mlx_ring.core.worker_status import WorkerInfo
     from mlx_ring.head.head import StartReport
     from mlx_ring.head.placing import Placement
@@ -52,14 +51,7 @@ class StartupMessages:
         self._lasting = lasting
         """True if messages continue after the first model is served; otherwise only the log does."""
         self._has_served = False
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._progress = _bars() if sys.stderr.isatty() else None
         self._tasks: dict[tuple[str, int], TaskID] = {}
         """Progress bar by instance and stage."""
 
@@ -82,14 +74,19 @@ class StartupMessages:
     def planned(self, instance: str, placement: Placement) -> None:
         """Print the table of the plan, and start the progress bars."""
         if placement.plan is not None and not self._is_over:
+            from mlx_ring.cli.status_tables import show_plan  # slow to import, and one machine needs no plan
+
             show_plan(placement.plan)
-        if self._progress.console.is_terminal:
-            self._progress.start()
+        if self._progress is None:
+            return
+        self._progress.start()
         for stage in range(len(placement.ranges)):
             self._tasks[instance, stage] = self._progress.add_task(f"{instance}, stage {stage}", total=None)
 
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
         """Move a stage's bar."""
+        if self._progress is None:
+            return
         task, loaded = self._tasks[instance, progress.stage], progress.progress
         if loaded.bytes_total:
             self._progress.update(task, completed=loaded.bytes_loaded, total=loaded.bytes_total)
@@ -98,10 +95,7 @@ class StartupMessages:
 
     def serving(self, running: StartReport) -> None:
         """Print the server's address and how to use it."""
-        for place in [place for place in self._tasks if place[0] == running.instance.name]:
-            self._progress.remove_task(self._tasks.pop(place))
-        if not self._tasks:
-            self._stop_bars()
+        self._remove_bars(running.instance.name)
         if self._is_over:
             log.info("Serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
         else:
@@ -112,9 +106,32 @@ class StartupMessages:
     def _is_over(self) -> bool:
         return self._has_served and not self._lasting
 
+    def _remove_bars(self, instance: str) -> None:
+        for place in [place for place in self._tasks if place[0] == instance]:
+            task = self._tasks.pop(place)
+            if self._progress is not None:
+                self._progress.remove_task(task)
+        if not self._tasks:
+            self._stop_bars()
+
     def _stop_bars(self) -> None:
-        if self._progress.live.is_started:
+        if self._progress is not None and self._progress.live.is_started:
             self._progress.stop()
+
+
+def _bars() -> Progress:
+    """Return progress bars for a terminal."""
+    from rich.console import Console  # slow to import, as the next one
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
 
 
 def ready_text(running: StartReport) -> str:
@@ -135,7 +152,10 @@ def ready_text(running: StartReport) -> str:
     if not running.is_first:
         return "\n".join([*lines, ""])
     lines += network_lines(running.lan_urls, asks_for_key=running.asks_for_key)
-    lines += qr_lines(running.lan_urls, Console()) if sys.stdout.isatty() else []
+    if running.lan_urls and sys.stdout.isatty():
+        from rich.console import Console  # slow to import
+
+        lines += qr_lines(running.lan_urls, Console())
     model = running.served.names[0]
     lines += [
         "",

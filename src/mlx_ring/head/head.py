@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import uvicorn
+from uvicorn.server import Server
 
 from mlx_ring.agent.weights.serving import WeightsService
 from mlx_ring.api.app import build_app
@@ -61,7 +61,7 @@ def open_journal(settings: Settings) -> Journal | None:
     return Journal(folder, settings.journal, api_keys(settings))
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(Server):
     """Uvicorn server without signal handlers, because the head ends it."""
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-async def end_http(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+async def end_http(server: Server, serving: asyncio.Task[None]) -> None:
     server.should_exit = True
     await asyncio.wait((serving,))
 

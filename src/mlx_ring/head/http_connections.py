@@ -8,8 +8,8 @@ import ssl
 from functools import partial
 from typing import Any, cast
 
-import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from mlx_ring.head.uvicorn_connection import (
@@ -23,7 +23,7 @@ from mlx_ring.head.uvicorn_connection import (
 log = logging.getLogger(__name__)
 
 
-class HttpConfig(uvicorn.Config):
+class HttpConfig(Config):
     """Configuration of uvicorn with bounded connections and without its own log."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Handshake(asyncio.Protocol):
     def __init__(
         self,
         tls: ssl.SSLContext,
-        config: uvicorn.Config,
+        config: Config,
         server_state: ServerState,
         *,
         limits: ConnectionLimits,

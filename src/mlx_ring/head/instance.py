@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import time
@@ -29,6 +28,7 @@ from mlx_ring.core.errors import (
     WorkerLost,
     WorkerStuck,
 )
+from mlx_ring.core.lean_imports import collect_left, leave_out
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -206,7 +206,7 @@ class Instance:
         if not epoch.loaded:
             self._shares.expect(self._kv_user, self._reservations())
         if not (is_quick := self._is_beside or self._service.recoveries.status is not None):
-            cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, _collect).cancel)
+            cleanup.callback(asyncio.get_running_loop().call_later(_LOAD_BEGINS_S, collect_left).cancel)
         places = epoch.loaded or await self._deploy(assignments, hello)
         executor = await self._unless_lost(self._connect(cleanup, places, hello))
         await self.watch.begin()
@@ -222,7 +222,7 @@ class Instance:
             self._service.serve(engine)
             self._has_served = True
             if not is_quick:
-                gc.freeze()  # to collect what stays would delay every stream
+                leave_out(epoch.instance)
             ready(time.monotonic() - started)
         await self._lost
         with contextlib.suppress(TimeoutError):
@@ -440,9 +440,3 @@ async def stop_workers(epoch: Epoch, wait: Callable[[str, Awaitable[None]], Awai
     epoch.superseded.end()
     waits = [wait(site.node, epoch.workers.stop_late(site)) for site in epoch.placement.nodes]
     await asyncio.gather(*waits)
-
-
-def _collect() -> None:
-    """Collect what earlier instances left. It takes a tenth of a second, for which no stream waits in a first load."""
-    gc.unfreeze()
-    gc.collect()

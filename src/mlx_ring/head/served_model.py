@@ -16,7 +16,7 @@ from typing import Any, cast
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelUnsupported
-from mlx_ring.core.lean_imports import import_bare, import_tokenizers
+from mlx_ring.core.lean_imports import import_bare, import_tokenizers, importing
 from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import (
     ADVISED_SAMPLING,
@@ -253,16 +253,18 @@ def _load_tokenizer(folder: ModelFolder) -> Any:
         )
     quieten_transformers()
     import_bare("mlx_lm")
-    import_tokenizers()
     # Its libraries take seconds to load, so errors of the model are reported first.
-    from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
+    with importing():
+        import_tokenizers()
+        from mlx_lm.tokenizer_utils import load  # pyright: ignore[reportUnknownVariableType] - bare dicts
 
     try:
-        tokenizer = load(
-            folder.path,
-            {"trust_remote_code": False, "local_files_only": True},
-            eos_token_ids=sorted(folder.eos_token_ids) or None,
-        )
+        with importing():  # imports the tokenizer's own class
+            tokenizer = load(
+                folder.path,
+                {"trust_remote_code": False, "local_files_only": True},
+                eos_token_ids=sorted(folder.eos_token_ids) or None,
+            )
         # The first use resets truncation and padding of the tokenizer's file. After it, threads can share it.
         tokenizer.encode("", add_special_tokens=False)
     except Exception as error:  # the libraries raise any kind

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import h11
-import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -137,7 +137,7 @@ class ClientConnection(H11Protocol):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
