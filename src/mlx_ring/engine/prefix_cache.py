@@ -430,7 +430,7 @@ def split_text(tokens: Tokens, prompt_length: int, owner: str) -> SavedText:
         list_block(
             digests[number - 1], tokens[number * BLOCK_TOKENS :][:BLOCK_TOKENS], owner, digests[number]
         )
-        for number in sorted({prompt_length // BLOCK_TOKENS, full})
+        for number in sorted({last_end(prompt_length) // BLOCK_TOKENS, full})
         if 0 < number < len(digests)
     )
     return SavedText(digests, len(rest), tuple(block for block in listed if block is not None))
