@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -373,5 +373,19 @@ def test_an_agent_ends_its_workers_on_sigterm(tiny_model: Path, tmp_path: Path) 
         os.kill(agent.child.pid, signal.SIGTERM)
         assert await agent.child.wait() == "exit code 0"
         assert not any(worker.is_running() for worker in workers)
+
+    with_agent(tmp_path, use)
+
+
+def test_signals_that_arrive_while_an_agent_ends_change_nothing(tmp_path: Path) -> None:
+    async def use(agent: Agent) -> None:
+        await agent.channel.channel_ready()
+        ending = asyncio.ensure_future(agent.child.wait())
+        while not ending.done():
+            with suppress(ProcessLookupError):
+                os.kill(agent.child.pid, signal.SIGTERM)
+            await asyncio.sleep(0.001)
+        assert await ending == "exit code 0"
+        assert not agent.run_dir.exists()
 
     with_agent(tmp_path, use)

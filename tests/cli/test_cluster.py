@@ -158,6 +158,12 @@ def test_status_without_a_head_names_the_address(tmp_path: Path) -> None:
     assert "No head answers at http://127.0.0.1:1 (Connection refused): give --url" in said
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "mini.local", "ftp://mini", "http://[::1"])
+def test_an_address_without_http_is_named_as_such(url: str, tmp_path: Path) -> None:
+    said = complaint("cluster", "status", "--url", url, folder=tmp_path)
+    assert said == f"'{url}' is no address of a server; give one like http://127.0.0.1:8100."
+
+
 def test_another_program_at_a_head_s_address_is_named_as_such(tmp_path: Path) -> None:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

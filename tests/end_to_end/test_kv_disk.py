@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 from tests.end_to_end.loopback_cluster import running_cluster
 from tests.eventually import eventually
@@ -106,6 +108,29 @@ def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path:
         answer, _, cached = ask(server)
     assert answer == text
     assert cached == 256 < tokens
+
+
+def test_kv_of_a_model_is_not_used_for_another_one_of_the_same_structure(tmp_path: Path) -> None:
+    """Serve two models in turn that differ in their weights alone, as one that was trained further does."""
+    first, second, folder = (
+        write_model(tmp_path / "model", "dense"),
+        tmp_path / "trained" / "model",
+        tmp_path / "kv",
+    )
+    shutil.copytree(first, second)
+    change_weights(second / "model.safetensors")
+    saved = PROMPT[:800]
+    for model in (first, second):
+        with serving(model, *FLAGS, str(folder), folder=tmp_path) as server:
+            assert ask(server, saved, "model")[2] == 0
+            eventually(partial(listed_files, folder), lambda files: len(files) > 0)
+            assert server.stop() == 0
+
+
+def change_weights(file: Path) -> None:
+    """Change every weight of a file a little."""
+    weights = cast("dict[str, mx.array]", mx.load(str(file)))
+    mx.save_safetensors(str(file), {name: array * 1.01 for name, array in weights.items()}, {"format": "mlx"})
 
 
 @pytest.mark.parametrize(("kind", "restored"), [("sliding", 1024), ("recurrent", 768)])

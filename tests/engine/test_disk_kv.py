@@ -93,6 +93,20 @@ def test_text_uses_the_tokens_of_a_listed_block_that_it_shares(answer: int) -> N
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("answer", [8, 300])
+def test_prompt_that_fills_its_last_block_is_restored_except_for_its_last_token(answer: int) -> None:
+    async def run() -> None:
+        twin, prompt = TwinExecutor((1,)), PROMPT[: 3 * BLOCK_TOKENS]
+        first = await ask(make_engine(twin), prompt, tokens=answer)
+        await settled(
+            lambda: saved_blocks(twin) == [(len(prompt) + answer - 1) // BLOCK_TOKENS + (answer > 256)]
+        )
+        second = await ask(make_engine(with_disks_of(twin, 1)), prompt, tokens=answer)
+        assert (second.token_ids, second.last.cached_tokens) == (first.token_ids, len(prompt) - 1)
+
+    asyncio.run(run())
+
+
 def test_as_many_tokens_of_a_listed_block_are_restored_as_every_rank_has() -> None:
     async def run() -> None:
         twin = TwinExecutor((1, 1))

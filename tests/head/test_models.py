@@ -291,6 +291,26 @@ def test_a_model_whose_kv_cannot_be_quantized_is_refused_before_it_is_loaded(
         prepare_model(load_settings({"model": str(folder), "kv_bits": "8"}))
 
 
+def test_a_model_is_not_taken_for_another_one_of_its_name_and_structure(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name / "tiny" for name in ("one", "copy", "other")]
+    for folder in folders:
+        shutil.copytree(tiny_model, folder)
+    weights = folders[2] / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-64] + bytes(64))
+    Machine(monkeypatch, here={*map(str, folders)})
+
+    async def act() -> None:
+        catalog = make_catalog()
+        for folder in folders:
+            await catalog.pull(str(folder), force=False, report=ignore)
+
+    with pytest.raises(Conflict, match=f"Another model is already served as tiny: {folders[0]}"):
+        asyncio.run(act())
+
+
 @dataclass(eq=False)
 class CountedModel:
     """Model without instances, whose meters have counted tokens."""

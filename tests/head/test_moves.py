@@ -68,6 +68,10 @@ def test_only_usable_machine_keeps_its_layers() -> None:
         drain(head)
     with pytest.raises(RequestError, match="No machine is called c: connected are b-machine"):
         asyncio.run(head.moves.drain("c", force=False))
+    with pytest.raises(RequestError, match=r"No machine is called '': connected are b-machine"):
+        asyncio.run(head.moves.drain("", force=False))
+    with pytest.raises(RequestError, match=r"No machine is called c{,400}: connected"):
+        asyncio.run(head.moves.drain("c" * 9999, force=False))
     assert not head.membership.drained
 
 

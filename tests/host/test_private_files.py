@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.host import private_files
 from mlx_ring.host.private_files import (
+    DailyBytes,
     hold,
     is_held,
     locked,
@@ -166,3 +168,32 @@ def test_a_lock_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> 
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ConfigError, match=f"{tmp_path}/.lock cannot be written"), locked(tmp_path):
         raise AssertionError
+
+
+# ---- bytes in a day
+
+
+def test_all_workers_of_a_folder_share_the_bytes_of_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = [100]
+    monkeypatch.setattr(private_files, "_today", lambda: today[0])
+    one, two = (DailyBytes(tmp_path, 1000) for _ in range(2))
+    assert one.take(600)
+    assert not two.take(600)
+    assert (one.is_spent, two.is_spent) == (False, True)
+    assert two.take(400)
+    assert not DailyBytes(tmp_path, 1000).take(1)
+    today[0] = 101
+    assert not two.is_spent
+    assert two.take(1000)
+    (file,) = tmp_path.iterdir()
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("101 1000\n", 0o600)
+
+
+@pytest.mark.parametrize("text", [b"", b"100", b"x y", b"100 \xff", b"\0" * 70])
+def test_damaged_count_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(private_files, "_today", lambda: 100)
+    (tmp_path / "written-today").write_bytes(text)
+    assert DailyBytes(tmp_path, 1000).take(7)
+    assert (tmp_path / "written-today").read_bytes() == b"100 7\n"

@@ -24,6 +24,7 @@ from mlx_ring.models.stage_folder import mark_stage_folder
 from mlx_ring.models.weights_manifest import (
     Piece,
     WeightsManifest,
+    WeightsSample,
     decode_manifest,
     make_manifest,
     manifest_beside,
@@ -224,3 +225,31 @@ def test_piece_indexes_survive_packing(count: int, data: st.DataObject) -> None:
     assert unpack_indexes(packed, count) == indexes
     with pytest.raises(ProtocolError):
         unpack_indexes(packed + b"\0", count)
+
+
+def sample(folder: Path, seed: int) -> WeightsSample:
+    return WeightsSample(read_model_folder(write_random_model(folder, QWEN3, seed)))
+
+
+def test_samples_of_models_of_one_structure_differ_with_their_weights(tmp_path: Path) -> None:
+    first, second, other = (
+        sample(tmp_path / name, seed).digest for name, seed in (("first", 0), ("second", 0), ("other", 1))
+    )
+    assert first == second != other
+
+
+def test_a_sample_has_some_bytes_of_each_tensor(tmp_path: Path) -> None:
+    folder = read_model_folder(write_random_model(tmp_path, QWEN3))
+    weights = WeightsSample(folder)
+    before, file = weights.digest, tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    for entry in folder.tensors:
+        middle = entry.offset + entry.nbytes // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert weights.digest != before, entry.name
+    file.write_bytes(content)
+    assert weights.digest == before
+    file.unlink()
+    assert weights.digest == before
+    with pytest.raises(ModelCorrupt, match="cannot be read: No such file or directory"):
+        _ = WeightsSample(folder).digest

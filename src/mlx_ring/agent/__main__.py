@@ -64,6 +64,9 @@ async def _serve(options: argparse.Namespace) -> None:
     # The reply to a Stop still has to leave: workers first, then the server.
     await supervisor.stop()
     await server.stop(grace=0.5)
+    # Another signal must not reach the loop while it closes, or end the process before its folder is removed.
+    loop.remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log.info("Ended")
 
 

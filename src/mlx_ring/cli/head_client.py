@@ -74,7 +74,9 @@ def ask_head(
         reply: Any = answer.json()
         if answer.is_error:
             raise RequestError(_refusal(url, answer.status_code, reply, had_key=bool(given["headers"])))
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise ConfigError(_no_address(url)) from error
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             distrust(error, url) or f"No head answers at {url} ({_reason(error)}): {hint}."
         ) from error
@@ -135,6 +137,10 @@ def _reason(error: Exception) -> str:
 
 def _other_program(url: str) -> str:
     return f"No head answers at {url} ({_ANOTHER}): start one with `mlx-ring serve`, or give its address with --url."
+
+
+def _no_address(url: str) -> str:
+    return f"'{url}' is no address of a server; give one like {DEFAULT_URL}."
 
 
 def _address(url: str, path: str) -> str:
@@ -358,9 +364,7 @@ class ChatServer:
                 f"No server answers at {self.url}. Start one with: mlx-ring serve"
             ) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
-            raise ChatError(
-                f"'{self.url}' is no address of a server; give one like http://127.0.0.1:8100."
-            ) from None
+            raise ChatError(_no_address(self.url)) from None
         except httpx.TimeoutException:
             raise ConnectionBroke(f"{self.url} does not answer.") from None
         except httpx.HTTPError as error:

@@ -409,7 +409,7 @@ class SavedText:
     last_tokens: int = 0
     """Tokens of the last block, if it is shorter than the others; 0 if it is not."""
     listed: tuple[step_pb2.ListedBlock, ...] = ()
-    """Blocks that texts may share in part: the one with the end of the prompt, and the last one."""
+    """Blocks that texts may share in part: those with the end of the prompt and the begin of the answer, and the last one."""
 
     def tokens_in(self, first: int, end: int) -> int:
         """Return the number of tokens in the blocks [first, end)."""
@@ -430,7 +430,7 @@ def split_text(tokens: Tokens, prompt_length: int, owner: str) -> SavedText:
         list_block(
             digests[number - 1], tokens[number * BLOCK_TOKENS :][:BLOCK_TOKENS], owner, digests[number]
         )
-        for number in sorted({prompt_length // BLOCK_TOKENS, full})
+        for number in sorted({last_end(prompt_length) // BLOCK_TOKENS, prompt_length // BLOCK_TOKENS, full})
         if 0 < number < len(digests)
     )
     return SavedText(digests, len(rest), tuple(block for block in listed if block is not None))

@@ -312,7 +312,7 @@ class Catalog:
             if served.names[0] in each.served.names:
                 if each.served.folder.path != served.folder.path:
                     release(served.folder.path)
-                if each.served.folder.digest == served.folder.digest:
+                if each.served.digest == served.digest:
                     return each
                 raise Conflict(
                     f"Another model is already served as {served.names[0]}: {each.served.folder.path}."

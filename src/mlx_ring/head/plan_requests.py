@@ -18,7 +18,7 @@ from mlx_ring.cluster.deployment import Site, Trusting, address_of, route_betwee
 from mlx_ring.cluster.link_survey import FoundLink, LinkEnd, LinkSurvey, as_they_are, link_profiles
 from mlx_ring.cluster.membership import Member, Membership
 from mlx_ring.cluster.quarantine import Pair, Quarantine, pair
-from mlx_ring.core.errors import PlanError, RequestError
+from mlx_ring.core.errors import PlanError, RequestError, shown_text
 from mlx_ring.core.types import CpuWeights, LayerRange
 from mlx_ring.engine.kv_budget import KEPT_TOKENS
 from mlx_ring.head.rank_placements import with_trust
@@ -246,7 +246,10 @@ def find_node(view: ClusterView, name: str) -> str:
     if len(found) == 1:
         return found[0]
     names = ", ".join(sorted(readable_names(view).values())) or "none"
-    problem = f"Several machines are called {name}; give an id" if found else f"No machine is called {name}"
+    called = shown_text(name) or "''"
+    problem = (
+        f"Several machines are called {called}; give an id" if found else f"No machine is called {called}"
+    )
     raise RequestError(f"{problem}: connected are {names}.", param="node")
 
 

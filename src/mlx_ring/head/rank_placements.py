@@ -187,7 +187,7 @@ def assign(
         instance=instance,
         epoch=epoch,
         dtype=settings.dtype,
-        model_digest=served.folder.digest,
+        model_digest=served.digest,
         max_model_len=served.limits.context_length,
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,

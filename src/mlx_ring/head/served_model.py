@@ -31,6 +31,7 @@ from mlx_ring.models.layer_tensors import dequantized_bytes
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry, has_tokenizer
 from mlx_ring.models.model_source import LocalModel, find_model, hold_folder
 from mlx_ring.models.short_names import short_names_of
+from mlx_ring.models.weights_manifest import WeightsSample, join_digests
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import ModelProfile
 from mlx_ring.settings.config import Settings
@@ -68,6 +69,19 @@ class ServedModel:
     @property
     def folder(self) -> ModelFolder:
         return self.local.folder
+
+    @cached_property
+    def _weights(self) -> WeightsSample:
+        return WeightsSample(self.folder)
+
+    @property
+    def digest(self) -> str:
+        """Digest of structure and weights, as a sample has them now; equal for equal models in any folder.
+
+        Raises:
+            ModelCorrupt: the weights cannot be read.
+        """
+        return join_digests(self.folder.digest, self._weights.digest)
 
     @cached_property
     def sizes(self) -> ModelProfile | None:
@@ -111,9 +125,11 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     eos = folder.eos_token_ids | frozenset(int(token) for token in tokenizer.eos_token_ids)
     limits = Limits(context, folder.vocab_size, eos)
     names = settings.served_model_name or (local.name, *short_names_of(local.name))
+    served = ServedModel(local, tokenizer, limits, names)
+    log.debug("%s has the digest %s", local.name, served.digest)
     # Last, because a model that cannot be served must not count as served.
     hold_folder(folder.path)
-    return ServedModel(local, tokenizer, limits, names)
+    return served
 
 
 def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:

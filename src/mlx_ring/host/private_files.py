@@ -27,6 +27,8 @@ _OWNER_ONLY = 0o600
 _OWNER_FOLDER = 0o700
 _LOOK_S, _LOOKS = 0.001, 1000
 """Pause between attempts to lock a file at which others look, and their number."""
+_COUNT_FILE = "written-today"
+_DAY_S = 86400
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks."""
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
@@ -288,3 +290,66 @@ def file_mark(path: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+class DailyBytes:
+    """Bytes that all workers of a machine may write into a folder in a day, because writing wears flash memory.
+
+    A small file in the folder has the day, of UTC, and the bytes that were written in it.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._spent_on = -1
+        """Last day on which something did not fit."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._limit
+
+    @property
+    def is_spent(self) -> bool:
+        """True if something did not fit today."""
+        return self._spent_on == _today()
+
+    def take(self, nbytes: int) -> bool:
+        """Count bytes that are about to be written; return False if the day's bytes do not suffice.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        day = _today()
+        is_taken = self._add(day, nbytes)
+        if not is_taken:
+            self._spent_on = day
+        return is_taken
+
+    def give_back(self, nbytes: int) -> None:
+        """Count bytes no longer, because they could not be written."""
+        with contextlib.suppress(OSError):
+            self._add(_today(), -nbytes)
+
+    def _add(self, day: int, nbytes: int) -> bool:
+        """Add to the bytes of a day; return False if the sum would exceed the limit. Raises `OSError`."""
+        descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
+            lock_open_file(file.fileno())
+            written = max(0, _written_on(day, file.read(64)) + nbytes)
+            if written > self._limit:
+                return False
+            text = b"%d %d\n" % (day, written)
+            file.seek(0)
+            file.write(text)
+            file.truncate(len(text))
+        return True
+
+
+def _today() -> int:
+    return int(time.time()) // _DAY_S
+
+
+def _written_on(day: int, text: bytes) -> int:
+    """Return the bytes of a day, by the content of the file; 0 if that is of another day or damaged."""
+    numbers = text.split()
+    is_known = len(numbers) == 2 and all(number.isdigit() for number in numbers)  # noqa: PLR2004 - day and bytes
+    return int(numbers[1]) if is_known and int(numbers[0]) == day else 0

@@ -32,6 +32,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 """Size for a million tensors."""
 _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_SAMPLED, _SAMPLE_BYTES = 1024, 4096
+"""Tensors that a sample has at most, and bytes of each."""
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,254}")
 """File of the folder itself: no path, nothing hidden."""
 
@@ -332,3 +334,68 @@ def _hash(folder: Path, spans: list[_Span], progress: ByteProgress) -> Iterator[
             raise ModelCorrupt(
                 f"{folder / name} cannot be read: {error.strerror}. Fetch it again."
             ) from error
+
+
+# ---- sample
+
+
+class WeightsSample:
+    """Sample of a model's weights. It tells models of one structure apart, such as a model and others trained from it."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self._digest, self._states = "", list[tuple[int, int, int]]()
+
+    @property
+    def digest(self) -> str:
+        """Digest of some bytes of many tensors; equal for equal models in any folder.
+
+        Files that have changed since are read again. If that fails, it is the one before.
+
+        Raises:
+            ModelCorrupt: a file cannot be read.
+        """
+        try:
+            states = [_state(self._folder.path / file.name) for file in self._folder.weight_files]
+            if states != self._states or not self._digest:
+                self._digest, self._states = self._read(), states
+        except OSError as error:
+            if not self._digest:
+                raise ModelCorrupt(
+                    f"{self._folder.path} cannot be read: {error.strerror or error}. Fetch it again."
+                ) from error
+        return self._digest
+
+    def _read(self) -> str:
+        by_chance = sorted(
+            (hashlib.sha256(each.name.encode()).digest(), each) for each in self._folder.tensors
+        )
+        chosen = sorted(
+            (each for _, each in by_chance[:_MOST_SAMPLED]), key=lambda each: (each.file, each.offset)
+        )
+        sampled: list[tuple[str, str]] = []
+        for file, entries in itertools.groupby(chosen, lambda each: each.file):
+            with (self._folder.path / file).open("rb", buffering=0) as stream:
+                for entry in entries:
+                    stream.seek(entry.offset + max(0, entry.nbytes - _SAMPLE_BYTES) // 2)
+                    content = stream.read(min(entry.nbytes, _SAMPLE_BYTES))
+                    sampled.append((entry.name, hashlib.sha256(content).hexdigest()))
+        return hashlib.sha256(json.dumps(sorted(sampled)).encode()).hexdigest()[:16]
+
+
+def join_digests(structure: str, weights: str) -> str:
+    """Return the digest of a model by those of its structure and of a sample of its weights."""
+    return f"{structure}-{weights}"
+
+
+def with_weights_of(model: str, structure: str) -> str:
+    """Return the digest of a model with this structure and the weights of another digest.
+
+    A stage's folder may lack most weights.
+    """
+    return "".join((structure, *model.partition("-")[1:]))
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -21,10 +21,9 @@ from mlx_ring.core.errors import NotReady, ProtocolError
 from mlx_ring.core.types import DTYPES, DType, LayerRange, MemberRange
 from mlx_ring.models.architectures import require_cuttable
 from mlx_ring.models.layer_tensors import dequantized_bytes, tensors_of_stage
-from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.tensor_shares import TensorShare, part_of_kv, read_tensor_sizes, share_out
 from mlx_ring.rpc.backends import joined_ranks
-from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.links import Inbox, LinkLoss, Opening
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
@@ -37,7 +36,7 @@ from mlx_ring.worker.platform.device import compiles_kernels, free_memory
 from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensor import Group, split
-from mlx_ring.worker.weights import StageLoading, load_stage, needed_weights
+from mlx_ring.worker.weights import StageLoading, load_stage, needed_weights, read_folder
 
 if TYPE_CHECKING:
     from mlx_ring.worker.kv.disk import KvDisk
@@ -253,23 +252,6 @@ def open_disk(
     share = None if heads is None else HeadShare(*heads)
     peers = PeerDisks(settings.node, name, settings.trust) if settings.trust else None
     return KvDisk(settings.folder, settings.limit_bytes, name, layers, kinds_of(kv, layers), share, peers)
-
-
-def read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
-    """Read the model, and check that it is the one that the head serves."""
-    folder = read_model_folder(Path(request.model_path))
-    check_hello(
-        hello_pb2.Hello(
-            protocol=hello.protocol,
-            mlx_ring=hello.mlx_ring,
-            mlx=hello.mlx,
-            mlx_lm=hello.mlx_lm,
-            model_digest=folder.digest,
-        ),
-        request.hello,
-        f"the model folder {folder.path}",
-    )
-    return folder
 
 
 def _divide(shares: Sequence[TensorShare], group: Group, stage: StageModel) -> None:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -39,8 +40,11 @@ from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
 from mlx_ring.core.types import ByteProgress, DType, LayerRange
 from mlx_ring.models.architectures import find_architecture, language_module
 from mlx_ring.models.layer_tensors import names_head
-from mlx_ring.models.model_folder import ModelFolder
+from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.stage_folder import require_layers
+from mlx_ring.models.weights_manifest import with_weights_of
+from mlx_ring.rpc.hello import check_hello
+from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.worker.head_tap import find_heads, override
 from mlx_ring.worker.shard import StageModel
 
@@ -416,3 +420,20 @@ def _read(arrays: Mapping[str, mx.array], progress: ByteProgress, gguf: GgufWeig
                 progress(held, total)
                 yield
     mx.clear_cache()
+
+
+def read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
+    """Read the model, and check that it is the one that the head serves."""
+    folder = read_model_folder(Path(request.model_path))
+    check_hello(
+        hello_pb2.Hello(
+            protocol=hello.protocol,
+            mlx_ring=hello.mlx_ring,
+            mlx=hello.mlx,
+            mlx_lm=hello.mlx_lm,
+            model_digest=with_weights_of(request.hello.model_digest, folder.digest),
+        ),
+        request.hello,
+        f"the model folder {folder.path}",
+    )
+    return folder

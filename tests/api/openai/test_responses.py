@@ -235,7 +235,7 @@ def test_effort_and_enable_thinking_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "expected"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "the whole conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "no request continues another one"),
         ({"conversation": "conv_1"}, "conversation", "the whole conversation"),
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "'instructions'"),

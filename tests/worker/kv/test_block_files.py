@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from mlx_lm.models.cache import KVCache
 from tests.examples import examples
 
 from mlx_ring.core.types import LayerRange, MemberRange
+from mlx_ring.host import private_files
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.kv import KVStore, block_writer
-from mlx_ring.worker.kv.block_files import BlockFile, HeadShare, fingerprint, join_heads
-from mlx_ring.worker.kv.block_writer import DailyBytes
+from mlx_ring.worker.kv.block_files import BlockFile, HeadShare, fingerprint, join_heads, read_header
 from mlx_ring.worker.kv.disk import KvDisk
 
 HEADS, LAYERS, SIZE, LENGTH = 8, 3, 16, 48
@@ -238,40 +239,15 @@ def test_other_names_are_not_files_of_blocks(name: str) -> None:
 # ---- bytes in a day
 
 
-def test_all_workers_of_a_folder_share_the_bytes_of_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    today = [100]
-    monkeypatch.setattr(block_writer, "_today", lambda: today[0])
-    one, two = (DailyBytes(tmp_path, 1000) for _ in range(2))
-    assert one.take(600)
-    assert not two.take(600)
-    assert (one.is_spent, two.is_spent) == (False, True)
-    assert two.take(400)
-    assert not DailyBytes(tmp_path, 1000).take(1)
-    today[0] = 101
-    assert not two.is_spent
-    assert two.take(1000)
-    (file,) = tmp_path.iterdir()
-    assert (file.read_text(), file.stat().st_mode & 0o777) == ("101 1000\n", 0o600)
-
-
-@pytest.mark.parametrize("text", [b"", b"100", b"x y", b"100 \xff", b"\0" * 70])
-def test_damaged_count_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    monkeypatch.setattr(block_writer, "_today", lambda: 100)
-    (tmp_path / "written-today").write_bytes(text)
-    assert DailyBytes(tmp_path, 1000).take(7)
-    assert (tmp_path / "written-today").read_bytes() == b"100 7\n"
-
-
 def test_nothing_is_saved_beyond_the_bytes_of_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     today = [100]
-    monkeypatch.setattr(block_writer, "_today", lambda: today[0])
+    monkeypatch.setattr(private_files, "_today", lambda: today[0])
     whole = make_whole()
     one = sum(array.nbytes for arrays in whole.content(1, (0, SIZE)) for array in arrays)
-    disk: Any = KvDisk(tmp_path, 2 * one // 5 + 1, NAME, range(LAYERS))
+    monkeypatch.setattr(block_writer, "_DAILY_SHARE", 2)
+    disk: Any = KvDisk(tmp_path, one, NAME, range(LAYERS))
 
     def saved() -> int:
         disk.save(whole, step_pb2.Save(sequence=1, blocks=BLOCKS))
@@ -284,3 +260,43 @@ def test_nothing_is_saved_beyond_the_bytes_of_a_day(
     assert disk._writer._pending_bytes == 0
     today[0] = 101
     assert saved() == 3
+
+
+def test_block_that_is_larger_than_the_limit_is_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_whole()
+    one = sum(array.nbytes for arrays in whole.content(1, (0, SIZE)) for array in arrays)
+    disk: Any = KvDisk(tmp_path, one - 1, NAME, range(LAYERS))
+    for _ in range(2):
+        disk.save(whole, step_pb2.Save(sequence=1, blocks=BLOCKS))
+        disk.settle()
+    assert [*tmp_path.iterdir()] == []
+    assert caplog.text.count(f"No KV is saved in {tmp_path}: a block has ") == 1
+    assert not disk._writer.can_write
+
+
+def test_folder_is_kept_to_a_limit_that_is_lower_than_at_the_last_start(tmp_path: Path) -> None:
+    whole = make_whole()
+    disk = KvDisk(tmp_path, 1 << 30, NAME, range(LAYERS))
+    disk.save(whole, step_pb2.Save(sequence=1, blocks=BLOCKS))
+    disk.settle()
+    sizes = [file.stat().st_size for file in tmp_path.glob("*/*/*")]
+    KvDisk(tmp_path, sum(sizes) - 1, NAME, range(LAYERS)).settle()
+    assert 0 < len([*tmp_path.glob("*/*/*")]) < len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"", "it is cut off"), (b"x" * 99, "it has another format")]
+)
+def test_damage_is_named(content: bytes, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_header(BytesIO(content), LayerRange(0, LAYERS))
+
+
+def test_folder_that_is_a_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kv").write_text("")
+    disk = KvDisk(tmp_path / "kv", 1 << 30, NAME, range(LAYERS))
+    disk.save(make_whole(), step_pb2.Save(sequence=1, blocks=BLOCKS))
+    disk.settle()
+    assert f"KV cannot be saved in {tmp_path / 'kv'}: it is no folder" in caplog.text

@@ -222,7 +222,7 @@ class ContextManagement(Body):
 
 
 _Stateless = Annotated[
-    None, Unsupported("answers are not kept here; send the whole conversation as 'messages'.")
+    None, Unsupported("no request continues another one; send the whole conversation as 'messages'.")
 ]
 
 

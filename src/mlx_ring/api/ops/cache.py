@@ -17,7 +17,10 @@ from mlx_ring.core.worker_status import WorkerInfo
 
 
 class PrefixCache(JsonObject):
-    """Prefix caches of all instances together. The counts are missing while no instance serves."""
+    """Prefix caches of all instances together. The counts are missing while no instance serves.
+
+    They begin anew when an instance has lost a worker. Those of `/metrics` do not.
+    """
 
     enabled: bool
     queries: NotRequired[int]

@@ -336,8 +336,8 @@ def read_layers(file: BinaryIO, layers: LayerRange, wanted: Mapping[int, Rows | 
 
 def read_header(file: BinaryIO, layers: LayerRange) -> Header:
     """Read the header of a file, and go to its end. Raises ValueError if it is damaged."""
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("it has another format")
+    if (begin := file.read(len(_MAGIC))) != _MAGIC:
+        raise ValueError("it has another format" if len(begin) == len(_MAGIC) else "it is cut off")
     lengths = file.read(2 * _LENGTH.size)
     if len(lengths) < 2 * _LENGTH.size:
         raise ValueError("it is cut off")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from mlx_ring.host.private_files import lock_open_file
+from mlx_ring.host.private_files import DailyBytes
 from mlx_ring.rpc.protos import step_pb2
 from mlx_ring.worker.kv.block_files import BlockFile, Content, Kind, to_host, write_layers
 from mlx_ring.worker.kv.kv_store import KVStore
@@ -51,8 +51,6 @@ _LEAVE = 0.9
 """Share of the limit that eviction leaves."""
 _CLOCK_S = 60.0
 """Time by which a block's last use may lie ahead of the clock."""
-_COUNT_FILE = "written-today"
-_DAY_S = 86400
 
 
 class BlockWriter:
@@ -63,6 +61,8 @@ class BlockWriter:
         self.folder, self._blocks, self._limit = folder, folder / name, limit_bytes
         self._today = DailyBytes(folder, _DAILY_SHARE * limit_bytes)
         self._thread = ThreadPoolExecutor(1, "kv-disk-writer")
+        # The limit may be lower than at the last start.
+        self._thread.submit(make_room, folder, limit_bytes)
         self._written = threading.Condition()
         self._pending_bytes = 0
         self._unmeasured = math.inf
@@ -80,7 +80,7 @@ class BlockWriter:
 
     @property
     def can_write(self) -> bool:
-        """False if the day's bytes are written, or if the disk has just refused some."""
+        """False if the day's bytes are written, if the disk has just refused some, or if no block fits."""
         return not self._today.is_spent and time.monotonic() >= self._retries_at
 
     def has_room(self, *, may_wait: bool) -> bool:
@@ -96,8 +96,15 @@ class BlockWriter:
         return room
 
     def write(self, digest: bytes, file: BlockFile, block: Sequence[Content]) -> None:
-        """Write a file of a block."""
+        """Write a file of a block, unless it would be removed at once because it is larger than the limit."""
         nbytes = sum(array.nbytes for arrays in block for array in arrays)
+        if nbytes > self._limit:
+            self._retries_at = math.inf
+            self.complain(
+                f"No KV is saved in {self.folder}: a block has {nbytes / 1e6:.1f} MB, and --kv-disk is "
+                f"{self._limit / 1e6:.1f} MB. Give a larger --kv-disk"
+            )
+            return
         with self._written:
             self._pending_bytes += nbytes
         self._thread.submit(self._write, digest, file.name, block, nbytes)
@@ -117,7 +124,7 @@ class BlockWriter:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             if not self._today.take(nbytes):
                 self.complain(
-                    f"No more KV is saved today (UTC): {self._today.limit_bytes / 1e9:.1f} GB were written into "
+                    f"No more KV is saved today (UTC): {self._today.limit_bytes / 1e9:.3g} GB were written into "
                     f"{self.folder}, {_DAILY_SHARE} times the size of --kv-disk"
                 )
                 return
@@ -144,7 +151,8 @@ class BlockWriter:
                 make_room(self.folder, self._limit)
         except OSError as error:
             self._retries_at = time.monotonic() + _RETRY_S
-            self.complain(f"KV cannot be saved in {self.folder}: {error.strerror or error}")
+            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror or error
+            self.complain(f"KV cannot be saved in {self.folder}: {reason}")
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Record a use of blocks. Earlier ones count as newer: without them, later ones are of no use."""
@@ -384,66 +392,3 @@ def remove_others(folder: Path, owners: Iterable[bytes]) -> None:
     for path, owner in _block_folders(folder):
         if owner not in known:
             shutil.rmtree(path, ignore_errors=True)
-
-
-class DailyBytes:
-    """Bytes that all workers of a machine may write into a folder in a day, because writing wears flash memory.
-
-    A small file in the folder has the day, of UTC, and the bytes that were written in it.
-    """
-
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, limit_bytes
-        self._spent_on = -1
-        """Last day on which something did not fit."""
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._limit
-
-    @property
-    def is_spent(self) -> bool:
-        """True if something did not fit today."""
-        return self._spent_on == _today()
-
-    def take(self, nbytes: int) -> bool:
-        """Count bytes that are about to be written; return False if the day's bytes do not suffice.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        day = _today()
-        is_taken = self._add(day, nbytes)
-        if not is_taken:
-            self._spent_on = day
-        return is_taken
-
-    def give_back(self, nbytes: int) -> None:
-        """Count bytes no longer, because they could not be written."""
-        with contextlib.suppress(OSError):
-            self._add(_today(), -nbytes)
-
-    def _add(self, day: int, nbytes: int) -> bool:
-        """Add to the bytes of a day; return False if the sum would exceed the limit. Raises `OSError`."""
-        descriptor = os.open(self._folder / _COUNT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+b") as file:  # noqa: PTH123 - an open file
-            lock_open_file(file.fileno())
-            written = max(0, _written_on(day, file.read(64)) + nbytes)
-            if written > self._limit:
-                return False
-            text = b"%d %d\n" % (day, written)
-            file.seek(0)
-            file.write(text)
-            file.truncate(len(text))
-        return True
-
-
-def _today() -> int:
-    return int(time.time()) // _DAY_S
-
-
-def _written_on(day: int, text: bytes) -> int:
-    """Return the bytes of a day, by the content of the file; 0 if that is of another day or damaged."""
-    numbers = text.split()
-    is_known = len(numbers) == 2 and all(number.isdigit() for number in numbers)  # noqa: PLR2004 - day and bytes
-    return int(numbers[1]) if is_known and int(numbers[0]) == day else 0

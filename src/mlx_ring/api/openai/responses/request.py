@@ -204,7 +204,7 @@ _SEALED = "reasoning.encrypted_content"
 
 
 _Stateless = Annotated[
-    None, Unsupported("answers are not kept here; send the whole conversation as 'input'.")
+    None, Unsupported("no request continues another one; send the whole conversation as 'input'.")
 ]
 _Prompt = Annotated[
     None, Unsupported("prompts are not kept here; send its text as 'instructions' and 'input'.")

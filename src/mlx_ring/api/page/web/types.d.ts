@@ -519,7 +519,7 @@ export interface Point {
   tokens_per_s: number;
 }
 
-/** Prefix caches of all instances together. The counts are missing while no instance serves. */
+/** Prefix caches of all instances together. The counts are missing while no instance serves. They begin anew when an instance has lost a worker. Those of `/metrics` do not. */
 export interface PrefixCache {
   enabled: boolean;
   queries?: number;
