@@ -129,7 +129,7 @@ def test_numbers_of_an_earlier_product_do_not_stay(rows: int) -> None:
 
 
 def test_rows_that_are_copied_in_several_blocks() -> None:
-    """Multiply more rows than are kept at once: 16 MB of them."""
+    """Multiply more rows than are kept at once: 32 MB of them."""
     weights = mx.quantize(numbers(3, 40, 16384), bits=4, group_size=128)
     x = numbers(4, 500, 16384)
     expected = exact(x) @ exact(own("dequantize", *weights, bits=4, group_size=128)).T

@@ -18,7 +18,7 @@ TILE_BYTES = 64 << 20
 """Memory of the tiles of a product without native kernels, about: several are under way at once."""
 _BLOCK, _STRIDE = 256, 272
 """Depth of the blocks in which `native/panel_product.h` keeps x, and numbers from row to row."""
-_LEAST_ROWS, _MOST_ROWS, _MOST_BYTES = 96, 768, 16 << 20
+_LEAST_ROWS, _MOST_ROWS, _MOST_BYTES = 96, 768, 32 << 20
 """Rows that it keeps at once: so many that they take this memory, within bounds."""
 _FLOAT_BYTES = 4
 

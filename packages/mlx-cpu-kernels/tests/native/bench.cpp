@@ -136,6 +136,8 @@ int main(int count, char** arguments) {
   print_memory_speed();
   constexpr Type f32 = Type::float32, f16 = Type::float16, bf16 = Type::bfloat16;
   bench({4096, 4096, 4, 64, f32, f32}, {1, 2, 3, 4, 6, 8, 12, 16, 32, 128, 512}, sgemm);
+  for (auto [n, k] : {std::pair{4096, 14336}, {4096, 11008}, {1024, 1024}, {576, 576}})
+    bench({n, k, 4, 64, f32, f32}, {512}, sgemm);
   bench({4096, 4096, 4, 64, bf16, bf16}, {1, 8, 512}, sgemm);
   for (int bits : {2, 3, 5, 6, 8}) bench({4096, 4096, bits, 64, f32, f32}, {1, 2, 3, 4, 8, 128}, nullptr);
   for (Mode mode : {Mode::mxfp4, Mode::nvfp4, Mode::mxfp8})

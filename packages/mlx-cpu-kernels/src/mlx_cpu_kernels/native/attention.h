@@ -65,7 +65,7 @@ class QueryBlock {
       : a_(a), batch_(batch), kv_head_(kv_head), first_(first), rows_(rows), group_(a.heads / a.kv_heads),
         keys_(a.lengths ? a.lengths[batch] : a.keys) {
     width_ = round_up(a.value_size, kWidth<V>);
-    depth_ = round_up(a.head_size, 4);  // a tile of one row takes four steps at once
+    depth_ = round_up(a.head_size, kSteps);  // a tile takes whole steps
     queries_ = scratch<float>(Slot::x, rows * kXStride);
     sums_ = scratch<float>(Slot::sums, rows * width_);
     largest_ = scratch<float>(Slot::x_scales, rows);
@@ -220,7 +220,7 @@ class QueryBlock {
       copy_to_panels<V>(a_.v, a_.type, batch_, kv_head_, key, count, a_.value_size, value_panels_);
     }
     for (int64_t p = 0; p < width_ / kWidth<V>; p++)  // the steps beyond the block, times zeros of the scores
-      for (int64_t i = count * kWidth<V>; i < round_up(count, 4) * kWidth<V>; i++)
+      for (int64_t i = count * kWidth<V>; i < round_up(count, kSteps) * kWidth<V>; i++)
         value_panels_[p * kKeys * kWidth<V> + i] = 0;
   }
 
@@ -228,11 +228,13 @@ class QueryBlock {
     // A tile of a causal mask needs no more keys than its last row sees.
     count = smaller(count, larger(limit(row + rows - 1) - key, 1));
     Tile multiply = tile_of_rows<V>(rows);
+    const float* queries = queries_ + row * kXStride;
     for (int64_t k = 0; k < count; k += kWidth<V>)
-      multiply(queries_ + row * kXStride, key_panels_ + k * kDepth, depth_, scores_ + k, kXStride, false);
+      multiply(queries, key_panels_ + k * kDepth, depth_, scores_ + k, kXStride, false, queries);
     for (int64_t r = 0; r < rows; r++) weigh(row + r, key, count, scores_ + r * kXStride);
     for (int64_t c = 0; c < width_; c += kWidth<V>)
-      multiply(scores_, value_panels_ + c * kKeys, round_up(count, 4), sums_ + row * width_ + c, width_, true);
+      multiply(scores_, value_panels_ + c * kKeys, round_up(count, kSteps), sums_ + row * width_ + c, width_, true,
+               scores_);
   }
 
   // Turns the scores of a row into weights relative to its largest score so far.
@@ -258,7 +260,7 @@ class QueryBlock {
       V::store(scores + k, weight);
       total = V::add(total, weight);
     }
-    for (int64_t i = count; i < round_up(count, 4); i++) scores[i] = 0;
+    for (int64_t i = count; i < round_up(count, kSteps); i++) scores[i] = 0;
     totals_[r] += V::sum(total);
   }
 

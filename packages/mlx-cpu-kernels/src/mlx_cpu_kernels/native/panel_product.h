@@ -17,11 +17,15 @@ constexpr int64_t kXStride = kDepth + 16;
 // dequantized again, which costs little from some hundred rows on.
 constexpr int64_t kMostRows = 768;
 constexpr int64_t kLeastRows = 96;
-constexpr int64_t kMostCopied = 16 << 20;  // bytes, which the thread keeps
-// Steps of depth that a tile of one row takes at once.
+constexpr int64_t kMostCopied = 32 << 20;  // bytes, which the thread keeps
+// Steps of depth that a tile takes at once.
 constexpr int64_t kSteps = 4;
-// Panels at once for many rows: a tile of x is read once for all of them.
-constexpr int64_t kManyPanels = 4;
+// Columns at once for many rows, at most: a tile of x is read once for all of their panels, which stay in level 2.
+constexpr int64_t kManyColumns = 128;
+// Numbers of x that a tile fetches into level 2 in each step of depth. The panels of kManyColumns fetch the next tile:
+// processors do not foresee its rows, because they are read side by side.
+template <class V>
+constexpr int64_t kAhead = (V::kTileRows * kXStride * kWidth<V> + kManyColumns * kDepth - 1) / (kManyColumns * kDepth);
 
 // x in float32 and in blocks of depth: [block][row][kXStride].
 template <class V>
@@ -51,39 +55,39 @@ class CopiedRows {
   float* values_;
 };
 
-// sums[r][0 .. kWidth) = (or +=, after the first block of depth) x[r][k] * panel[k][0 .. kWidth) over k.
+// sums[r][0 .. kWidth) = (or +=, after the first block of depth) x[r][k] * panel[k][0 .. kWidth) over k. The depth is a
+// multiple of kSteps. Fetches what lies at `next`, kAhead numbers for each k.
 template <class V, int rows>
 [[gnu::flatten]] void multiply_tile(const float* x, const float* panel, int64_t depth, float* sums, int64_t sums_stride,
-                                    bool add) {
+                                    bool add, const float* next) {
   constexpr int kVectors = V::kPanelVectors;
   // An addition takes four cycles and two can begin in each: with few rows, several sums are kept for each result.
   constexpr int kParts = rows == 1 ? kSteps : rows <= 3 ? 2 : 1;
   typename V::Float s[kParts][rows][kVectors];
-  for (auto& part : s)
-    for (auto& row : part)
-      for (auto& sum : row) sum = V::zero();
-  for (int64_t k = 0; k < depth; k += kParts, panel += kParts * kWidth<V>) {
-    unroll<kParts>([&]<int part>() {
+  unroll<kParts * rows * kVectors>(
+      [&]<int i>() { s[i / kVectors / rows][i / kVectors % rows][i % kVectors] = V::zero(); });
+  for (int64_t k = 0; k < depth; k += kSteps, panel += kSteps * kWidth<V>) {
+    __builtin_prefetch(next + k * kAhead<V>, 0, 2);
+    unroll<kSteps>([&]<int step>() {
       typename V::Float w[kVectors];
-      unroll<kVectors>([&]<int v>() { w[v] = V::load(panel + part * kWidth<V> + v * V::kLanes); });
+      unroll<kVectors>([&]<int v>() { w[v] = V::load(panel + step * kWidth<V> + v * V::kLanes); });
       unroll<rows>([&]<int r>() {
-        auto value = V::broadcast(x[r * kXStride + k + part]);
-        unroll<kVectors>([&]<int v>() { s[part][r][v] = V::multiply_add(value, w[v], s[part][r][v]); });
+        auto value = V::broadcast(x[r * kXStride + k + step]);
+        auto& to = s[step % kParts][r];
+        unroll<kVectors>([&]<int v>() { to[v] = V::multiply_add(value, w[v], to[v]); });
       });
     });
   }
-  for (int part = 1; part < kParts; part++)
-    for (int r = 0; r < rows; r++)
-      for (int v = 0; v < kVectors; v++) s[0][r][v] = V::add(s[0][r][v], s[part][r][v]);
-  for (int r = 0; r < rows; r++) {
-    for (int v = 0; v < kVectors; v++) {
-      float* to = sums + r * sums_stride + v * V::kLanes;
-      V::store(to, add ? V::add(V::load(to), s[0][r][v]) : s[0][r][v]);
-    }
-  }
+  unroll<rows * kVectors>([&]<int i>() {
+    constexpr int r = i / kVectors, v = i % kVectors;
+    auto sum = s[0][r][v];
+    unroll<kParts - 1>([&]<int part>() { sum = V::add(sum, s[part + 1][r][v]); });
+    float* to = sums + r * sums_stride + v * V::kLanes;
+    V::store(to, add ? V::add(V::load(to), sum) : sum);
+  });
 }
 
-using Tile = void (*)(const float*, const float*, int64_t, float*, int64_t, bool);
+using Tile = void (*)(const float*, const float*, int64_t, float*, int64_t, bool, const float*);
 
 template <class V>
 Tile tile_of_rows(int64_t rows) {
@@ -106,7 +110,7 @@ void multiply_columns(const CopiedRows<V>& x, int64_t rows, const Source& source
   for (int64_t begin = 0, block = 0; begin < source.depth(); begin += kDepth, block++) {
     int64_t depth = smaller(kDepth, source.depth() - begin);
     source.fill(begin, depth, panel, kDepth * kWidth<V>);
-    // A tile of few rows takes up to kSteps of them at once: those beyond the depth meet zeros of x, and must be numbers.
+    // A tile takes whole steps of kSteps: those beyond the depth meet zeros of x, and must be numbers.
     for (int64_t p = 0; p < panels; p++) {
       float* rest = panel + (p * kDepth + depth) * kWidth<V>;
       std::fill(rest, rest + (round_up(depth, kSteps) - depth) * kWidth<V>, 0.0f);
@@ -114,12 +118,15 @@ void multiply_columns(const CopiedRows<V>& x, int64_t rows, const Source& source
     for (int64_t t = 0; t < tiles; t++) {
       int64_t row = rows * t / tiles, height = rows * (t + 1) / tiles - row;
       Tile multiply = tile_of_rows<V>(height);
+      const float* next = x.tile(block, row + height);
       for (int64_t p = 0; p < panels; p++)
-        multiply(x.tile(block, row), panel + p * kDepth * kWidth<V>, depth, sums + row * width + p * kWidth<V>, width,
-                 block > 0);
+        multiply(x.tile(block, row), panel + p * kDepth * kWidth<V>, round_up(depth, kSteps),
+                 sums + row * width + p * kWidth<V>, width, block > 0, next + p * kDepth * kAhead<V>);
+      if (begin + depth < source.depth()) continue;
+      for (int64_t r = row; r < row + height; r++)
+        store_row<V>(sums + r * width, count, y.row(y_begin + r), y.type, first);
     }
   }
-  for (int64_t row = 0; row < rows; row++) store_row<V>(sums + row * width, count, y.row(y_begin + row), y.type, first);
 }
 
 template <class V, class Source>
@@ -129,13 +136,16 @@ void multiply_by_panels(const Rows& x, const Source& prepared, const MutableRows
   for (int64_t begin = 0; begin < x.count; begin += most) {
     int64_t rows = smaller(most, x.count - begin);
     CopiedRows<V> copied(x, begin, rows, prepared.depth(), threads);
-    int64_t step = rows > 2 * V::kTileRows ? kManyPanels * Source::kColumns : Source::kColumns;
-    threads.parallel_for(prepared.columns(), step, [&](int64_t first, int64_t last) {
+    threads.parallel_for(prepared.columns(), Source::kColumns, [&](int64_t first, int64_t last) {
       Source source = prepared;
-      for (int64_t column = first; column < last; column += step) {
-        int64_t count = smaller(step, last - column);
-        source.prepare(column, count);
-        multiply_columns<V>(copied, rows, source, column, count, y, begin);
+      // Parts of equal width, as near as whole panels allow.
+      int64_t units = round_up(last - first, Source::kColumns) / Source::kColumns;
+      int64_t parts = rows > 2 * V::kTileRows ? round_up(last - first, kManyColumns) / kManyColumns : units;
+      for (int64_t part = 0; part < parts; part++) {
+        int64_t from = first + units * part / parts * Source::kColumns;
+        int64_t count = smaller(first + units * (part + 1) / parts * Source::kColumns, last) - from;
+        source.prepare(from, count);
+        multiply_columns<V>(copied, rows, source, from, count, y, begin);
       }
     });
   }
