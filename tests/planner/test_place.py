@@ -436,9 +436,9 @@ def test_a_split_is_compared_with_the_fastest_machine_alone_if_one_has_the_memor
 @pytest.mark.parametrize("prompt", [300, 1024, 4000])
 @pytest.mark.parametrize("users", [1, 3])
 def test_a_plan_predicts_the_same_whatever_other_machines_there_are(prompt: int, users: int) -> None:
-    pair = on_gpus([node_of("a", 32, gb_s=200, tflops=10), node_of("b", 32, gb_s=300, tflops=20)])
-    other = on_gpus([node_of("c", 8, gb_s=3000, tflops=20)])
-    model = with_experts(model_of(12))
+    pair = on_gpus([node_of("a", 32, gb_s=20, tflops=20), node_of("b", 32, gb_s=30, tflops=20)])
+    other = on_gpus([node_of("c", 8, gb_s=3000, tflops=2)])
+    model = model_of(12)
     request = plan_request(
         demand=Demand(8192, users), strategy="balanced", prompt_tokens=prompt, users=users, answer_tokens=32
     )
