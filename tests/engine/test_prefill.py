@@ -64,7 +64,7 @@ def test_a_prompt_alone_is_split_so_that_stages_overlap_before_times_are_measure
     sizes = sizes_alone(2, [4000])
     assert (sum(sizes), max(sizes)) == (4000, 352)
     assert min(sizes) >= 256
-    assert sizes_alone(2, [1500]) == [250] * 6
+    assert sizes_alone(2, [1500]) == [256] * 5 + [220]
     assert sizes_alone(2, [40]) == [40]
     assert max(sizes_alone(2, [4900], lambda _: 1.0)) == 490
 

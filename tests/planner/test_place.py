@@ -17,7 +17,7 @@ from tests.planner.clusters import NODES, cluster_of, model_of, node_of, on_gpus
 from tests.planner.test_search import every_partition, orders
 
 from mlx_ring.core.errors import PlanError
-from mlx_ring.planner.place import place, plan_given
+from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import Demand, Objective, PlanRequest
@@ -431,21 +431,3 @@ def test_a_split_is_compared_with_the_fastest_machine_alone_if_one_has_the_memor
     assert "alone would" in gain
     small = cluster_of(node_of("a", 2), node_of("b", 2), link=near)
     assert place(model_of(28), small, plan_request()).remarks[0] == "No machine alone has the memory for it."
-
-
-@pytest.mark.parametrize("prompt", [300, 1024, 4000])
-@pytest.mark.parametrize("users", [1, 3])
-def test_a_plan_predicts_the_same_whatever_other_machines_there_are(prompt: int, users: int) -> None:
-    pair = on_gpus([node_of("a", 32, gb_s=20, tflops=20), node_of("b", 32, gb_s=30, tflops=20)])
-    other = on_gpus([node_of("c", 8, gb_s=3000, tflops=2)])
-    model = model_of(12)
-    request = plan_request(
-        demand=Demand(8192, users), strategy="balanced", prompt_tokens=prompt, users=users, answer_tokens=32
-    )
-    alone, among = cluster_of(*pair), cluster_of(*pair, *other)
-    found = place(model, alone, request)
-    assert len(found.stages) == 2
-    stages = [(stage.layers, [(node, 1.0)]) for node, stage in zip(pair, found.stages, strict=True)]
-    for cluster in (alone, among):
-        given_plan = plan_given(model, cluster, request, stages, "given")
-        assert given_plan.prediction.first_token_s == pytest.approx(found.prediction.first_token_s)

@@ -246,8 +246,7 @@ StageRanks = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 def with_even_chunks(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> PlanRequest:
     """Return the request with the chunks in which the engine about reads its prompts over several stages.
 
-    They are those of two stages of the cluster's fastest machines. Searches need chunks that depend on no plan; the
-    prediction of a plan counts those of its own stages.
+    They are those of two stages of the cluster's fastest machines: searches need chunks that depend on no plan.
     """
     demand, layers = request.demand, len(model.layers)
     if demand.even_tokens:

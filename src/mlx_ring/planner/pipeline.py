@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_ring.core.types import LayerRange, even_chunk, even_part
+from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.plan import Prediction, Times
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, lone_stream
 from mlx_ring.planner.rank_costs import Kinds
-from mlx_ring.planner.request import Demand, PlanRequest, usual_chunks
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import TOKEN_BYTES, StageTables, Table, before
 
 
@@ -38,8 +38,8 @@ class Stage(Protocol):
         """Return the seconds of a decode step."""
         ...
 
-    def prefill_seconds(self, tokens: int, context_tokens: int = 0, most: int | None = None) -> float:
-        """Return the seconds of all chunks of a prompt after a context, of `most` tokens at most or of as many as the demand says."""
+    def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
+        """Return the seconds of all usual chunks of a prompt, or of those over several stages, after a context."""
         ...
 
     def alone_seconds(self, tokens: int) -> float:
@@ -69,12 +69,10 @@ class MachineStage:
         """Return the seconds of a decode step."""
         return self.tables.stage_seconds(self.node, self.layers.start, self.layers.end, rows, context_tokens)
 
-    def prefill_seconds(self, tokens: int, context_tokens: int = 0, most: int | None = None) -> float:
-        """Return the seconds of all chunks of a prompt after a context, of `most` tokens at most or of as many as the demand says."""
-        place = self.node, self.layers.start, self.layers.end
-        if most is not None:
-            return self.tables.seconds_in(usual_chunks(tokens, most), *place, context_tokens)
-        return self.tables.prefill_seconds(*place, tokens, context_tokens)
+    def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
+        """Return the seconds of all usual chunks of a prompt, after a context."""
+        layers = self.layers
+        return self.tables.prefill_seconds(self.node, layers.start, layers.end, tokens, context_tokens)
 
     def alone_seconds(self, tokens: int) -> float:
         """Return the seconds in which a stage with all layers reads a prompt alone, in chunks that may be longer."""
@@ -171,30 +169,16 @@ class Pipeline:
 
     # ---- requests
 
-    def _even_tokens(self, prompt_tokens: int, users: int) -> int | None:
-        """Return the chunks in which the engine reads prompts over these stages; None for those that the demand says."""
-        demand = self._demand
-        if demand.even_tokens is None or len(self.stages) == 1:
-            return None
-        longest = min(demand.step_tokens, prompt_tokens)
-        slowest = max(self.stages, key=lambda stage: stage.prefill_seconds(longest, most=longest))
-
-        def us(tokens: int) -> float:
-            return 1e6 * slowest.prefill_seconds(tokens, most=tokens)
-
-        size = even_chunk(users * prompt_tokens, len(self.stages), longest, us)
-        return even_part(prompt_tokens, size or longest, longest)
-
-    def first_token_s(self, prompt_tokens: int, users: int = 1, most: int | None = None) -> float:
-        """Return the seconds to the first token of the last of `users` prompts at once, in chunks of `most` tokens over stages."""
+    def first_token_s(self, prompt_tokens: int, users: int = 1) -> float:
+        """Return the seconds to the first token of the last of `users` prompts that arrive at once."""
         prompt_s = users * self.stages[0].nodes[0].prompt_s
         if len(self.stages) == 1:
             # Answers are in progress when the other prompts are read.
             others_s = (users - 1) * self.stages[0].prefill_seconds(prompt_tokens) if users > 1 else 0.0
             return prompt_s + self.stages[0].alone_seconds(prompt_tokens) + others_s + self.token_s(users)
-        tokens = self._demand.stage_tokens if most is None else most
-        chunks, rows = -(-prompt_tokens // tokens), min(prompt_tokens, tokens)
-        times = [stage.prefill_seconds(prompt_tokens, most=most) / chunks for stage in self.stages]
+        most = self._demand.stage_tokens
+        chunks, rows = -(-prompt_tokens // most), min(prompt_tokens, most)
+        times = [stage.prefill_seconds(prompt_tokens) / chunks for stage in self.stages]
         later_s = (users * chunks - 1) * max(*times, self._busiest_link_s(rows))
         return prompt_s + sum(times) + later_s + self.around_s(rows) + self.token_s(users)
 
@@ -207,8 +191,8 @@ class Pipeline:
 
     def prediction(self, request: PlanRequest) -> Prediction:
         """Return the prediction for a plan."""
-        token_s, prompts = self.token_s(request.users), (request.prompt_tokens, request.users)
-        first_token_s = self.first_token_s(*prompts, self._even_tokens(*prompts))
+        token_s = self.token_s(request.users)
+        first_token_s = self.first_token_s(request.prompt_tokens, request.users)
         return Prediction(
             token_s=token_s,
             tokens_per_s=self.tokens_per_s(),

@@ -121,7 +121,7 @@ class RankGroup:
         self._longest_head = longest_head
         self._layers = len(shared.model.layers)
         self._stage_s: dict[tuple[int, int, int, int], Times[float]] = {}
-        self._prefill_s: dict[tuple[int, int, int, int, Chunks | None], float] = {}
+        self._prefill_s: dict[tuple[int, int, int, int], float] = {}
         self._alone_s: dict[int, float] = {}
         self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
 
@@ -191,11 +191,9 @@ class RankGroup:
             max(float(times.steady[0, 1]) for times in each) + exchanged,
         )
 
-    def prefill_seconds(
-        self, first: int, end: int, tokens: int, context_tokens: int = 0, chunks: Chunks | None = None
-    ) -> float:
+    def prefill_seconds(self, first: int, end: int, tokens: int, context_tokens: int = 0) -> float:
         """Return the seconds of a stage's prefill in chunks, after a context."""
-        key = first, end, tokens, context_tokens, chunks
+        key = first, end, tokens, context_tokens
         if key not in self._prefill_s:
             self._prefill_s[key] = self._chunks_seconds(*key)
         return self._prefill_s[key]
@@ -261,10 +259,9 @@ class GroupStage:
         """Return the seconds of a decode step."""
         return self.group.stage_seconds(self.layers.start, self.layers.end, rows, context_tokens)
 
-    def prefill_seconds(self, tokens: int, context_tokens: int = 0, most: int | None = None) -> float:
-        """Return the seconds of all chunks of a prompt after a context, of `most` tokens at most or of as many as the demand says."""
-        chunks = None if most is None else usual_chunks(tokens, most)
-        return self.group.prefill_seconds(self.layers.start, self.layers.end, tokens, context_tokens, chunks)
+    def prefill_seconds(self, tokens: int, context_tokens: int = 0) -> float:
+        """Return the seconds of all usual chunks of a prompt, after a context."""
+        return self.group.prefill_seconds(self.layers.start, self.layers.end, tokens, context_tokens)
 
     def alone_seconds(self, tokens: int) -> float:
         """Return the seconds in which a stage with all layers reads a prompt alone, in chunks that may be longer."""
