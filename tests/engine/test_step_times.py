@@ -393,16 +393,19 @@ def test_an_outlier_is_tried_again() -> None:
 
 def test_chunks_behind_a_long_context_do_not_count_for_prompts_alone() -> None:
     sizer = ChunkSizer(2, chunk=512, max_itl_ratio=2.0)
-    assert sizer.early_us(256) is None
     for step, before in enumerate((0, 2048, 2049, 9000)):
         sizer.sent(step, 256, before, beside_decode=False)
     for step in (3, 1, 2, 0):
         for stage in (0, 1):
             sizer.record_chunk(stage, step, 256, 1000.0 * (1 + step + stage))
+    assert sizer.largest_early == 256
+    assert sizer.early_us(256) is None, "one size does not show what a token takes"
+    for stage in (0, 1):
+        sizer.record_chunk(stage, 4, 128, 1000.0 + 500.0 * stage)
     assert sizer.early_us(256) == 2000.0
     assert sizer.measured_us(256) == 3000.0
-    assert sizer.early_us(128) == 1000.0
-    assert sizer.early_us(127) is None, "less than half of what was measured"
+    assert sizer.early_us(64) == 1250.0
+    assert sizer.early_us(63) is None, "less than half of what was measured"
 
 
 def test_the_verifying_cost_is_the_measured_one() -> None:

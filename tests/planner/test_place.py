@@ -17,6 +17,7 @@ from tests.planner.clusters import NODES, cluster_of, model_of, node_of, on_gpus
 from tests.planner.test_search import every_partition, orders
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.forecast import with_even_chunks
 from mlx_ring.planner.place import place
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
@@ -38,8 +39,10 @@ def plan_request(**options: Any) -> PlanRequest:
     return PlanRequest(**given_options)
 
 
-def costs_of_all(times: Timetable, request: PlanRequest) -> Iterator[float]:
-    """Yield what the objective counts, of every pipeline that fits."""
+def costs_of_all(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> Iterator[float]:
+    """Yield what the objective counts, of every pipeline that fits. All read a prompt in the chunks that plans count."""
+    request = with_even_chunks(model, cluster, request)
+    times = Timetable(model, cluster, request.demand)
     fitting, nodes = times.tables(1), len(times.cluster.nodes)
     for pieces in every_partition(fitting, orders(nodes, range(1, nodes + 1))):
         if all(np.isfinite(fitting[piece.node][piece.first, piece.end]) for piece in pieces):
@@ -126,8 +129,7 @@ def test_auto_answers_a_request_soonest_of_all_pipelines(
     request = plan_request(prompt_tokens=prompt, answer_tokens=answer)
     cluster = with_unlike_links(on_gpus(nodes) if has_long else nodes)
     model = with_experts(model) if has_long else model
-    times = Timetable(model, cluster, request.demand)
-    soonest = min(costs_of_all(times, request), default=np.inf)
+    soonest = min(costs_of_all(model, cluster, request), default=np.inf)
     if np.isinf(soonest):
         with pytest.raises(PlanError):
             place(model, cluster, request)
@@ -157,7 +159,7 @@ def test_auto_answers_several_users_soonest_of_all_pipelines(
         users=users,
     )
     cluster = with_unlike_links(nodes)
-    best = min(costs_of_all(Timetable(model, cluster, request.demand), request), default=np.inf)
+    best = min(costs_of_all(model, cluster, request), default=np.inf)
     if np.isinf(best):
         reject()
     assert place(model, cluster, request).prediction.minimized_s(objective) <= 1.001 * best
@@ -201,7 +203,7 @@ def random_problem(seed: int) -> tuple[ModelProfile, ClusterProfile, PlanRequest
 @pytest.mark.parametrize("seed", [*range(8), 50312, 90460, 90882, 91340])
 def test_small_clusters_get_the_best_of_all_pipelines(seed: int) -> None:
     model, cluster, request = random_problem(seed)
-    best = min(costs_of_all(Timetable(model, cluster, request.demand), request), default=np.inf)
+    best = min(costs_of_all(model, cluster, request), default=np.inf)
     if np.isinf(best):
         with pytest.raises(PlanError):
             place(model, cluster, request)

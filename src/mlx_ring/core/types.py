@@ -46,13 +46,16 @@ def longest_chunk(usual: int, most: int, before: int, chunk_us: Callable[[int], 
     return longest
 
 
-_SMALLEST_EVEN, _HANDLING_US, _SOONER = 16, 500.0, 0.98
-"""Smallest even chunk, and the time of each beside its computing. Then the part of the time of larger ones that smaller ones
-may take."""
+_EVEN_CHUNKS = (2048, 1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16)
+"""Sizes of even chunks that are tried beside the longest: kernels compute rows in tiles of 16 or more."""
+_HANDLING_US, _SOONER = 500.0, 0.98
+"""Time of an even chunk beside its computing, and the part of the time of larger ones that it may take."""
+_LEAST_PART = 0.25
+"""Smallest chunk that is left at the end of a prompt, over the even size; else the others are a little larger."""
 
 
 def even_chunk(total: int, stages: int, longest: int, chunk_us: Callable[[int], float | None]) -> int | None:
-    """Return the most tokens of equal chunks in which prompts pass several stages about as soon as possible.
+    """Return the tokens of equal chunks in which prompts pass several stages about as soon as possible.
 
     While a stage computes a chunk, the others compute those before and after it. More chunks fill the pipeline sooner,
     fewer read the weights less often. None if the time of the longest chunk is not known.
@@ -63,17 +66,30 @@ def even_chunk(total: int, stages: int, longest: int, chunk_us: Callable[[int], 
         longest: most tokens of a chunk.
         chunk_us: returns the microseconds of a chunk of so many tokens on the slowest stage; None if it is not known.
     """
-    best, best_us, size = None, math.inf, longest
-    while size >= _SMALLEST_EVEN:
-        chunks = -(-total // size)
-        us = chunk_us(-(-total // chunks))
+    best, best_us = None, math.inf
+    for size in (longest, *(size for size in _EVEN_CHUNKS if size < longest)):
+        part = even_part(total, size, longest)
+        us = chunk_us(part)
         if us is None:
             break
-        passed_us = (chunks + stages - 1) * (us + _HANDLING_US)
+        passed_us = (-(-total // part) + stages - 1) * (us + _HANDLING_US)
         if passed_us < _SOONER * best_us:
             best, best_us = size, passed_us
-        size = size * 5 // 7
     return best
+
+
+def even_part(left: int, size: int, longest: int) -> int:
+    """Return the tokens of the next chunk of a prompt of which `left` are left, about as large as an even size.
+
+    Chunks of one prompt are alike. They are rounded up to tiles of kernels where that does not add much.
+    """
+    chunks = -(-left // size)
+    fewer = chunks - 1
+    if fewer and left <= min(fewer * longest, (fewer + _LEAST_PART) * size):
+        chunks = fewer
+    part = -(-left // chunks)
+    tile = 32 if part >= 128 else 16 if part >= 64 else 1  # noqa: PLR2004 - a quarter more at most
+    return min(longest, left, -(-part // tile) * tile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.core.types import LONG_CHUNK_US, even_chunk, longest_chunk
+from mlx_ring.core.types import LONG_CHUNK_US, even_chunk, even_part, longest_chunk
 from mlx_ring.engine.decode import MicroBatches
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS
 from mlx_ring.engine.step_times import ChunkSizer
@@ -228,31 +228,32 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         if not self or not self._may_go():
             return []
         beside_decode = self.has_to_spare()
-        before = next(iter(self)).scheduled
-        size = self._sizer.beside_decode() if beside_decode else self._size_alone(before)
+        size = self._sizer.beside_decode() if beside_decode else self._size_alone()
         if not size or self._must_end_first(size):
             return []
         together = PROMPTS_TOGETHER * min(size, self._policy.prefill_chunk)
-        chunks, tokens = self._fill(size, size if beside_decode else max(size, together))
+        chunks, tokens, before = self._fill(size, size if beside_decode else max(size, together))
         self._sizer.sent(self._in_flight.sent + 1, tokens, before, beside_decode=beside_decode)
         return chunks
 
-    def _size_alone(self, before: int) -> int:
-        """Return the most tokens of a chunk, if no answer is in progress; the first prompt has `before` tokens already.
+    def _size_alone(self) -> int:
+        """Return the most tokens of a chunk, if no answer is in progress.
 
         Over several stages, those are equal chunks in which the waiting prompts pass soonest by measured times.
         """
-        longest = self._longest_alone(before)
+        first = next(iter(self))
+        left = self._left(first)
+        longest = self._longest_alone(first.fill_to - left)
         if self._stages == 1:
             return longest
-        total, left = self._lengths()
-        size = min(longest, -(-total // -(-total // self._even_size(total, longest))))
-        # No small chunk is left over.
-        return size if 2 * left > 3 * size else min(longest, left)
+        return even_part(left, self._even_size(self._total(), longest), longest)
 
     def _even_size(self, total: int, longest: int) -> int:
-        size = even_chunk(total, self._stages, longest, self._sizer.early_us)
-        return size or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
+        even = even_chunk(total, self._stages, longest, self._sizer.early_us)
+        if even is None and (known := self._sizer.largest_early):
+            # Unlike chunks show what a chunk takes, and what a token.
+            even = 2 * known if 2 * known <= longest else max(1, known // 2)
+        return even or max(_SMALLEST_UNKNOWN, -(-total // (_UNKNOWN_PER_STAGE * self._stages)))
 
     def _longest_alone(self, before: int) -> int:
         """Return the most tokens of a chunk: without answers in progress, as many as `longest_chunk` allows by measured times."""
@@ -268,13 +269,13 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
         us = self._sizer.measured_us(size) or 0.0
         return (self._in_flight.prefills + 1) * us > LONG_CHUNK_US
 
-    def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int]:
+    def _fill(self, size: int, room: int) -> tuple[list[tuple[P, Chunk]], int, int]:
         """Fill a step with the first prompt's chunk of `size`, and with prompts after it that fit as a whole.
 
-        Return the chunks and the number of their tokens.
+        Return the chunks, the number of their tokens, and the most tokens before one of them.
         """
         chunks: list[tuple[P, Chunk]] = []
-        catches_up, left = False, room
+        catches_up, left, before = False, room, 0
         for sequence in self.next_in_turn(self._left, self._policy.prefill_chunk, self._waits):
             most = min(size, left)
             if chunks and self._left(sequence) > most:
@@ -284,18 +285,17 @@ class Prefilling(PrefillQueue[P], Generic[P, Chunk]):
             if chunks and sequence.is_catching_up != catches_up:
                 break
             catches_up = sequence.is_catching_up
-            end = sequence.chunk_end(most)
+            end, before = sequence.chunk_end(most), max(before, sequence.scheduled)
             tokens = end - sequence.scheduled
             chunks.append((sequence, self._make_chunk(sequence, end)))
             left -= tokens
             sequence.feed(tokens)
-        return chunks, room - left
+        return chunks, room - left, before
 
-    def _lengths(self) -> tuple[int, int]:
-        """Return the tokens that the next prompts have to compute or have computed in all, and those that the first has left."""
-        left = [(sequence, self._left(sequence)) for sequence in islice(self, _AHEAD)]
-        total = sum(sequence.scheduled - sequence.reused + tokens for sequence, tokens in left)
-        return max(1, total), left[0][1]
+    def _total(self) -> int:
+        """Return the tokens that the next prompts have to compute or have computed."""
+        each = ((one.scheduled - one.reused, self._left(one)) for one in islice(self, _AHEAD))
+        return max(1, sum(computed + left for computed, left in each))
 
     def _left(self, sequence: P) -> int:
         """Return the number of tokens that are still to be computed."""

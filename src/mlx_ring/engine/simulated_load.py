@@ -308,7 +308,7 @@ class Prompts(Prefilling[Stream, Span]):
         self.waits_for_time = super()._may_go()
         return self.waits_for_time
 
-    def _fill(self, size: int, room: int) -> tuple[list[tuple[Stream, Span]], int]:
+    def _fill(self, size: int, room: int) -> tuple[list[tuple[Stream, Span]], int, int]:
         self._within.clear()
         return super()._fill(size, room)
 

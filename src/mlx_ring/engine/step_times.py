@@ -1,8 +1,8 @@
 """Measured times of steps, and the sizes of prefill chunks that follow from them. Pure.
 
 A step's time depends on its content, so only comparable steps are grouped. Decode steps are grouped by their rows, one
-token for each, and chunks of a single prompt by their tokens. Not counted are failed steps, chunks of several prompts,
-and steps with drafts, because a row then has several tokens.
+token for each, and chunks by their tokens. Not counted are failed steps, and steps with drafts, because a row then has
+several tokens.
 
 A chunk delays every running sequence by its own time on the slowest stage. The time of a token without chunks is known
 from decode steps; the promised ratio leaves the rest to chunks. Unused time is saved for some steps, so that a short
@@ -58,8 +58,6 @@ _OF_A_CLASS, _REMEMBERED = 3, 64
 """Number of chunks that are kept of each class; number of chunks after which a class without new ones is forgotten."""
 _CONTRADICTS = 1.25
 """Factor by which a smaller chunk must be slower than a larger one, so that the older of them is forgotten."""
-
-
 _APART = 0.75
 """Ratio of two sizes from which their times show the time of a token."""
 
@@ -89,14 +87,9 @@ class ChunkTimes:
         self._known: dict[int, float] = {}  # Times by size, since the last chunk.
 
     @property
-    def is_measured(self) -> bool:
-        """True after the first chunk."""
-        return bool(self._tokens)
-
-    @property
-    def smallest(self) -> int:
-        """Smallest measured size; there must be one."""
-        return self._tokens[0]
+    def sizes(self) -> tuple[int, int]:
+        """Smallest and largest measured size; 0 before the first chunk."""
+        return (self._tokens[0], self._tokens[-1]) if self._tokens else (0, 0)
 
     def record(self, tokens: int, compute_us: float) -> None:
         """Learn from a chunk."""
@@ -223,7 +216,7 @@ class ChunkSizer:
         self._chunk_times[stage].record(tokens, compute_us)
         if self._stages > 1 and step not in self._late:
             self._early_times[stage].record(tokens, compute_us)
-        self._is_measured = all(times.is_measured for times in self._chunk_times)
+        self._is_measured = all(times.sizes[0] for times in self._chunk_times)
         self._smallest_us, self._largest_us = self._chunk_us(SMALLEST_CHUNK), self._chunk_us(self._chunk)
         self._most_us = max(self._smallest_us, min(self._largest_us, _STEPS_SAVED * self._earned_us))
         self._settle(stage, step, compute_us)
@@ -257,13 +250,19 @@ class ChunkSizer:
         return self._chunk_us(tokens) if self._is_measured else None
 
     def early_us(self, tokens: int) -> float | None:
-        """Return the time of a chunk on the slowest of several stages, with few tokens before it.
+        """Return the time of a chunk with few tokens before it, on the slowest of several stages.
 
-        None below half of the smallest chunk that every stage has computed.
+        None if no unlike chunks are measured, and below half of the smallest.
         """
-        if all(times.is_measured and 2 * tokens >= times.smallest for times in self._early_times):
+        each = [times.sizes for times in self._early_times]
+        if all(2 * tokens >= smallest and smallest < _APART * largest for smallest, largest in each):
             return max(times.us(tokens) for times in self._early_times)
         return None
+
+    @property
+    def largest_early(self) -> int:
+        """Largest chunk with few tokens before it; 0 if there is none."""
+        return min(times.sizes[1] for times in self._early_times)
 
     def beside_decode(self) -> int:
         """Return the most tokens of a chunk beside answers in progress; 0 until more time is saved."""

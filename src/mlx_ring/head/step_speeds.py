@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _FILE = "step-time-ratios.json"
 _LEAST_STEPS: Mapping[StepKind, int] = {"decode": 32, "prefill": 4}
 """Number of measured steps from which their median counts."""
-_LEAST_CHUNK, _LEAST_PROMPT = 64, 1024
+_LEAST_CHUNK, _LEAST_PROMPT = 16, 1024
 """Tokens of a prompt's chunk, and of all chunks together, from which they count: the rest of a cached prompt says little."""
 _LEAST, _MOST = 0.5, 2.0
 """Bounds of a ratio that is kept. A machine that is farther off was measured under other conditions."""

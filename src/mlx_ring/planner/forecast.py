@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mlx_ring.core.types import CpuWeights, LayerRange, even_chunk
+from mlx_ring.core.types import CpuWeights, LayerRange, even_chunk, even_part
 from mlx_ring.planner.pipeline import MachineStage, Pipeline
 from mlx_ring.planner.plan import Plan, Times
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
@@ -246,10 +246,10 @@ StageRanks = tuple[LayerRange, Sequence[tuple[NodeProfile, float]]]
 def with_even_chunks(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> PlanRequest:
     """Return the request with the chunks in which the engine about reads its prompts over several stages.
 
-    They are those of two stages of the cluster's fastest machines, so that they depend on no plan.
+    They are those of two stages of the cluster's fastest machines: searches need chunks that depend on no plan.
     """
     demand, layers = request.demand, len(model.layers)
-    if len(cluster.nodes) == 1 or demand.even_tokens:
+    if demand.even_tokens:
         return request
     tables, node = StageTables(model, demand), max(cluster.nodes, key=lambda node: node.bandwidth)
     tokens, longest = request.prompt_tokens, min(demand.step_tokens, request.prompt_tokens)
@@ -258,8 +258,7 @@ def with_even_chunks(model: ModelProfile, cluster: ClusterProfile, request: Plan
         return 1e6 * tables.seconds_in(((tokens, 1),), node, 0, layers) / 2
 
     size = even_chunk(request.users * tokens, 2, longest, half_us) or longest
-    even = -(-tokens // -(-tokens // size))
-    return replace(request, demand=replace(demand, even_tokens=even))
+    return replace(request, demand=replace(demand, even_tokens=even_part(tokens, size, longest)))
 
 
 def settle_weights(
