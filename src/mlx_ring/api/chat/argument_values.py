@@ -15,7 +15,8 @@ _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.')
 """All characters that JSON has outside strings, except in words."""
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 """Words that are values, in JSON or in Python, each as JSON spells it."""
-_MOST_REFERENCES = 16
+_MOST_DEPTH = 16
+"""Limit of references and choices within each other that are followed in a schema."""
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*(?:```)?$", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
@@ -250,13 +251,23 @@ _TYPES: tuple[tuple[type, str], ...] = (
 )
 
 
-def _kinds_of(schema: object, root: Mapping[str, object], references: int = _MOST_REFERENCES) -> set[str]:
-    """Return the types of JSON that a schema allows; none if it does not say."""
-    if not isinstance(schema, dict) or references < 0:
+def _kinds_of(
+    schema: object, root: Mapping[str, object], visited: set[str] | None = None, depth: int = 0
+) -> set[str]:
+    """Return the types of JSON that a schema allows; none if it does not say.
+
+    `visited` are the references that were followed already, whose types need not be found again.
+    """
+    visited = set() if visited is None else visited
+    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
         return set()
     given = cast("dict[str, object]", schema)
-    if isinstance(given.get("$ref"), str):
-        return _kinds_of(_referred(str(given["$ref"]), root), root, references - 1)
+    reference = given.get("$ref")
+    if isinstance(reference, str):
+        if reference in visited:
+            return set()
+        visited.add(reference)
+        return _kinds_of(_referred(reference, root), root, visited, depth + 1)
     named = given.get("type")
     if named is not None:
         names = cast("list[object]", named) if isinstance(named, list) else [named]
@@ -266,7 +277,7 @@ def _kinds_of(schema: object, root: Mapping[str, object], references: int = _MOS
         return {next(kind for type_, kind in _TYPES if isinstance(value, type_)) for value in values}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := given.get(key), list):
-            each = [_kinds_of(option, root, references - 1) for option in cast("list[object]", options)]
+            each = [_kinds_of(option, root, visited, depth + 1) for option in cast("list[object]", options)]
             return set[str]().union(*each)
     return {"object"} if "properties" in given else {"array"} if "items" in given else set()
 

@@ -237,6 +237,7 @@ class TaggedReader:
             case "body":
                 return self._continue(text, tag, kind) if is_next else _BROKEN
             case _:
+                is_next = is_next or self._follows_stray_text(text, tag, kind)
                 if self._state != "value" and is_next and self._ends_value(tag, kind):
                     return self._end_value(text, tag, kind)
                 return self._pass_within(tag, kind)
@@ -277,6 +278,19 @@ class TaggedReader:
         if kind == "end_call":
             return not (self._closed_inner and self._counts["call"])
         return kind in ("key_tag", "end") and not self._closed_inner
+
+    def _follows_stray_text(self, text: str, tag: re.Match[str], kind: str) -> bool:
+        """Return True for the tag of an argument that is still missing, after other text behind the last argument.
+
+        The text is punctuation, or the tag begins a line.
+        """
+        if self._state != "closed" or kind != "key_tag" or tag.start() - self._last > _LONGEST_TAG:
+            return False
+        given = self._texts.keys() | {self._key}
+        if _unquoted(tag["key"]) not in properties_of(self._tool).keys() - given:
+            return False
+        is_punctuation = not text[self._last : tag.start()].strip(",;. \t\r\n")
+        return is_punctuation or _begins_line(text, tag.start())
 
     def _end_value(self, text: str, tag: re.Match[str], kind: str) -> Progress:
         self._keep(text)
