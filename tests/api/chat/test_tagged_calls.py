@@ -287,6 +287,22 @@ def test_call_without_some_closing_tags_is_a_call(end: str) -> None:
         assert calls_of(answer_of(text, pieces=pieces)) == [("get_weather", {"city": "Rome"})]
 
 
+@pytest.mark.parametrize("cut_off", [False, True])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_call_that_ends_within_an_argument_is_text(parser: str, *, cut_off: bool) -> None:
+    """End it at each character behind its first argument."""
+    whole = call_in(parser, "write_file", path="a", content="half")
+    for length in range(whole.index("content") - 8, whole.index("half") + 4):
+        text = whole[:length]
+        for pieces in ([text], list(text)):
+            answer = ChatAnswer(parts=read(pieces, rules(FORMATS[parser], tools=ALL), cut_off=cut_off))
+            assert (answer.content, answer.calls) == (text, [])
+        required = rules(FORMATS[parser], tools=ALL, required=True)
+        if cut_off and parser in ("glm47", "qwen3_coder"):
+            (call,) = ChatAnswer(parts=read([text], required, cut_off=True)).calls
+            assert (call.name, call.arguments) == ("write_file", "")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mlx_ring.api.chat.argument_values import properties_of, read_value
-from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.argument_values import read_value
+from mlx_ring.api.chat.request import Tool, properties_of
 
 _NAME = r"[^<>\n]{1,200}"
 """Pattern of a name. It is limited, so that a long text after its start is no tag."""
@@ -184,6 +184,15 @@ class TaggedReader:
         flat = TaggedReader(self._tags, self._find_tool, is_bare=self._is_bare, is_flat=True)
         progress = flat.read(text)
         return flat.finish(text, cut_off=False) if progress is _MORE else progress
+
+    def has_begun(self, text: str, *, cut_off: bool) -> bool:
+        """Return True if the text is a call of this format, complete or not."""
+        if self._tool is not None:
+            return True
+        if self._tags.has_call_tags:
+            return text.lstrip().startswith(self._tags.openings[0])
+        name, bracket, _ = text.partition("<")
+        return (bool(bracket) or cut_off) and self._find_tool(name) is not None
 
     def _is_whole(self, text: str) -> bool:
         """Return True if only closing tags of the call are missing."""
