@@ -67,7 +67,7 @@ async def prepare_chat(
     """
     format_ = context.formats[service.tokenizer]
     prompt = recorded_prompt(0) or await encode_conversation(context, service, conversation)
-    thinking_open = _opens_thinking(format_, conversation, _prompts_end(service.tokenizer, prompt))
+    thinking_open = _opens_thinking(format_, conversation, prompts_end(service.tokenizer, prompt))
     grammar = answer_grammar(
         format_, conversation, thinking_open=thinking_open, open_schemas=context.settings.open_schemas
     )
@@ -238,7 +238,7 @@ def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tup
     return () if opening is None else ((opening, _NEVER),)
 
 
-def _prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """Return the text of a prompt's last tokens, special ones included."""
     return tokenizer.decode(
         list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
