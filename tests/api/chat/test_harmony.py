@@ -52,6 +52,10 @@ CALL_PARTS = [CallOpening(0, "c0", "get_weather"), CallArguments(0, '{"city": "R
             + "<|call|>",
             [ReasoningText("Hm."), *CALL_PARTS],
         ),
+        (
+            CALL.replace(" <|constrain|>", "<|call|>"),
+            [ContentText(CALL[CALL.index("to=") :].replace(" <|constrain|>", "<|call|>"))],
+        ),
         ("<|channel|>analysis to=python code<|message|>1", [ContentText("1")]),
         ("<|channel|>final<|message|>Say to=functions.x", [ContentText("Say to=functions.x")]),
         (

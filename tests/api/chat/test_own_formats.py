@@ -80,6 +80,10 @@ WRITTEN: dict[str, list[Callable[[str, str], str]]] = {
         lambda tool, arguments: f'{{"name": "{tool}", "parameters": {arguments}}}',
         lambda tool, arguments: f'<|python_tag|>{{"name": "{tool}", "parameters": {arguments}}}',
         lambda tool, arguments: f'{{"name": "functions.{tool}", "arguments": {arguments}}}',
+        lambda tool, arguments: f'{{"name":"{tool}","parameters":{arguments}}}',
+        lambda tool, arguments: (
+            f'\n{{\n  "type": "function",\n  "name": "{tool}",\n  "parameters": {arguments}\n}}\n'
+        ),
     ],
 }
 CASES = [(name, write) for name, each in WRITTEN.items() for write in each]
@@ -90,7 +94,10 @@ IDS = [f"{name}-{each.index(write)}" for name, each in WRITTEN.items() for write
 @pytest.mark.parametrize("before", ["", "I look.\n\n"])
 @pytest.mark.parametrize(("name", "write"), CASES, ids=IDS)
 def test_call_is_read(name: str, write: Callable[[str, str], str], before: str, *, early: bool) -> None:
-    text = before + write("get_weather", '{"city": "Rome", "days": 2}')
+    call = write("get_weather", '{"city": "Rome", "days": 2}')
+    # Behind other text, only a mark makes JSON a call.
+    before = "" if call.lstrip().startswith("{") else before
+    text = before + call
     for pieces in ([text], list(text)):
         answer = answer_of(name, pieces, early=early)
         (call,) = answer.calls
@@ -100,16 +107,17 @@ def test_call_is_read(name: str, write: Callable[[str, str], str], before: str, 
 
 @given(
     case=st.sampled_from(CASES),
+    before=st.sampled_from(["", "Well.\n"]),
     tool=st.sampled_from(["get_weather", "unknown"]),
     places=st.lists(st.integers(0, 300), max_size=6),
     length=st.integers(1, 300),
     early=st.booleans(),
 )
 def test_parts_do_not_depend_on_how_the_text_is_split(
-    case: Any, tool: str, places: list[int], length: int, *, early: bool
+    case: Any, before: str, tool: str, places: list[int], length: int, *, early: bool
 ) -> None:
     name, write = case
-    text = ("Well.\n" + write(tool, '{"city": "Rome"}'))[:length]
+    text = (before + write(tool, '{"city": "Rome"}'))[:length]
     whole = answer_of(name, [text], early=early)
     assert answer_of(name, split_at(text, places), early=early) == whole
     assert answer_of(name, list(text), early=early) == whole
@@ -137,6 +145,11 @@ def test_several_calls_are_read() -> None:
     "text",
     [
         'It is {"name": "get_weather", "parameters": {}}.',
+        'It is\n{"name": "get_weather", "parameters": {}}\nin JSON.',
+        'My tools:\n[\n {"name": "get_weather", "parameters": {}}]',
+        '{"name": "get_weather", "parameters": {}, "description": "Say the weather."}',
+        '{"name": "get_weather", "parameters": {}',
+        '{"name": "get_weather", "parameters": {} and so on',
         '{"name": "Rome", "parameters": {}}',
         '{"name": "get_weather", "age": 3}',
         '```json\n{"name": "get_weather", "parameters": {}}\n```',
@@ -153,6 +166,32 @@ def test_json_of_llama_is_held_only_while_it_may_be_a_call() -> None:
     reader = AnswerReader(rules(format_of("llama")))
     assert reader.push('{"name": "get_weather", "par') == []
     assert reader.push('ts": 1}') == [ContentText('{"name": "get_weather", "parts": 1}')]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("llama4", '{"name": "get_weather", "parameters": {}}'),
+        ("llama4", '<|python_tag|>{"name": "get_weather", "parameters": {}}; '),
+        ("deepseek", f"{deepseek('calls begin')}get_weather{deepseek('sep')}{{}}{deepseek('call end')}"),
+        ("deepseek", f"{deepseek('calls begin')}get_weather\n```json\n{{}}\n```"),
+    ],
+)
+def test_text_after_a_call_is_given_out_at_once(name: str, call: str, *, early: bool) -> None:
+    reader = AnswerReader(rules(format_of(name), early=early))
+    reader.push(call)
+    assert reader.push("\n```python") == [ContentText("```python")]
+    assert reader.calls == 1
+    assert answer_of(name, [f"{call}\n```python"], early=early).content == "```python"
+
+
+@pytest.mark.parametrize("begun", ["", f"get_weather{deepseek('sep')}", f"get_weather{deepseek('sep')}{{}}"])
+def test_long_white_space_is_read_in_linear_time(begun: str) -> None:
+    """Read so much that cubic time would take hours."""
+    text = deepseek("calls begin") + begun
+    answer = answer_of("deepseek", list(text + "\n" * 12_000), early=False)
+    assert answer.calls or answer.content.startswith(text)
 
 
 def test_template_that_refuses_several_calls_gets_one() -> None:

@@ -91,7 +91,6 @@ START = "<|start|>assistant"
     [
         (f"{ANALYSIS}{START}<|channel|>final<|message|>Yes.<|return|>", "Hm.", "Yes.", []),
         ("<|channel|>final<|message|>Yes.", None, "Yes.", []),
-        (f"Hm.<|end|>{START}<|channel|>final<|message|>Yes.", "Hm.", "Yes.", []),
         ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.", "Hm.", "Yes.", []),
         ("<|channel|>analysis<|message|>Hm.", "Hm.", "", []),
         (
@@ -106,7 +105,12 @@ START = "<|start|>assistant"
             "",
             [{"type": "function", "function": {"name": "f", "arguments": dict[str, object]()}}],
         ),
-        ("It writes <|channel|>final<|message|>Yes.", None, "It writes\nYes.", []),
+        (
+            "It writes <|channel|>final<|message|>Yes.<|end|>",
+            None,
+            "It writes <|channel|>final<|message|>Yes.<|end|>",
+            [],
+        ),
         ("It writes <|channel|> first.", None, "It writes <|channel|> first.", []),
     ],
 )

@@ -254,11 +254,53 @@ def test_arguments_without_their_closing_tags_are_read(inside: str, arguments: d
             assert (calls_of(answer), answer.content) == ([("write_file", arguments)], "")
 
 
+@pytest.mark.parametrize("stray", [",", ";", "\nNow the content:"])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_text_between_arguments_belongs_to_none(parser: str, stray: str) -> None:
+    text = call_in(parser, "write_file", path="a", content="x", mode="1")
+    end = next(each for each in ("</parameter>", "</arg_value>", "_value>", "parameter>") if each in text)
+    place = text.index(end, text.index(">a<") if ">a<" in text else text.index("\na\n")) + len(end)
+    text = f"{text[:place]}{stray}{text[place:]}"
+    for pieces in ([text], list(text)):
+        answer = answer_of(text, FORMATS[parser], pieces=pieces)
+        assert calls_of(answer) == [("write_file", {"path": "a", "content": "x", "mode": 1})]
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "End it with </parameter> before <parameter=mode>.",
+        "a\n</parameter>,\n<parameter=other>\nb\n",
+        "a\n</parameter>,\n<parameter=path>\nb\n",
+    ],
+)
+def test_other_text_behind_a_closing_tag_belongs_to_the_argument(value: str) -> None:
+    text = call_in("qwen3_coder", "write_file", path="a", content=value)
+    assert calls_of(answer_of(text)) == [("write_file", {"path": "a", "content": value})]
+
+
 @pytest.mark.parametrize("end", ["\n</tool_call>", "</function>", "\n", ""])
 def test_call_without_some_closing_tags_is_a_call(end: str) -> None:
     text = f"<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>{end}"
     for pieces in ([text], list(text)):
         assert calls_of(answer_of(text, pieces=pieces)) == [("get_weather", {"city": "Rome"})]
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_call_that_ends_within_an_argument_is_text(parser: str, *, cut_off: bool) -> None:
+    """End it at each character behind its first argument."""
+    whole = call_in(parser, "write_file", path="a", content="half")
+    for length in range(whole.index("content") - 8, whole.index("half") + 4):
+        text = whole[:length]
+        for pieces in ([text], list(text)):
+            answer = ChatAnswer(parts=read(pieces, rules(FORMATS[parser], tools=ALL), cut_off=cut_off))
+            assert (answer.content, answer.calls) == (text, [])
+        required = rules(FORMATS[parser], tools=ALL, required=True)
+        if cut_off and parser in ("glm47", "qwen3_coder"):
+            (call,) = ChatAnswer(parts=read([text], required, cut_off=True)).calls
+            assert (call.name, call.arguments) == ("write_file", "")
 
 
 @pytest.mark.parametrize(
@@ -361,6 +403,14 @@ def test_arguments_have_the_types_of_the_schema(parser: str, key: str, written: 
 def test_string_in_json_is_read_where_the_format_has_it(parser: str, key: str, value: str) -> None:
     text = call_in(parser, "typed", **{key: '"12"'})
     assert calls_of(answer_of(text, FORMATS[parser], tools=(TYPED,))) == [("typed", {key: value})]
+
+
+def test_references_to_a_schema_within_itself_are_followed_once() -> None:
+    """Read a schema with so many that following each would take years."""
+    node = {"anyOf": [*({"$ref": "#/$defs/node"} for _ in range(12)), {"type": "integer"}]}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    text = qwen("nested", a="3")
+    assert calls_of(answer_of(text, tools=(Tool("nested", parameters=schema),))) == [("nested", {"a": 3})]
 
 
 @pytest.mark.parametrize("parser", FORMATS)

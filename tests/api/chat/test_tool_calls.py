@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import pkgutil
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -296,7 +298,6 @@ def test_kimi_calls_without_the_marks_around_them_are_read(start: str, end: str,
         ),
         ("[TOOL_CALLS]get_weather[ARGS]", [("get_weather", "{}")]),
         (f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {_ROME}}}', [("get_weather", _ROME)]),
-        (f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_ROME}}}]\n\nDone', [("get_weather", _ROME)]),
     ],
 )
 def test_mistral_calls_of_other_versions_are_read(
@@ -306,6 +307,49 @@ def test_mistral_calls_of_other_versions_are_read(
         answer = answer_of(pieces, "mistral", early=early)
         assert [(call.name, call.arguments) for call in answer.calls] == calls
         assert answer.content == ""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("parser", "text", "content"),
+    [
+        ("mistral", f'[TOOL_CALLS] [{{"name": "get_time", "arguments": {_ROME}}}]\n\nDone.', "Done."),
+        ("mistral", f"[TOOL_CALLS]get_time[ARGS]{_ROME}\nDone.", "Done."),
+        ("kimi_k2", _CALL.format("functions.get_time:0", _ROME) + "I call it.", "I call it."),
+        (
+            "json_tools",
+            f'<tool_call>{{"name": "get_time", "arguments": {_ROME}, "id": "c1"}}</tool_call>',
+            "",
+        ),
+        (
+            "json_tools",
+            f'<tool_call>{{"name": "get_time", "arguments": {_ROME}}}\n```python\nx\n```</tool_call>',
+            "```python\nx\n```</tool_call>",
+        ),
+    ],
+)
+def test_text_after_a_call_is_kept(parser: str, text: str, content: str, *, early: bool) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of(pieces, parser, early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_time", _ROME)]
+        assert answer.content == content
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+def test_backslash_before_a_line_break_is_kept(*, early: bool) -> None:
+    for call in (
+        '{"name": "get_time", "arguments": {"city": "docker run \\\n -p"}}',
+        '{"arguments": {"city": "docker run \\\n -p"}, "name": "get_time"}',
+    ):
+        answer = answer_of([f"<tool_call>{call}</tool_call>"], "json_tools", early=early)
+        assert json.loads(answer.calls[0].arguments) == {"city": "docker run \\\n -p"}
+
+
+@pytest.mark.parametrize("text", ["<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.get_time:0"])
+def test_long_white_space_around_a_name_is_read_in_linear_time(text: str) -> None:
+    """Read so much that cubic time would take hours."""
+    answer = answer_of(list(text + "\n" * 12_000), "kimi_k2")
+    assert answer.content.startswith(text)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
@@ -384,11 +428,32 @@ def test_mark_after_a_call_may_be_missing_before_the_next_one(parser: str, *, ea
         ('[get_weather({"city": "Rome, it\'s"})]', {"city": "Rome, it's"}),
         ('[functions.get_weather(city="Rome")]', {"city": "Rome"}),
         ('[{"name": "get_weather", "arguments": {"city": "Rome"}}]', {"city": "Rome"}),
+        ('[get_weather(**{"city": "Rome"}, days=2)]', {"city": "Rome", "days": 2}),
+        ('[get_weather(city="a\nb", from="c", d="\\d")]', {"city": "a\nb", "from": "c", "d": "\\d"}),
+        ('[get_weather({"lat": 1})]', {"city": {"lat": 1}}),
     ],
 )
 def test_pythonic_calls_in_other_spellings_are_read(written: str, arguments: Any) -> None:
     (call,) = answer_of([f"<|tool_call_start|>{written}<|tool_call_end|>"], "pythonic").calls
     assert (call.name, json.loads(call.arguments)) == ("get_weather", arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['"Rome", 2, True, 4', '"Rome", city="Paris"', '**{"planet": 1}', "**more", 'city="Rome", f(x)', "*all"],
+)
+def test_pythonic_arguments_that_fit_no_parameter_are_no_call(arguments: str) -> None:
+    text = f"<|tool_call_start|>[get_weather({arguments})]<|tool_call_end|>"
+    answer = answer_of([text], "pythonic")
+    assert (answer.content, answer.calls) == (text, [])
+
+
+def test_unknown_escapes_give_no_warning() -> None:
+    code = "import ast; from mlx_ring.api.chat.argument_values import parsed_json; print(parsed_json(r\"{'a': '\\d'}\"))"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("{'a': '\\\\d'}\n", "")
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "function_gemma"])

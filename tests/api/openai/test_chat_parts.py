@@ -182,6 +182,12 @@ def test_call_without_its_first_mark_is_a_call_in_every_dialect() -> None:
                 },
             }
         },
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "get_time"}]},
+            }
+        },
     ],
 )
 def test_disallowed_tool_call_is_content(fields: dict[str, object]) -> None:

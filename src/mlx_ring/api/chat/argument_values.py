@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import math
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.request import Tool, kinds_of, properties_of, required_of
 
 _OUTSIDE = frozenset('{}[],:" \t\r\n0123456789+-.')
 """All characters that JSON has outside strings, except in words."""
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 """Words that are values, in JSON or in Python, each as JSON spells it."""
-_MOST_REFERENCES = 16
+LONGEST_HEADING = 1024
+"""Limit of the characters of a call around its arguments."""
 _FENCE = re.compile(r"^```(?:json)?\s*(.*?)\s*(?:```)?$", re.DOTALL)
+_CUT_LINE = re.compile(r"\\.", re.DOTALL)
+"""Escape in a string. JSON has none for a line break, before which a backslash stands for itself."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
@@ -26,8 +31,9 @@ class JsonObjectReader:
     It mends what models write although JSON does not allow it: line breaks in strings, words of Python, and last commas.
     """
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, *, depth: int = 0) -> None:
+        """Create a reader that begins within `depth` objects."""
+        self._depth = depth
         self._in_string = False
         self._escaped = False
         self._last = ""
@@ -85,8 +91,68 @@ class JsonObjectReader:
 
     def _take_inside(self, character: str) -> str:
         self._in_string = self._escaped or character != '"'
+        # A backslash before a line break is no escape.
+        backslash = "\\" if self._escaped and character < " " else ""
         self._escaped = not self._escaped and character == "\\"
-        return json.dumps(character)[1:-1] if character < " " else character
+        return backslash + (json.dumps(character)[1:-1] if character < " " else character)
+
+
+class MembersReader:
+    """Reader of the rest of an object behind one of its values, up to the closing brace."""
+
+    def __init__(self) -> None:
+        self._json = JsonObjectReader(depth=1)
+        self._length = 0
+        self.is_broken = False
+        """True if the text is no rest of an object, or a very long one."""
+
+    def push(self, text: str) -> str | None:
+        """Return the text after the object, or None if it has not ended."""
+        if not self._length and not (text := text.lstrip()):
+            return None
+        if not self._length and text[0] not in ",}":
+            self.is_broken = True
+            return text
+        self._length += len(text)
+        rest = self._json.push(text)[1]
+        self.is_broken = self._json.is_broken or (rest is None and self._length > LONGEST_HEADING)
+        return "" if self.is_broken else rest
+
+
+_JSON_OPENING = re.compile(
+    r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"(?P<name>[^"\\]*+)"'
+)
+
+
+def json_opening(text: str, names: Collection[str]) -> str | None:
+    """Return the start of a call in JSON up to its tool's name: empty if the text may become one, None if it cannot."""
+    found = _JSON_OPENING.match(text, 0, LONGEST_HEADING)
+    if found is not None:
+        return found[0] if found["name"] in names else None
+    written = "".join(text[:LONGEST_HEADING].split())
+    openings = (f'{{{kind}"name":"{name}"' for name in names for kind in ("", '"type":"function",'))
+    is_open = len(text) < LONGEST_HEADING and any(opening.startswith(written) for opening in openings)
+    return "" if is_open else None
+
+
+def may_be_arguments(text: str) -> bool:
+    """Return True if a call in JSON may continue with arguments here, behind its tool's name."""
+    written = "".join(text[:LONGEST_HEADING].split())
+    return len(text) < LONGEST_HEADING and any(
+        written.startswith(heading) or heading.startswith(written)
+        for heading in (',"parameters":{', ',"arguments":{')
+    )
+
+
+def may_be_call(text: str, starts: Iterable[str], names: Iterable[str], *, is_json: bool) -> bool:
+    """Return True if one of these marks or the heading of a call of one of these tools begins here, or may begin."""
+    if any(start and (start.startswith(text) or text.startswith(start)) for start in starts):
+        return True
+    written = [f"{before}{name}" for name in names for before in ("", "functions.", "functions_")]
+    if is_json:
+        return json_opening(text, written) is not None
+    is_short = len(text) < LONGEST_HEADING
+    return any(name.startswith(text) or (is_short and text.startswith(name)) for name in written)
 
 
 def is_object(text: str) -> bool:
@@ -97,12 +163,29 @@ def is_object(text: str) -> bool:
         return False
 
 
+def arguments_text(arguments: object) -> str | None:
+    """Return arguments as JSON; None if they are no object."""
+    if isinstance(arguments, str):
+        arguments = arguments.strip() or "{}"
+        return arguments if is_object(arguments) else None
+    try:
+        text = dump({} if arguments is None else arguments)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if is_object(text) else None
+
+
+def dump(value: object) -> str:
+    """Encode as JSON, in ASCII only if the value has lone surrogates, which UTF-8 cannot encode."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
+
+
 # ---- text
-
-
-def properties_of(tool: Tool | None) -> Mapping[str, object]:
-    properties = ((tool and tool.parameters) or {}).get("properties")
-    return cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
 
 
 def read_value(
@@ -115,8 +198,8 @@ def read_value(
     A string may be JSON too with `json_strings`, and with `untyped_json` if it may have another type.
     """
     properties, word = properties_of(tool), text.strip()
-    kinds = _kinds_of(properties.get(key), tool.parameters or {})
-    if word.lower() == "null" and not (kinds == {"string"} and key in _required_of(tool)):
+    kinds = kinds_of(properties.get(key), tool.parameters or {})
+    if word.lower() == "null" and not (kinds == {"string"} and key in required_of(tool)):
         return None
     if not kinds:
         return _json_of(text, (object,) if untyped_json else (dict, list) if key in properties else ())
@@ -131,11 +214,6 @@ def read_value(
 
 def _is_plain_string(schema: object) -> bool:
     return isinstance(schema, dict) and cast("dict[str, object]", schema).get("type") == "string"
-
-
-def _required_of(tool: Tool) -> list[object]:
-    required = (tool.parameters or {}).get("required")
-    return cast("list[object]", required) if isinstance(required, list) else []
 
 
 def _is_json(value: object, word: str) -> bool:
@@ -168,14 +246,20 @@ def _json_of(text: str, types: tuple[type, ...]) -> object:
 
 def _parsed(text: str) -> object:
     """Return the value that a text is in JSON or Python."""
+    for json_text in dict.fromkeys((text, _CUT_LINE.sub(_with_backslash, text))):
+        try:
+            return json.loads(json_text, strict=False, parse_constant=_refuse, parse_float=_finite)
+        except (ValueError, RecursionError):
+            pass
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
+        with silence():
+            return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return _NO_VALUE
+
+
+def _with_backslash(found: re.Match[str]) -> str:
+    return f"\\{found[0]}" if found[0][1] < " " else found[0]
 
 
 def _refuse(constant: str) -> object:
@@ -229,94 +313,134 @@ _READERS: Mapping[str, Callable[[str], object]] = {
     "array": _of_type(list),
 }
 
-_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("null", "none"), "null"),
-    (("int", "uint", "long", "short", "unsigned"), "integer"),
-    (("num", "float", "double"), "number"),
-    (("bool", "binary"), "boolean"),
-    (("obj", "dict", "map"), "object"),
-    (("arr", "list", "tuple"), "array"),
-    (("str", "text", "varchar", "char", "enum"), "string"),
-)
-"""Starts of names of types, in JSON Schema and elsewhere."""
-_TYPES: tuple[tuple[type, str], ...] = (
-    (bool, "boolean"),
-    (int, "integer"),
-    (float, "number"),
-    (str, "string"),
-    (list, "array"),
-    (dict, "object"),
-    (object, "null"),
-)
-
-
-def _kinds_of(schema: object, root: Mapping[str, object], references: int = _MOST_REFERENCES) -> set[str]:
-    """Return the types of JSON that a schema allows; none if it does not say."""
-    if not isinstance(schema, dict) or references < 0:
-        return set()
-    given = cast("dict[str, object]", schema)
-    if isinstance(given.get("$ref"), str):
-        return _kinds_of(_referred(str(given["$ref"]), root), root, references - 1)
-    named = given.get("type")
-    if named is not None:
-        names = cast("list[object]", named) if isinstance(named, list) else [named]
-        return {kind for name in names for starts, kind in _KINDS if str(name).lower().startswith(starts)}
-    if "const" in given or isinstance(given.get("enum"), list):
-        values = [given["const"]] if "const" in given else cast("list[object]", given["enum"])
-        return {next(kind for type_, kind in _TYPES if isinstance(value, type_)) for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(options := given.get(key), list):
-            each = [_kinds_of(option, root, references - 1) for option in cast("list[object]", options)]
-            return set[str]().union(*each)
-    return {"object"} if "properties" in given else {"array"} if "items" in given else set()
-
-
-def _referred(place: str, root: Mapping[str, object]) -> object:
-    found: Any = root
-    for step in place.removeprefix("#/").split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = cast("dict[str, object]", found).get(name) if isinstance(found, dict) else None
-    return found
-
-
 # ---- arguments that mlx-lm's parsers refuse or lose
 
 _Parser = Callable[[str, list[dict[str, object]]], object]
 _EMPTY_ARGUMENTS = re.compile(r"\[ARGS\]\s*(?=\[TOOL_CALLS\]|$)")
+_KEYWORD_MARK = "_keyword_"
+_STRING_OR_KEYWORD = re.compile(
+    rf"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'|\b(?:{"|".join(keyword.kwlist)})(?=\s*=[^=])""", re.DOTALL
+)
+"""Strings, and names of arguments that Python does not allow."""
+_ESCAPE = re.compile(r"\\.|\n", re.DOTALL)
+
+
+def listed_length(text: str) -> int:
+    """Return the length of the list or object in JSON with which a text begins, or of a text without one."""
+    start = len(text) - len(text.lstrip())
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return len(text)
 
 
 def parse_mistral(own: _Parser, text: str, tools: list[dict[str, object]]) -> object:
-    """Parse calls without arguments too, and lists of calls with text after them, which is dropped."""
+    """Parse calls without arguments too, and lists of calls."""
     if not text.lstrip().startswith(("[", "{")):
         return own(_EMPTY_ARGUMENTS.sub("[ARGS]{}", text), tools)
-    calls: object = json.JSONDecoder(strict=False).raw_decode(text.lstrip())[0]
-    return calls
+    return json.loads(text, strict=False)
 
 
-def parse_pythonic(own: _Parser, text: str, tools: list[dict[str, object]]) -> object:
-    """Parse a list of calls without its brackets too, and arguments without names, which are in the order of the schema."""
+def python_tree(text: str) -> ast.expr:
+    """Return the tree of an expression in Python, whose strings may have line breaks, and arguments any name.
+
+    Raises:
+        SyntaxError: it is no expression.
+    """
+    with silence():
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError:
+            return ast.parse(_STRING_OR_KEYWORD.sub(_mended, text), mode="eval").body
+
+
+def silence() -> warnings.catch_warnings[None]:
+    """Return a context without warnings, because Python warns of escapes that it does not know."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def _mended(found: re.Match[str]) -> str:
+    if found[0][0] not in "\"'":
+        return found[0] + _KEYWORD_MARK
+    return _ESCAPE.sub(lambda each: "\\n" if each[0] == "\n" else each[0], found[0])
+
+
+def parse_pythonic(text: str, tools: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Parse a list of calls, also without its brackets. Arguments without names are in the order of the schema.
+
+    Raises:
+        SyntaxError: the text is not Python.
+        ValueError: it is no list of calls, or an argument has no value or belongs to no parameter.
+    """
     text = text.strip()
-    try:
-        listed = ast.parse(text if text.startswith("[") else f"[{text}]", mode="eval").body
-    except SyntaxError:
-        return own(text, tools)
-    for call in listed.elts if isinstance(listed, ast.List) else ():
-        if isinstance(call, ast.Call) and call.args:
-            _name_arguments(call, tools)
-    return own(ast.unparse(listed), tools)
+    listed = python_tree(text if text.startswith("[") else f"[{text}]")
+    calls = (
+        [each for each in listed.elts if isinstance(each, ast.Call)] if isinstance(listed, ast.List) else []
+    )
+    if not isinstance(listed, ast.List) or len(calls) != len(listed.elts):
+        raise ValueError(text)
+    return [{"name": ast.unparse(call.func), "arguments": _arguments_of(call, tools)} for call in calls]
 
 
-def _name_arguments(call: ast.Call, tools: list[dict[str, object]]) -> None:
-    pairs: list[tuple[str, ast.expr]] = []
-    if len(call.args) == 1 and isinstance(given := call.args[0], ast.Dict):
-        named = zip(given.keys, given.values, strict=True)
-        pairs = [(str(key.value), each) for key, each in named if isinstance(key, ast.Constant)]
-    else:
-        name = ast.unparse(call.func)
-        functions = (cast("dict[str, Any]", tool["function"]) for tool in tools)
-        schemas: list[dict[str, Any]] = [each["parameters"] for each in functions if each["name"] == name]
-        names: list[str] = [key for schema in schemas for key in schema.get("properties", ())]
-        pairs = list(zip(names, call.args, strict=False)) if len(names) >= len(call.args) else []
-    if pairs:
-        call.keywords[:0] = [ast.keyword(name, value) for name, value in pairs]
-        call.args = []
+def _arguments_of(call: ast.Call, tools: list[dict[str, object]]) -> dict[str, object]:
+    name = ast.unparse(call.func).removeprefix("functions.")
+    functions = (cast("dict[str, Any]", tool["function"]) for tool in tools)
+    schemas: list[dict[str, Any]] = [each["parameters"] for each in functions if each["name"] == name]
+    names: list[str] = [key for schema in schemas for key in schema.get("properties", ())]
+    pairs = _spread(call.args[0], names) if len(call.args) == 1 else None
+    if pairs is None:
+        pairs = list(zip(names, call.args, strict=False))
+        if len(names) < len(call.args):
+            raise ValueError(name)
+    for given in call.keywords:
+        spread = _spread(given.value, names) if given.arg is None else None
+        if given.arg is None and spread is None:
+            raise ValueError(name)
+        pairs += spread or [] if given.arg is None else [(given.arg.removesuffix(_KEYWORD_MARK), given.value)]
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError(name)
+    return {key: _value_of(value) for key, value in pairs}
+
+
+def _spread(value: ast.expr, names: Sequence[str]) -> list[tuple[str, ast.expr]] | None:
+    """Return the items of a dictionary if all its keys are parameters."""
+    if not isinstance(value, ast.Dict):
+        return None
+    keys = [key.value for key in value.keys if isinstance(key, ast.Constant) and key.value in names]
+    if len(keys) != len(value.keys):
+        return None
+    return list(zip(map(str, keys), value.values, strict=True))
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Replacement of `true`, `false` and `null` by values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def _value_of(written: ast.expr) -> object:
+    value = _JsonWords().visit(written)
+    return value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
+
+
+_DOUBLE, _SINGLE = r'"(?:\\.|[^"\\])*(?:"|\Z)', r"'(?:\\.|[^'\\])*(?:'|\Z)"
+_TOKENS: Mapping[str, re.Pattern[str]] = {
+    "mistral": re.compile(rf"{_DOUBLE}|[][{{}},]", re.DOTALL),
+    "pythonic": re.compile(rf"{_DOUBLE}|{_SINGLE}|[][(){{}},]", re.DOTALL),
+}
+"""Strings, of which the last may lack its end, brackets and commas of these formats."""
+
+
+def last_comma(parser: str, text: str) -> int:
+    """Return the place of the last comma between entries of a list, outside strings and inner brackets; without one 0."""
+    depth = last = 0
+    for token in _TOKENS[parser].finditer(text):
+        if token[0] in "[({":
+            depth += 1
+        elif token[0] in "])}":
+            depth -= 1
+        elif token[0] == "," and depth == 1:
+            last = token.start()
+    return last

@@ -15,7 +15,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -36,7 +36,9 @@ TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
 """Marks that end each state, with the state that follows, under mlx-lm's names, as in `TokenizerWrapper`."""
 CALL_START, CALL_END = "to=functions.", "<|call|>"
 CALL_INNER = ("<|constrain|>",)
-HEADING = re.compile(r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|message\|>)[^{<]*+)*<\|message\|>\s*(?=\{)")
+HEADING = re.compile(
+    r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|(?:message|call)\|>)[^{<]*+)*<\|message\|>\s*(?=\{)"
+)
 """Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive,
 because the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches
 possessive groups wrongly.
@@ -93,12 +95,9 @@ _INNER_MARKS: Mapping[str, tuple[str, ...]] = {
 _BARE_STARTS: Mapping[str, tuple[str, str]] = {
     "qwen3_coder": ("<function=", ">"),
     "seed_oss": ("<function=", ">"),
-    "llama3": ('{"name": "', '"'),
 }
 """Texts before and after the name of a tool that a model often calls without the first mark, by the parser's name."""
 _WORD = re.compile(r"\w+")
-_PROMPTS_END = 32
-"""Number of tokens at a prompt's end in which a template may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,47 +143,64 @@ class JsonSpelling:
     """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
     closing: re.Pattern[str]
     """Text that may follow the object."""
+    following: tuple[str, ...] = ()
+    """Starts of further calls and of marks after one. Without any, all text up to the mark after calls belongs to them."""
+    is_object: bool = False
+    """True if the arguments are a member of the call's own object."""
 
 
 JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     "harmony": JsonSpelling(HEADING, re.compile(r"\s*")),
     "json_tools": JsonSpelling(
         re.compile(
-            r'\s*(?:```(?:json)?\s*)?\{{1,2}\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
-            r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+            r'\s*+(?P<fence>```(?:json)?\s*+)?\{{1,2}\s*+"name"\s*+:\s*+"(?P<name>[^"\\]*+)"\s*+,'
+            r'\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)(?P<id>)'
         ),
-        re.compile(r"[\s}]*(?:```)?\s*"),
+        re.compile(r"[\s}]*"),
+        is_object=True,
     ),
     "llama3": JsonSpelling(
         re.compile(
-            r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)(?P<id>)'
+            r'\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"(?P<name>[^"\\]*+)"\s*+,'
+            r'\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)(?P<id>)'
         ),
         re.compile(r"[\s};]*"),
+        ("<|python_tag|>",),
+        is_object=True,
     ),
     "deepseek": JsonSpelling(
         re.compile(
-            rf"\s*(?:{re.escape(_DEEPSEEK[2])})?\s*(?:function{re.escape(_DEEPSEEK[3])})?(?P<name>[\w.-]+)(?P<id>)"
-            rf"\s*(?:{re.escape(_DEEPSEEK[3])})?\s*(?:```(?:json)?)?\s*(?=\{{)"
+            rf"\s*+(?:{re.escape(_DEEPSEEK[2])}\s*+)?(?:function{re.escape(_DEEPSEEK[3])})?(?P<name>[\w.-]++)(?P<id>)"
+            rf"\s*+(?:{re.escape(_DEEPSEEK[3])}\s*+)?(?P<fence>```(?:json)?\s*+)?(?=\{{)"
         ),
-        re.compile(rf"\s*(?:```)?\s*(?:{re.escape(_DEEPSEEK[4])})?\s*"),
+        re.compile(rf"\s*(?:{re.escape(_DEEPSEEK[4])})?\s*"),
+        (_DEEPSEEK[2], _DEEPSEEK[4], f"function{_DEEPSEEK[3]}"),
     ),
     "mistral": JsonSpelling(
         re.compile(
-            r"\s*(?:\[TOOL_CALLS\]\s*)?(?P<name>[\w-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+            r"\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w-]++)\s*+"
+            r"(?:\[CALL_ID\]\s*+(?P<id>\w++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
         ),
         re.compile(r"\s*"),
+        ("[TOOL_CALLS]",),
     ),
     "kimi_k2": JsonSpelling(
         re.compile(
-            r"\s*(?:<\|tool_call_begin\|>\s*)?(?=(?P<name>[^\n<]{1,300}?)\s*<)(?:(?P<id>[^\n<]{1,300}[:_]\d{1,9})|[^\n<]{1,300}?)"
-            r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+            r"\s*+(?:<\|tool_call_begin\|>\s*+)?(?=(?P<name>[^\s<]++))(?:(?P<id>[^\s<]{1,300}[:_]\d{1,9})(?=[\s<])|[^\s<]++)"
+            r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
         ),
         re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
+        (
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_call_section_end|>",
+            "<|tool_call_section_begin|>",
+        ),
     ),
 }
 
 
-_JSON_CALL = r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
+_JSON_CALL = r'\s*+(?:\[\s*+)?\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
 CALL_NAMES: Mapping[str, re.Pattern[str]] = {
     parser: re.compile(pattern)
     for parser, pattern in {
@@ -313,13 +329,6 @@ def _harmony(words: frozenset[str]) -> ChatFormat:
     return ChatFormat(calls=calls, begins="header", turns=_read_turns(TRANSITIONS, calls), words=words)
 
 
-def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """Return the text of a prompt's last tokens, special ones included."""
-    return tokenizer.decode(
-        list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-
-
 def _read_thinking(tokenizer: Tokenizer) -> Marks | None:
     start, end = tokenizer.think_start, tokenizer.think_end
     return Marks(start, end) if start and end else None
@@ -389,7 +398,7 @@ def parser_of(name: str, own: ParseCalls) -> ParseCalls:
         case "mistral":
             return partial(parse_mistral, own)
         case "pythonic":
-            return partial(parse_pythonic, own)
+            return parse_pythonic
         case "gemma4":
             return gemma.parse_gemma(own)
         case "function_gemma":

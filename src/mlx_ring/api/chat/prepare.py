@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_ring.api.chat.answer_grammars import answer_grammar
-from mlx_ring.api.chat.model_format import ChatFormat, Marks, prompts_end
+from mlx_ring.api.chat.model_format import ChatFormat, Marks
 from mlx_ring.api.chat.reader import ReadingRules
 from mlx_ring.api.chat.request import Conversation
 from mlx_ring.api.chat.tool_calls import CallRules
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.service import ModelService
+from mlx_ring.api.service import ModelService, Tokenizer
 from mlx_ring.api.streaming import recorded_prompt
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.generation import GenerateRequest
@@ -21,6 +21,9 @@ _MOST_TOOLS = 1024
 """Largest number of tools, because templates and grammars grow with each. OpenAI's limit is 128."""
 _NEVER = -100.0
 """Bias that excludes a token, greater than any model's preference for one."""
+
+_PROMPTS_END = 32
+"""Number of tokens at a prompt's end in which a template may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +236,10 @@ def _barred_tokens(format_: ChatFormat, conversation: Conversation) -> tuple[tup
         return ()
     opening = format_.added.get(format_.calls.start)
     return () if opening is None else ((opening, _NEVER),)
+
+
+def prompts_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt's last tokens, special ones included."""
+    return tokenizer.decode(
+        list(prompt[-_PROMPTS_END:]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from mlx_ring.api.chat.argument_values import json_opening
 from mlx_ring.api.chat.model_format import ChatFormat, State, first_mark, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, ContentText, ReasoningText
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
@@ -16,6 +17,8 @@ _BLOCK = re.compile(r"\s*(`{3,}|~{3,})([^`]*)$")
 _MOST_INDENT = 3
 """Number of spaces before a line that do not make it code."""
 _LONGEST_START = 256
+_JSON_ANSWERS = frozenset({"llama3"})
+"""Parsers of formats whose answers may begin with the JSON of a call, without a mark."""
 _MOST_NO_CALLS = 64
 """Limit of call marks without a call in one answer. After more of them, marks are plain text."""
 
@@ -54,8 +57,11 @@ class _TextPlace:
         """Start of the last line."""
         self._block = ""
         """Mark of the open block of code."""
+        self.is_blank = True
+        """True before the first text and the first call of the answer."""
 
     def follow(self, text: str) -> None:
+        self.is_blank = self.is_blank and not text.strip()
         first, *lines = text.split("\n")
         self._line += first[: _LONGEST_START - len(self._line)]
         for line in lines:
@@ -70,7 +76,7 @@ class _TextPlace:
     def after(self, text: str) -> _TextPlace:
         """Return the place after further text."""
         place = _TextPlace()
-        place._line, place._block = self._line, self._block
+        place._line, place._block, place.is_blank = self._line, self._block, self.is_blank
         place.follow(text)
         return place
 
@@ -100,7 +106,9 @@ class AnswerReader:
         self._marks = _marks_by_state(rules.format, with_calls=calls is not None, others=self._other_starts)
         self._bare = None if calls is None else calls.marks.bare
         """Text around the tool's name where a call begins without a mark. It counts at the start of a line of content."""
-        self._names = frozenset(_written_names(rules.calls)) if self._bare is not None else frozenset[str]()
+        self._may_be_call = calls is not None and calls.marks.parser in _JSON_ANSWERS
+        """True if an answer that begins as JSON may be a call."""
+        self._names = frozenset(_written_names(rules.calls))
         self._place = _TextPlace()
         begins = "content" if rules.continues and rules.format.begins == "header" else rules.format.begins
         self._state: State = "reasoning" if rules.thinking_open else begins
@@ -185,6 +193,8 @@ class AnswerReader:
 
     def _first_bare(self, text: str) -> tuple[int, str] | None:
         """Return the position and the text of the first start of a call without a mark."""
+        if (opening := self._json_opening(text)) is not None:
+            return opening if opening[1] else None
         if self._bare is None or self._state != "content":
             return None
         before, behind = self._bare
@@ -196,8 +206,18 @@ class AnswerReader:
             place = text.find(before, place + 1)
         return None
 
+    def _json_opening(self, text: str) -> tuple[int, str] | None:
+        """Return the position and the start of the JSON of a call with which the answer begins, empty if it is incomplete."""
+        said = text.lstrip()
+        if not (self._may_be_call and self._place.is_blank and self._state == "content" and said):
+            return None
+        opening = json_opening(said, self._names)
+        return None if opening is None else (len(text) - len(said), opening)
+
     def _open_bare(self, text: str) -> int:
         """Return the number of characters at the end that may start a call without a mark."""
+        if (opening := self._json_opening(text)) is not None:
+            return len(text) - opening[0]
         if self._bare is None or self._state != "content":
             return 0
         before, behind = self._bare
@@ -255,6 +275,7 @@ class AnswerReader:
         is_reasoning = self._before_calls == "reasoning" and self._rules.format.thinking is not None
         self._state, self._behind_mark = "reasoning" if is_reasoning else self._rules.format.begins, True
         self._place.start_line()
+        self._place.is_blank = False
         self.ended = self.calls > 0 and not reader.parallel
         return reading.rest
 
@@ -266,13 +287,13 @@ class AnswerReader:
         self._no_calls += 1
         if self._no_calls >= _MOST_NO_CALLS:
             self._marks = _marks_by_state(self._rules.format, with_calls=False)
-            self._bare = None
+            self._bare, self._may_be_call = None, False
 
     def _read_again(self, text: str) -> str:
         """Return the text after the mark. This mark is now plain text; later ones may still count."""
         self._state = "reasoning" if self._before_calls == "reasoning" else "content"
         self._behind_mark = False
-        marks = (*self._marks[self._state], *(self._bare or ())[:1])
+        marks = (*self._marks[self._state], *(self._bare or ())[:1], *("{" * self._may_be_call))
         mark = max((mark for mark in marks if text.startswith(mark)), key=len, default="")
         self._emit(mark)
         return text[len(mark) :]

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from mlx_ring.api.request_body import parse_json
 from mlx_ring.core.errors import RequestError
@@ -193,10 +193,12 @@ def without_channels(message: Mapping[str, object]) -> dict[str, object]:
     """Return a message whose text is an answer of gpt-oss as its tokens spell it, with its parts in their own fields.
 
     Clients send back what servers without a reader of this format answered, and gpt-oss's template refuses it.
+    Text that does not begin with a header only writes about them.
     """
     cleaned = dict(message)
     reasoning, content = (str(message.get(name) or "") for name in ("reasoning_content", "content"))
-    if message["role"] != "assistant" or not _HEADER.search(reasoning + content):
+    begun = (reasoning or content).lstrip().startswith(("<|channel|>", "<|start|>"))
+    if message["role"] != "assistant" or not begun or not _HEADER.search(reasoning + content):
         return cleaned
     texts: dict[str, list[str]] = {"analysis": [], "final": []}
     calls = _calls(message)
@@ -215,16 +217,12 @@ def without_channels(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def _channels(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the channel, the called function and the text of each message in an answer of gpt-oss.
-
-    The first may lack its header, which was part of the prompt. It is reasoning if others follow.
-    """
-    *earlier, last = _END.split(text)
-    for place, piece in enumerate((*earlier, last)):
+    """Yield the channel, the called function and the text of each message in an answer of gpt-oss."""
+    for piece in _END.split(text):
         headers = list(_HEADER.finditer(piece))
         before = piece[: headers[0].start()] if headers else piece
         if said := before.strip():
-            yield "analysis" if not headers and place < len(earlier) else "final", "", said
+            yield "final", "", said
         ends = (*(header.start() for header in headers[1:]), len(piece))
         for header, end in zip(headers, ends, strict=False):
             found = _RECIPIENT.search(f"{header['to'] or ''}{header['rest']}")
@@ -363,3 +361,76 @@ class CallArguments:
 
 
 AnswerPart = ReasoningText | ContentText | CallOpening | CallArguments
+
+
+# ---- schemas of arguments
+
+_MOST_DEPTH = 16
+"""Limit of references and choices within each other that are followed in a schema."""
+_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("null", "none"), "null"),
+    (("int", "uint", "long", "short", "unsigned"), "integer"),
+    (("num", "float", "double"), "number"),
+    (("bool", "binary"), "boolean"),
+    (("obj", "dict", "map"), "object"),
+    (("arr", "list", "tuple"), "array"),
+    (("str", "text", "varchar", "char", "enum"), "string"),
+)
+"""Starts of names of types, in JSON Schema and elsewhere."""
+_TYPES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+    (object, "null"),
+)
+
+
+def kinds_of(
+    schema: object, root: Mapping[str, object], visited: set[str] | None = None, depth: int = 0
+) -> set[str]:
+    """Return the types of JSON that a schema allows; none if it does not say.
+
+    `visited` are the references that were followed already, whose types need not be found again.
+    """
+    visited = set() if visited is None else visited
+    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        return set()
+    given = cast("dict[str, object]", schema)
+    reference = given.get("$ref")
+    if isinstance(reference, str):
+        referred = None if reference in visited else _referred(reference, root)
+        visited.add(reference)
+        return kinds_of(referred, root, visited, depth + 1)
+    named = given.get("type")
+    if named is not None:
+        names = cast("list[object]", named) if isinstance(named, list) else [named]
+        return {kind for name in names for starts, kind in _KINDS if str(name).lower().startswith(starts)}
+    if "const" in given or isinstance(given.get("enum"), list):
+        values = [given["const"]] if "const" in given else cast("list[object]", given["enum"])
+        return {next(kind for type_, kind in _TYPES if isinstance(value, type_)) for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := given.get(key), list):
+            each = [kinds_of(option, root, visited, depth + 1) for option in cast("list[object]", options)]
+            return set[str]().union(*each)
+    return {"object"} if "properties" in given else {"array"} if "items" in given else set()
+
+
+def _referred(place: str, root: Mapping[str, object]) -> object:
+    found: Any = root
+    for step in place.removeprefix("#/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = cast("dict[str, object]", found).get(name) if isinstance(found, dict) else None
+    return found
+
+
+def properties_of(tool: Tool | None) -> Mapping[str, object]:
+    properties = ((tool and tool.parameters) or {}).get("properties")
+    return cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
+
+
+def required_of(tool: Tool) -> list[object]:
+    required = (tool.parameters or {}).get("required")
+    return cast("list[object]", required) if isinstance(required, list) else []

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mlx_ring.api.chat.argument_values import properties_of, read_value
-from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.argument_values import read_value
+from mlx_ring.api.chat.request import Tool, properties_of
 
 _NAME = r"[^<>\n]{1,200}"
 """Pattern of a name. It is limited, so that a long text after its start is no tag."""
@@ -185,6 +185,15 @@ class TaggedReader:
         progress = flat.read(text)
         return flat.finish(text, cut_off=False) if progress is _MORE else progress
 
+    def has_begun(self, text: str, *, cut_off: bool) -> bool:
+        """Return True if the text is a call of this format, complete or not."""
+        if self._tool is not None:
+            return True
+        if self._tags.has_call_tags:
+            return text.lstrip().startswith(self._tags.openings[0])
+        name, bracket, _ = text.partition("<")
+        return (bool(bracket) or cut_off) and self._find_tool(name) is not None
+
     def _is_whole(self, text: str) -> bool:
         """Return True if only closing tags of the call are missing."""
         if text[self._last :].strip():
@@ -237,6 +246,7 @@ class TaggedReader:
             case "body":
                 return self._continue(text, tag, kind) if is_next else _BROKEN
             case _:
+                is_next = is_next or self._follows_stray_text(text, tag, kind)
                 if self._state != "value" and is_next and self._ends_value(tag, kind):
                     return self._end_value(text, tag, kind)
                 return self._pass_within(tag, kind)
@@ -277,6 +287,19 @@ class TaggedReader:
         if kind == "end_call":
             return not (self._closed_inner and self._counts["call"])
         return kind in ("key_tag", "end") and not self._closed_inner
+
+    def _follows_stray_text(self, text: str, tag: re.Match[str], kind: str) -> bool:
+        """Return True for the tag of an argument that is still missing, after other text behind the last argument.
+
+        The text is punctuation, or the tag begins a line.
+        """
+        if self._state != "closed" or kind != "key_tag" or tag.start() - self._last > _LONGEST_TAG:
+            return False
+        given = self._texts.keys() | {self._key}
+        if _unquoted(tag["key"]) not in properties_of(self._tool).keys() - given:
+            return False
+        is_punctuation = not text[self._last : tag.start()].strip(",;. \t\r\n")
+        return is_punctuation or _begins_line(text, tag.start())
 
     def _end_value(self, text: str, tag: re.Match[str], kind: str) -> Progress:
         self._keep(text)

@@ -6,20 +6,33 @@ arrive. Only the heading before them has to be parsed for that.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
-from mlx_ring.api.chat.argument_values import JsonObjectReader, is_object, parsed_json
+from mlx_ring.api.chat.argument_values import (
+    LONGEST_HEADING,
+    JsonObjectReader,
+    MembersReader,
+    arguments_text,
+    dump,
+    is_object,
+    last_comma,
+    listed_length,
+    may_be_arguments,
+    may_be_call,
+    parsed_json,
+    python_tree,
+    silence,
+)
 from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
 from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 
+_FENCE_END = re.compile(r"[\s}]*```")
 _NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
@@ -92,6 +105,12 @@ class CallsReader:
         """Original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
+        self._members: MembersReader | None = None
+        """Reader of what a call's own object has after the arguments."""
+        self._is_fenced = False
+        """True if the last call began with a fence of a block of code."""
+        self._searched = 0
+        """Number of characters that contain no mark after calls."""
         self._parts: list[AnswerPart] = []
 
     def push(self, text: str) -> ReadCalls:
@@ -104,10 +123,8 @@ class CallsReader:
             if self._call is None and self.calls > self._first and not self._rules.parallel:
                 rest = self._text
         if rest is None and self._call is None and self.calls > self._first:
-            following = self._text[self._closing_end() :]
-            # The mark after a call may be missing before the next one.
-            rest = following if following.startswith(self._rules.marks.start) else None
-        if self._is_bare and self._call is None and self.calls == self._first and not self._may_begin():
+            rest = self._text_after()
+        if rest is None and self._is_bare and not self._may_be_bare():
             return self._reading("", self._raw + self._text)
         return self._reading(rest) if rest is not None else self._look_for_end()
 
@@ -146,6 +163,8 @@ class CallsReader:
             return self._call.is_out or not self._call.json.is_broken
         if not self._rules.required:
             return False
+        if self._tagged is not None and self._tagged.has_begun(self._text, cut_off=True):
+            return True
         if self.calls > self._first:
             return bool(self._text[self._closing_end() :].strip())
         return not parse_calls(self._rules, self._text)
@@ -176,6 +195,8 @@ class CallsReader:
                 case "broken":
                     self._tagged = None
                     is_text = self._is_bare or self.calls > self._first
+                    # mlx-lm's parser would drop the arguments that are incomplete.
+                    is_text = is_text or reader.has_begun(self._text, cut_off=cut_off)
                     return self._reading("", self._raw + self._text) if is_text else None
                 case "call":
                     self._add_tagged(progress)
@@ -185,7 +206,7 @@ class CallsReader:
 
     def _add_tagged(self, progress: Progress) -> None:
         name = progress.tool.name if progress.tool is not None else ""
-        self._add([(name, _dump(progress.arguments), None)])
+        self._add([(name, dump(progress.arguments), None)])
         self._take(progress.end)
         self._raw = ""
 
@@ -193,27 +214,29 @@ class CallsReader:
 
     def _advance(self) -> bool:
         """Return True if a call starts or its arguments end."""
+        if self._members is not None:
+            return self._read_members(self._members)
         return self._begin() if self._call is None else self._go_on(self._call)
 
-    def _may_begin(self) -> bool:
-        """Return True if the JSON of a call without a mark may continue with arguments."""
-        following = "".join(self._text[len(self._begun) :].split())
-        return any(
-            following.startswith(heading) or heading.startswith(following)
-            for heading in (',"parameters":{', ',"arguments":{')
-        )
+    def _may_be_bare(self) -> bool:
+        """Return True if the JSON of a call without a mark may continue as a call."""
+        if self._call is not None or self.calls > self._first or self._spelling is None:
+            return self._call is None or not self._call.json.is_broken
+        return may_be_arguments(self._text[len(self._begun) :])
 
     def _begin(self) -> bool:
         if self._spelling is None:
             return False
+        self._take(len(self._text) - len(self._text.lstrip()))
         start = 0 if self.calls == self._first else self._closing_end()
-        found = self._spelling.heading.match(self._text, start)
+        found = self._spelling.heading.match(self._text, start, start + LONGEST_HEADING)
         tool = None if found is None else self._rules.find_tool(found["name"])
         if found is None or tool is None:
             return False
         opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), tool.name)
-        self._call = _JsonCall(opening, is_out=self._rules.early)
-        if self._rules.early:
+        self._call = _JsonCall(opening, is_out=self._rules.early and not self._is_bare)
+        self._is_fenced = bool(found.groupdict().get("fence"))
+        if self._call.is_out:
             self._parts.append(opening)
         self._take(found.end())
         return True
@@ -226,7 +249,28 @@ class CallsReader:
         call.arguments += piece
         if call.is_out and piece:
             self._parts.append(CallArguments(self.calls, piece))
-        return rest is not None and not call.json.is_broken and self._end(call)
+        if rest is None or call.json.is_broken:
+            return False
+        self._members = MembersReader() if self._spelling and self._spelling.is_object else None
+        return self._is_bare or self._end(call)
+
+    def _read_members(self, members: MembersReader) -> bool:
+        """Read on to the closing brace of a call's own object. A call without a mark needs one."""
+        # A description of a tool has further members. It is no call without a mark.
+        is_other = self._is_bare and self._text.lstrip().startswith(",")
+        rest = self._text if is_other else members.push(self._text)
+        members.is_broken = members.is_broken or is_other
+        if not members.is_broken:
+            self._take(len(self._text) - len(rest or ""))
+        if rest is None:
+            return False
+        self._members, call = None, self._call
+        if call is None:
+            self._text = self._raw + self._text if members.is_broken else self._text
+            self._raw = ""
+            return True
+        call.json.is_broken = members.is_broken
+        return not members.is_broken and self._end(call)
 
     def _end(self, call: _JsonCall) -> bool:
         """Return True if the arguments are valid; otherwise keep the text, to send it unchanged."""
@@ -244,7 +288,9 @@ class CallsReader:
     def _look_for_end(self) -> ReadCalls:
         """Send broken arguments unchanged, because their start is already sent."""
         end = self._rules.marks.end
-        place = self._text.find(end) if end and (self._call is None or self._call.json.is_broken) else -1
+        is_between = end and (self._call is None or self._call.json.is_broken)
+        place = self._text.find(end, max(0, self._searched - len(end))) if is_between else -1
+        self._searched = len(self._text)
         if place >= 0:
             rest = self._text[place + len(end) :]
             self._text = self._text[:place]
@@ -283,11 +329,13 @@ class CallsReader:
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
-        parsed = [] if self._is_bare else parse_calls(self._rules, self._text)
+        length = listed_length(self._text) if self._rules.marks.parser == "mistral" else len(self._text)
+        parsed = [] if self._is_bare else parse_calls(self._rules, self._text[:length])
         if not parsed:
             return self._reading(rest, self._raw + self._text + end)
         self._add(parsed)
-        return self._reading(rest)
+        after = self._text[length:].lstrip()
+        return self._reading(after + end + rest if after else rest)
 
     def _add(self, parsed: Sequence[_ParsedCall]) -> None:
         """Add complete calls, or only the first one if several are not allowed."""
@@ -304,11 +352,28 @@ class CallsReader:
     def _take(self, length: int) -> None:
         self._raw += self._text[:length]
         self._text = self._text[length:]
+        self._searched = 0
 
     def _closing_end(self) -> int:
         """Return the number of characters that still belong to the previous call."""
-        found = None if self._spelling is None else self._spelling.closing.match(self._text)
+        if self._spelling is None:
+            return 0
+        fence = _FENCE_END.match(self._text) if self._is_fenced else None
+        found = self._spelling.closing.match(self._text, 0 if fence is None else fence.end())
         return 0 if found is None else found.end()
+
+    def _text_after(self) -> str | None:
+        """Return the text after a call if neither the mark after calls nor another call within the marks can follow."""
+        following = self._text[self._closing_end() :]
+        if following.startswith(self._rules.marks.start):
+            return following
+        spelling, marks = self._spelling, self._rules.marks
+        if not following or spelling is None or not spelling.following or self._members is not None:
+            return None
+        is_open = self._is_fenced and _FENCE_END.match(self._text) is None
+        starts = (marks.start, marks.end, *spelling.following, "```" if is_open else "")
+        is_call = may_be_call(following, starts, self._rules.names, is_json=spelling.is_object)
+        return None if is_call else following
 
 
 @dataclass(slots=True)
@@ -326,15 +391,9 @@ _ParsedCall = tuple[str, str, str | None]
 """Name of a call's tool, its arguments as JSON, and its id if it has one."""
 _READ_LIST: Mapping[str, Callable[[str], object]] = {
     "mistral": json.loads,
-    "pythonic": partial(ast.parse, mode="eval"),
+    "pythonic": python_tree,
 }
 """Readers of the formats that write several calls as one list, by parser. They fail for an incomplete list."""
-_DOUBLE, _SINGLE = r'"(?:\\.|[^"\\])*(?:"|\Z)', r"'(?:\\.|[^'\\])*(?:'|\Z)"
-_TOKENS: Mapping[str, re.Pattern[str]] = {
-    "mistral": re.compile(rf"{_DOUBLE}|[][{{}},]", re.DOTALL),
-    "pythonic": re.compile(rf"{_DOUBLE}|{_SINGLE}|[][(){{}},]", re.DOTALL),
-}
-"""Strings, of which the last may lack its end, brackets and commas of these formats."""
 
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
@@ -342,7 +401,7 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
     read, pattern = _READ_LIST.get(rules.marks.parser), CALL_NAMES.get(rules.marks.parser)
     if read is None or pattern is None:
         return [], text
-    for end in (len(text), _last_comma(_TOKENS[rules.marks.parser], text)):
+    for end in (len(text), last_comma(rules.marks.parser, text)):
         whole = f"{text[:end]}]"
         try:
             read(whole)
@@ -351,19 +410,6 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
         if complete := parse_calls(rules, whole):
             return complete, f"[{text[end + 1 :]}"
     return [], text
-
-
-def _last_comma(tokens: re.Pattern[str], text: str) -> int:
-    """Return the place of the last comma between entries of a list, outside strings and inner brackets; without one 0."""
-    depth = last = 0
-    for token in tokens.finditer(text):
-        if token[0] in "[({":
-            depth += 1
-        elif token[0] in "])}":
-            depth -= 1
-        elif token[0] == "," and depth == 1:
-            last = token.start()
-    return last
 
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
@@ -375,7 +421,8 @@ def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
 
 def _read_calls(rules: CallRules, parse: Callable[[], object]) -> list[_ParsedCall]:
     try:
-        found = parse()
+        with silence():
+            found = parse()
     except Exception:  # noqa: BLE001 - each parser fails with its own exceptions on unexpected text
         return []
     calls = [
@@ -393,30 +440,8 @@ def _read_call(rules: CallRules, found: object) -> _ParsedCall | None:
     if isinstance(name, dict):
         call = cast("dict[str, object]", name)
         name = call.get("name")
-    arguments = _arguments_text(call.get("arguments", call.get("parameters")))
+    arguments = arguments_text(call.get("arguments", call.get("parameters")))
     tool = rules.find_tool(name) if isinstance(name, str) else None
     if tool is None or arguments is None:
         return None
     return tool.name, arguments, call_id if isinstance(call_id, str) else None
-
-
-def _arguments_text(arguments: object) -> str | None:
-    """Return arguments as JSON; None if they are no object."""
-    if isinstance(arguments, str):
-        arguments = arguments.strip() or "{}"
-        return arguments if is_object(arguments) else None
-    try:
-        text = _dump({} if arguments is None else arguments)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return text if is_object(text) else None
-
-
-def _dump(value: object) -> str:
-    """Encode as JSON, in ASCII only if the value has lone surrogates, which UTF-8 cannot encode."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, allow_nan=False)
-    return text

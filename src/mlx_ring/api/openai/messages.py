@@ -286,9 +286,15 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
+_AnyNamedTool = Annotated[
+    Annotated[NamedTool, Tag("nested")] | Annotated[FlatNamedTool, Tag("flat")],
+    Discriminator(lambda value: "flat" if _is_flat(value) or isinstance(value, FlatNamedTool) else "nested"),
+]
+
+
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[_AnyNamedTool], Field(min_length=1)]
 
 
 class AllowedChoice(Body):
@@ -361,7 +367,7 @@ def read_tool_use(
     if isinstance(choice, NamedTool):
         return choose(asked, "required", [choice.function.name], "tool_choice.function.name")
     allowed = choice.allowed_tools
-    names = [tool.function.name for tool in allowed.tools]
+    names = [tool.name if isinstance(tool, FlatNamedTool) else tool.function.name for tool in allowed.tools]
     return choose(asked, allowed.mode, names, "tool_choice.allowed_tools.tools")
 
 
