@@ -32,8 +32,10 @@ MAX_MANIFEST_BYTES = 256 << 20
 """Size for a million tensors."""
 _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_MOST_SAMPLED, _SAMPLE_BYTES = 1024, 4096
-"""Tensors that a sample has at most, and bytes of each."""
+_MOST_SAMPLED, _MOST_EXPERTS, _SAMPLE_BYTES = 4096, 1024, 4096
+"""Tensors that a sample has at most, except for those of experts, and of these; and bytes of each."""
+_EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
+"""Names of tensors of experts, of which a model may have very many."""
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,254}")
 """File of the folder itself: no path, nothing hidden."""
 
@@ -367,12 +369,7 @@ class WeightsSample:
         return self._digest
 
     def _read(self) -> str:
-        by_chance = sorted(
-            (hashlib.sha256(each.name.encode()).digest(), each) for each in self._folder.tensors
-        )
-        chosen = sorted(
-            (each for _, each in by_chance[:_MOST_SAMPLED]), key=lambda each: (each.file, each.offset)
-        )
+        chosen = sorted(_choose(self._folder.tensors), key=lambda each: (each.file, each.offset))
         sampled: list[tuple[str, str]] = []
         for file, entries in itertools.groupby(chosen, lambda each: each.file):
             with (self._folder.path / file).open("rb", buffering=0) as stream:
@@ -381,6 +378,19 @@ class WeightsSample:
                     content = stream.read(min(entry.nbytes, _SAMPLE_BYTES))
                     sampled.append((entry.name, hashlib.sha256(content).hexdigest()))
         return hashlib.sha256(json.dumps(sorted(sampled)).encode()).hexdigest()[:16]
+
+
+def _choose(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Choose tensors by chance, which names decide: all outside experts if they are not too many, and some of experts.
+
+    Training often changes few tensors, but rarely those of experts alone.
+    """
+    by_chance = sorted(
+        tensors, key=lambda each: (hashlib.sha256(each.name.encode()).digest(), each.file, each.offset)
+    )
+    of_experts = [each for each in by_chance if _EXPERT.search(each.name)]
+    others = [each for each in by_chance if not _EXPERT.search(each.name)]
+    return others[:_MOST_SAMPLED] + of_experts[:_MOST_EXPERTS]
 
 
 def join_digests(structure: str, weights: str) -> str:
