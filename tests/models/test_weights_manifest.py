@@ -234,7 +234,7 @@ def sample(folder: Path, seed: int) -> WeightsSample:
 
 def test_samples_of_models_of_one_structure_differ_with_their_weights(tmp_path: Path) -> None:
     first, second, other = (
-        sample(tmp_path / name, seed).digest for name, seed in (("first", 0), ("second", 0), ("other", 1))
+        sample(tmp_path / name, seed).digest() for name, seed in (("first", 0), ("second", 0), ("other", 1))
     )
     assert first == second != other
 
@@ -242,7 +242,7 @@ def test_samples_of_models_of_one_structure_differ_with_their_weights(tmp_path: 
 def test_a_sample_has_some_bytes_of_each_tensor(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path, QWEN3))
     weights = WeightsSample(folder)
-    before, file = weights.digest, tmp_path / "model.safetensors"
+    before, file = weights.digest(), tmp_path / "model.safetensors"
     content, times = (
         file.read_bytes(),
         itertools.count(file.stat().st_mtime_ns + 1_000_000_000, 1_000_000_000),
@@ -256,13 +256,13 @@ def test_a_sample_has_some_bytes_of_each_tensor(tmp_path: Path) -> None:
     for entry in folder.tensors:
         middle = entry.offset + entry.nbytes // 2
         write(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        assert weights.digest != before, entry.name
+        assert weights.digest() != before, entry.name
     write(content)
-    assert weights.digest == before
+    assert weights.digest() == before
     file.unlink()
-    assert weights.digest == before
+    assert weights.digest() == before
     with pytest.raises(ModelCorrupt, match="cannot be read: No such file or directory"):
-        _ = WeightsSample(folder).digest
+        _ = WeightsSample(folder).digest()
 
 
 def test_a_tensor_in_two_files_is_sampled_in_both(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_tensor_in_two_files_is_sampled_in_both(tmp_path: Path) -> None:
     (path / "model.fp16.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     folder = read_model_folder(path)
     assert len(folder.weight_files) == 2
-    assert WeightsSample(folder).digest != sample(tmp_path / "single", 0).digest
+    assert WeightsSample(folder).digest() != sample(tmp_path / "single", 0).digest()
 
 
 def test_every_tensor_outside_experts_is_sampled_though_experts_are_many(

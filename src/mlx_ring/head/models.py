@@ -308,15 +308,14 @@ class Catalog:
         """Return a model of this machine, and add it to the list. One with the same name must be the same model."""
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
         served = await asyncio.to_thread(prepare_model, own, insists=False)
-        for each in self._hosted:
-            if served.names[0] in each.served.names:
-                if each.served.folder.path != served.folder.path:
-                    release(served.folder.path)
-                if each.served.digest == served.digest:
-                    return each
-                raise Conflict(
-                    f"Another model is already served as {served.names[0]}: {each.served.folder.path}."
-                )
+        if (same := self._named(served.names[0])) is not None:
+            if same.served.folder.path != served.folder.path:
+                release(served.folder.path)
+            if await asyncio.to_thread(lambda: same.served.read_digest() == served.read_digest()):
+                return same
+            raise Conflict(
+                f"Another model is already served as {served.names[0]}: {same.served.folder.path}."
+            )
         hosted = HostedModel(own, served, self._crash, self._missing, self._tracing)
         self._hosted.append(hosted)
         return hosted

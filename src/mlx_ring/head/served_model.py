@@ -74,14 +74,15 @@ class ServedModel:
     def _weights(self) -> WeightsSample:
         return WeightsSample(self.folder)
 
-    @property
-    def digest(self) -> str:
-        """Digest of structure and weights, as a sample has them now; equal for equal models in any folder.
+    def read_digest(self) -> str:
+        """Return the digest of structure and weights, as a sample has them now; equal for equal models in any folder.
+
+        It looks at every file of the weights, and may read them: call it in a thread.
 
         Raises:
             ModelCorrupt: the weights cannot be read.
         """
-        return join_digests(self.folder.digest, self._weights.digest)
+        return join_digests(self.folder.digest, self._weights.digest())
 
     @cached_property
     def sizes(self) -> ModelProfile | None:
@@ -126,7 +127,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     limits = Limits(context, folder.vocab_size, eos)
     names = settings.served_model_name or (local.name, *short_names_of(local.name))
     served = ServedModel(local, tokenizer, limits, names)
-    log.debug("%s has the digest %s", local.name, served.digest)
+    digest = served.read_digest()  # now, because later loads look for changes only
+    log.debug("%s has the digest %s", local.name, digest)
     # Last, because a model that cannot be served must not count as served.
     hold_folder(folder.path)
     return served

@@ -26,7 +26,7 @@ from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import ByteProgress
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
-from mlx_ring.models.stage_folder import require_whole, small_files
+from mlx_ring.models.stage_folder import is_whole, require_whole, small_files
 
 MAX_MANIFEST_BYTES = 256 << 20
 """Size for a million tensors."""
@@ -347,26 +347,27 @@ class WeightsSample:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._digest, self._states = "", list[tuple[int, int, int]]()
+        self._lock = threading.Lock()
 
-    @property
     def digest(self) -> str:
-        """Digest of some bytes of many tensors; equal for equal models in any folder.
+        """Return the digest of some bytes of many tensors; equal for equal models in any folder.
 
-        Files that have changed since are read again. If that fails, it is the one before.
+        Files that have changed since are read again. If that fails, it is the one before. Several threads may ask.
 
         Raises:
             ModelCorrupt: a file cannot be read.
         """
-        try:
-            states = [_state(self._folder.path / file.name) for file in self._folder.weight_files]
-            if states != self._states or not self._digest:
-                self._digest, self._states = self._read(), states
-        except OSError as error:
-            if not self._digest:
-                raise ModelCorrupt(
-                    f"{self._folder.path} cannot be read: {error.strerror or error}. Fetch it again."
-                ) from error
-        return self._digest
+        with self._lock:
+            try:
+                states = [_state(self._folder.path / file.name) for file in self._folder.weight_files]
+                if states != self._states or not self._digest:
+                    self._digest, self._states = self._read(), states
+            except OSError as error:
+                if not self._digest:
+                    raise ModelCorrupt(
+                        f"{self._folder.path} cannot be read: {error.strerror or error}. Fetch it again."
+                    ) from error
+            return self._digest
 
     def _read(self) -> str:
         chosen = sorted(_choose(self._folder.tensors), key=lambda each: (each.file, each.offset))
@@ -404,6 +405,12 @@ def with_weights_of(model: str, structure: str) -> str:
     A stage's folder may lack most weights.
     """
     return "".join((structure, *model.partition("-")[1:]))
+
+
+def may_have_weights_of(folder: ModelFolder, model: str) -> bool:
+    """Report whether a folder has the weights of a model's digest, or lacks some, so that it cannot be compared."""
+    _, _, weights = model.partition("-")
+    return not weights or not is_whole(folder.path) or WeightsSample(folder).digest() == weights
 
 
 def _state(path: Path) -> tuple[int, int, int]:
