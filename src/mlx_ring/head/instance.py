@@ -28,7 +28,7 @@ from mlx_ring.core.errors import (
     WorkerLost,
     WorkerStuck,
 )
-from mlx_ring.core.lean_imports import collect_left, leave_out
+from mlx_ring.core.lean_imports import collect_left, left_out
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -223,8 +223,7 @@ class Instance:
             cleanup.push_async_callback(end_tasks, looking)
             self._service.serve(engine)
             self._has_served = True
-            if not is_quick:
-                leave_out(epoch.instance)
+            cleanup.enter_context(left_out(is_quick=is_quick))
             ready(time.monotonic() - started)
         await self._lost
         with contextlib.suppress(TimeoutError):

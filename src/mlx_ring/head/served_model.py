@@ -84,6 +84,11 @@ class ServedModel:
         """
         return join_digests(self.folder.digest, self._weights.digest())
 
+    @property
+    def digest(self) -> str:
+        """Digest of structure and weights, as it was read last."""
+        return join_digests(self.folder.digest, self._weights.last_digest)
+
     @cached_property
     def sizes(self) -> ModelProfile | None:
         """Sizes of its layers, computed once, because that takes long where there are many tensors; None if unknown."""
@@ -158,7 +163,7 @@ def start_name(given: str, local: LocalModel) -> str:
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:
-    """Describe architecture, size and quantization as plain JSON."""
+    """Describe architecture, size and quantization as plain JSON, without a digest of the weights."""
     quantization = folder.quantization or {}
     return {
         "model_type": folder.model_type,
@@ -171,7 +176,6 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
         }
         or None,
         "weight_bytes_on_disk": folder.weight_bytes,
-        "digest": folder.digest,
         "format": "gguf" if folder.is_gguf else "safetensors",
     }
 

@@ -349,6 +349,11 @@ class WeightsSample:
         self._digest, self._states = "", list[tuple[int, int, int]]()
         self._lock = threading.Lock()
 
+    @property
+    def last_digest(self) -> str:
+        """Digest as it was read last; empty before."""
+        return self._digest
+
     def digest(self) -> str:
         """Return the digest of some bytes of many tensors; equal for equal models in any folder.
 
