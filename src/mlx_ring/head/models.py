@@ -137,7 +137,7 @@ class Catalog:
         return RunningCluster(machines, request, loaded, hosted.settings.replicas, policy_of(hosted.settings))
 
     async def measure(self) -> None:
-        await measure_alone(self._begun())
+        await measure_alone(self._begun(), lambda: any(hosted.open_requests for hosted in self._hosted))
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it."""
