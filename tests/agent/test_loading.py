@@ -310,3 +310,13 @@ def test_ranks_whose_partner_is_silent_make_room_like_it(
     ]
     others = [loaded_worker(0, 0, 8), loaded_worker(2, 0, 9, ranks=2)]
     assert ended_to_start([*group, *others], places, free, monkeypatch) == ended, "other stages stay"
+
+
+@pytest.mark.parametrize("gain", [worker_pb2.LoadRequest.NONE, worker_pb2.LoadRequest.BESIDE])
+@pytest.mark.parametrize("weights", ["", "a manifest's digest"])
+def test_a_worker_learns_that_its_agent_has_verified_the_weights(
+    weights: str, gain: worker_pb2.LoadRequest.Gain
+) -> None:
+    asked = agent_pb2.LoadStagesRequest(hello=make_hello(), model_path="model", weights=weights, gain=gain)
+    made = loading._load_request(asked, worker_pb2.StageAssignment(), [])  # pyright: ignore[reportPrivateUsage]
+    assert (made.fetched, made.gain) == (bool(weights), gain)

@@ -16,7 +16,7 @@ from mlx_ring.api.chat.model_format import ParseCalls
 from mlx_ring.api.ops.status import ClusterParts, ProposalStatus
 from mlx_ring.api.service import LinkInfo, ModelService, Moved, State
 from mlx_ring.core.engine_stats import Meter, Policy
-from mlx_ring.core.errors import Conflict, ExceedsMemory, ModelNotFound, RequestError, RingError
+from mlx_ring.core.errors import Conflict, ExceedsMemory, ModelNotFound, NotReady, RequestError, RingError
 from mlx_ring.core.generation import OpenRequest
 from mlx_ring.core.types import DEFAULT_SAMPLING, LayerRange
 from mlx_ring.core.worker_status import InstanceInfo, WorkerInfo
@@ -298,6 +298,8 @@ class TwinCatalog:
         self.parts = ClusterParts()
         self.is_measured = True
         self.can_measure = False
+        self.measures_later: NotReady | None = None
+        """Reason why its machine is not measured now."""
         self.request = PlanRequest(Demand(8192, 1))
         self.loaded: tuple[LoadedStages, ...] = ()
         """Stages of which what-if questions know."""
@@ -313,6 +315,8 @@ class TwinCatalog:
         return RunningCluster(ClusterProfile(nodes), self.request, loaded, self.count)
 
     async def measure(self) -> None:
+        if self.measures_later is not None and not self.is_measured:
+            raise self.measures_later
         self.is_measured = self.is_measured or self.can_measure
 
     def join_commands(self, life_s: float) -> Sequence[str]:

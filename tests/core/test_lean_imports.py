@@ -71,20 +71,66 @@ for _ in range(2):
 def test_what_an_instance_left_is_collected_and_before_the_first_one_there_is_no_search(folder: Path) -> None:
     code = """
 import gc
-from mlx_ring.core.lean_imports import collect_left, leave_out
+from mlx_ring.core.lean_imports import collect_left, left_out
 searches = []
 gc.callbacks.append(lambda phase, found: searches.append((phase, found["generation"])))
 collect_left()
 print(("start", 2) in searches)
 left = [type("Left", (), {"__del__": lambda _: print("collected")})()]
 left.append(left)
-leave_out("tiny-1")
-del left
+with left_out(is_quick=False):
+    del left
+    gc.collect()
+    collect_left()
+    print("serves")
 gc.collect()
 print("left")
 collect_left()
 """
-    assert output_of(folder, code) == ["False", "left", "collected"]
+    assert output_of(folder, code) == ["False", "serves", "left", "collected"]
+
+
+def test_what_ended_beside_an_instance_that_serves_is_collected(folder: Path) -> None:
+    code = """
+import gc
+from mlx_ring.core.lean_imports import collect_left, left_out
+with left_out(is_quick=False):
+    left = [type("Left", (), {"__del__": lambda _: print("collected")})()]
+    left.append(left)
+    with left_out(is_quick=False):
+        pass
+    del left
+    gc.collect()
+    print("serves")
+    # Another one that recovers also serves.
+    with left_out(is_quick=True):
+        frozen = gc.get_freeze_count()
+    collect_left()
+    print(gc.get_freeze_count() == frozen > 0)
+with left_out(is_quick=True):
+    collect_left()
+    print(gc.get_freeze_count() > 0)
+collect_left()
+print(gc.get_freeze_count())
+"""
+    assert output_of(folder, code) == ["collected", "serves", "True", "True", "0"]
+
+
+def test_imports_in_other_threads_leave_the_collector_as_it_is(folder: Path) -> None:
+    code = """
+import gc, threading
+from mlx_ring.core.lean_imports import importing
+def load():
+    before = gc.get_freeze_count()
+    with importing():
+        import heavy
+        print(gc.isenabled())
+    print(gc.get_freeze_count() == before)
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+"""
+    assert output_of(folder, code) == ["init", "True", "True"]
 
 
 def test_an_attribute_that_the_package_lacks_is_missing(folder: Path) -> None:

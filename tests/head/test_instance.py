@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -105,7 +106,13 @@ class Run:
         prepared = {KEPT: (agent_pb2.StartedWorker(pid=5), sites[0])}
         epoch = Epoch("tiny-1", 2, placement, "a", prepared=prepared if is_patched else None)
         limits = SimpleNamespace(context_length=64)
-        served: Any = SimpleNamespace(folder=None, names=("tiny",), limits=limits)
+        served: Any = SimpleNamespace(
+            folder=None, names=("tiny",), limits=limits, read_digest=self.read_digest
+        )
+        self.read_in: list[threading.Thread] = []
+        """Threads that have read the model's digest."""
+        self.assigned: list[str] = []
+        """Digests in assignments."""
         self.shares, self.executor = FakeShares(), FakeExecutor()
         self.connecting = asyncio.Event()
         self.is_linking = False
@@ -132,7 +139,10 @@ class Run:
             self.connecting.set()
             return self.executor
 
-        def assign(*_: object) -> list[worker_pb2.StageAssignment]:
+        def assign(
+            _settings: object, _served: object, digest: str, *_: object
+        ) -> list[worker_pb2.StageAssignment]:
+            self.assigned.append(digest)
             return [worker_pb2.StageAssignment(instance="tiny-1", epoch=2)]
 
         def memory(*_: object) -> int:
@@ -154,6 +164,10 @@ class Run:
         monkeypatch.setattr(subject, "assign_all", assign)
         monkeypatch.setattr(subject, "memory_for_weights", memory)
         monkeypatch.setattr(subject, "_BETTER_REASON_S", 0.0)
+
+    def read_digest(self) -> str:
+        self.read_in.append(threading.current_thread())
+        return f"digest {len(self.read_in)}"
 
     async def until_lost(self, lose: Callable[[], object]) -> RingError:
         """Load, and return the error with which the run ends after a loss."""
@@ -236,6 +250,32 @@ def test_nothing_is_left_when_a_patch_cannot_be_loaded_at_all(monkeypatch: pytes
     refused = ProtocolError("No such stage.")
     done, _ = run(monkeypatch, is_patched=True, lose=lambda run: run.loading.set_exception(refused))
     assert (done.instance.remains, [agent.stopped for agent in done.agents]) == (None, [["tiny-1"]] * 2)
+
+
+def test_the_digest_of_a_model_is_read_once_an_epoch_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = WorkerLost("It died.")
+    done, _ = run(monkeypatch, is_patched=False, lose=lambda run: run.loading.set_exception(lost))
+    assert done.assigned == ["digest 1"]
+    (thread,) = done.read_in
+    assert thread is not threading.main_thread()
+
+
+def test_an_epoch_that_was_prepared_keeps_the_digest_of_the_ranks_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def act() -> Run:
+        run = Run(monkeypatch, is_patched=True)
+        own: Any = run.instance
+        own._epoch = replace(own._epoch, placement=replace(own._epoch.placement, model_digest="theirs"))
+        await run.until_lost(lambda: run.loading.set_exception(WorkerLost("It died.")))
+        return run
+
+    done = asyncio.run(act())
+    assert (done.assigned, done.read_in) == (["theirs"], [])
+    assert done.instance.remains is not None
+    assert done.instance.remains.placement.model_digest == "theirs"
 
 
 def test_all_ranks_are_left_when_one_cannot_load_its_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:

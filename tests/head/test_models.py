@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from mlx_ring.core.errors import Conflict, ModelCorrupt, ModelUnsupported, NotRe
 from mlx_ring.head import models
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.models import Catalog
-from mlx_ring.head.served_model import prepare_model
+from mlx_ring.head.served_model import ServedModel, prepare_model
 from mlx_ring.host.energy import EnergyPerToken, PartEnergy
 from mlx_ring.host.private_files import is_held
 from mlx_ring.models.fetching import Fetches
@@ -302,6 +303,15 @@ def test_a_model_is_not_taken_for_another_one_of_its_name_and_structure(
     weights.write_bytes(content[:-64] + bytes(64))
     Machine(monkeypatch, here={*map(str, folders)})
 
+    threads: set[threading.Thread] = set()
+    read = ServedModel.read_digest
+
+    def read_in(served: ServedModel) -> str:
+        threads.add(threading.current_thread())
+        return read(served)
+
+    monkeypatch.setattr(ServedModel, "read_digest", read_in)
+
     async def act() -> None:
         catalog = make_catalog()
         for folder in folders:
@@ -309,6 +319,22 @@ def test_a_model_is_not_taken_for_another_one_of_its_name_and_structure(
 
     with pytest.raises(Conflict, match=f"Another model is already served as tiny: {folders[0]}"):
         asyncio.run(act())
+    assert threading.main_thread() not in threads, "answers would wait for the disk"
+
+
+def test_a_model_is_described_with_the_digest_of_its_weights(tiny_model: Path, tmp_path: Path) -> None:
+    async def describe(folder: Path) -> str:
+        settings = load_settings({"model": str(folder)})
+        served = prepare_model(settings)
+        described = str(HostedModel(settings, served, print, lambda: 0).metadata["digest"])
+        assert described == served.read_digest()
+        return described
+
+    other = tmp_path / "tiny"
+    shutil.copytree(tiny_model, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64] + bytes(64))
+    assert asyncio.run(describe(tiny_model)) != asyncio.run(describe(other))
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,10 @@ from mlx_ring.head.patching import Remains, Room
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.rank_placements import place_ranks
 from mlx_ring.head.reshaping import NextPlan, Reshaping
+from mlx_ring.head.served_model import ServedModel, prepare_model
+from mlx_ring.planner.replan import UnchangeableWorkers
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
+from mlx_ring.settings.config import Settings
 
 GAINS = {number: name for name, number in worker_pb2.LoadRequest.Gain.items()}
 PIDS = {"a": 1, "b": 2, "c": 3}
@@ -29,8 +33,14 @@ PIDS = {"a": 1, "b": 2, "c": 3}
 class Agent:
     """Agent that records what is asked of it, and may fail to load."""
 
-    def __init__(self, node: str, calls: list[str], problem: RingError | None) -> None:
-        self.node, self.calls, self.problem = node, calls, problem
+    def __init__(
+        self,
+        node: str,
+        calls: list[str],
+        asked: list[worker_pb2.StageAssignment],
+        problem: RingError | None,
+    ) -> None:
+        self.node, self.calls, self.asked, self.problem = node, calls, asked, problem
 
     async def start(
         self, hello: hello_pb2.Hello, assignments: Sequence[worker_pb2.StageAssignment]
@@ -49,6 +59,7 @@ class Agent:
         pids: Sequence[int],
     ) -> None:
         (one,), (pid,) = assignments, pids
+        self.asked.append(one)
         layers = f"{one.first_layer}-{one.end_layer}"
         self.calls.append(f"{self.node} {GAINS[gain]} stage {one.stage} {layers} pid {pid}")
         # A machine without room loads in the pause.
@@ -95,10 +106,15 @@ class Change:
         *,
         full: str = "",
         problem: RingError | None = None,
+        loaded: str = "",
         **options: Any,
     ) -> None:
         self.calls: list[str] = []
-        agents = {node: Agent(node, self.calls, problem if node == "b" else None) for node in "abc"}
+        self.asked: list[worker_pb2.StageAssignment] = []
+        """Assignments that were announced or loaded."""
+        agents = {
+            node: Agent(node, self.calls, self.asked, problem if node == "b" else None) for node in "abc"
+        }
         self.sites = {
             node: Site(
                 node, cast("AgentLink", agent), is_local=False, hosts={"": node}, source=Source("model")
@@ -107,7 +123,7 @@ class Change:
         }
         self.order: Order = order_of(model, **options.pop("settings", {}))
         self.shares = Shares(full)
-        self.present = self.placement([("a", 0, 2), ("b", 2, 5)])
+        self.present = replace(self.placement([("a", 0, 2), ("b", 2, 5)]), model_digest=loaded)
         remains = Remains(
             *("one", 1, self.present, frozenset[RankId](), frozenset[str]()),
             pids={RankId(0, 0): PIDS["a"], RankId(1, 0): PIDS["b"]},
@@ -229,3 +245,20 @@ def test_plans_to_which_workers_cannot_change_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=problem):
         Change(tiny_model, planned, settings=settings)
+
+
+def test_a_model_whose_files_were_replaced_since_is_loaded_as_a_whole(tiny_model: Path) -> None:
+    with pytest.raises(UnchangeableWorkers, match="have changed since they were loaded, so the whole model"):
+        Change(tiny_model, [("a", 0, 3), ("b", 3, 5)], loaded="another")
+
+
+def test_workers_go_back_to_the_digest_that_they_loaded_though_files_change_meanwhile(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = prepare_model(Settings(model=str(tiny_model))).read_digest()
+    change = Change(tiny_model, [("a", 0, 3), ("b", 3, 5)], loaded=loaded)
+    monkeypatch.setattr(ServedModel, "read_digest", lambda _: "another")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    change.load()
+    asyncio.run(change.reshaping.abandon())
+    assert len(change.asked) == 4
+    assert {one.model_digest for one in change.asked} == {loaded}

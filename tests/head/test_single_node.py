@@ -198,17 +198,53 @@ def test_machine_is_measured_until_its_profile_is_steady_with_the_threads_of_its
 
     async def run() -> None:
         machines: Any = SingleNode(Settings(), tmp_path, 2)
-        await measure_alone(machines)
+        await measure_alone(machines, bool)
         assert machines._profile is None
-        await measure_alone(machines)
+        await measure_alone(machines, bool)
         assert machines._profile is noisy
-        await asyncio.gather(measure_alone(machines), measure_alone(machines))
+        await asyncio.gather(measure_alone(machines, bool), measure_alone(machines, bool))
         assert machines._profile is steady
         await machines.stop()
 
     asyncio.run(run())
     assert threads == [3, 3, 3]
     assert "This machine is not measured: Measuring this machine failed: it was killed" in caplog.text
+
+
+def test_a_machine_is_not_measured_while_it_computes_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = cast("MachineProfile", SimpleNamespace(is_steady=False))
+    kept: list[MachineProfile | None] = [None, noisy]
+    measured: list[None] = []
+
+    async def recall_or_measure(*_: object, **__: object) -> MachineProfile:
+        measured.append(None)
+        return noisy
+
+    async def build_kernels(_blas: str, *, is_urgent: bool) -> None:
+        assert is_urgent
+
+    monkeypatch.setattr(subject, "recall_or_measure", recall_or_measure)
+    monkeypatch.setattr(subject, "build_kernels", build_kernels)
+    monkeypatch.setattr(subject, "recall", lambda *_: kept.pop(0))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+
+    async def run() -> None:
+        machines: Any = SingleNode(Settings(), tmp_path, 1)
+        with pytest.raises(NotReady, match="while it computes answers: ask again once they end"):
+            await measure_alone(machines, lambda: True)
+        # A profile of an earlier start serves meanwhile.
+        await measure_alone(machines, lambda: True)
+        assert machines._profile is noisy
+        assert not measured
+        began = iter([False, True])
+        await measure_alone(machines, lambda: next(began))
+        assert not measured, "a request came while kernels were compiled"
+        await measure_alone(machines, lambda: False)
+        assert len(measured) == 1
+        await machines.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import LayerRange
@@ -233,7 +234,7 @@ def sample(folder: Path, seed: int) -> WeightsSample:
 
 def test_samples_of_models_of_one_structure_differ_with_their_weights(tmp_path: Path) -> None:
     first, second, other = (
-        sample(tmp_path / name, seed).digest for name, seed in (("first", 0), ("second", 0), ("other", 1))
+        sample(tmp_path / name, seed).digest() for name, seed in (("first", 0), ("second", 0), ("other", 1))
     )
     assert first == second != other
 
@@ -241,15 +242,50 @@ def test_samples_of_models_of_one_structure_differ_with_their_weights(tmp_path: 
 def test_a_sample_has_some_bytes_of_each_tensor(tmp_path: Path) -> None:
     folder = read_model_folder(write_random_model(tmp_path, QWEN3))
     weights = WeightsSample(folder)
-    before, file = weights.digest, tmp_path / "model.safetensors"
-    content = file.read_bytes()
+    before, file = weights.digest(), tmp_path / "model.safetensors"
+    content, times = (
+        file.read_bytes(),
+        itertools.count(file.stat().st_mtime_ns + 1_000_000_000, 1_000_000_000),
+    )
+
+    def write(changed: bytes) -> None:
+        """Write the file at a time of its own, because clocks of file systems may stand still meanwhile."""
+        file.write_bytes(changed)
+        os.utime(file, ns=(moment := next(times), moment))
+
     for entry in folder.tensors:
         middle = entry.offset + entry.nbytes // 2
-        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        assert weights.digest != before, entry.name
-    file.write_bytes(content)
-    assert weights.digest == before
+        write(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert weights.digest() != before, entry.name
+    write(content)
+    assert weights.digest() == before
     file.unlink()
-    assert weights.digest == before
+    assert weights.digest() == before
     with pytest.raises(ModelCorrupt, match="cannot be read: No such file or directory"):
-        _ = WeightsSample(folder).digest
+        _ = WeightsSample(folder).digest()
+
+
+def test_a_tensor_in_two_files_is_sampled_in_both(tmp_path: Path) -> None:
+    path = write_random_model(tmp_path, QWEN3)
+    (path / "model.fp16.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    folder = read_model_folder(path)
+    assert len(folder.weight_files) == 2
+    assert WeightsSample(folder).digest() != sample(tmp_path / "single", 0).digest()
+
+
+def test_every_tensor_outside_experts_is_sampled_though_experts_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_manifest, "_MOST_EXPERTS", 2)
+    folder = read_model_folder(write_random_model(tmp_path, QWEN3_MOE))
+    chosen = [entry.name for entry in weights_manifest._choose(folder.tensors)]  # pyright: ignore[reportPrivateUsage]
+    experts = {
+        entry.name for entry in folder.tensors if ".experts." in entry.name or "switch_mlp" in entry.name
+    }
+    assert len(experts) > 2
+    assert {entry.name for entry in folder.tensors} - experts <= set(chosen)
+    assert len(experts & set(chosen)) == 2
+    monkeypatch.setattr(weights_manifest, "_MOST_SAMPLED", 3)
+    fewer = [entry.name for entry in weights_manifest._choose(folder.tensors)]  # pyright: ignore[reportPrivateUsage]
+    assert len(fewer) == 5
+    assert set(fewer) <= set(chosen)

@@ -24,6 +24,11 @@ def test_matching_hellos_are_accepted() -> None:
     ("field", "value", "message"),
     [
         ("protocol", 99, "speaks protocol 99.*install the same mlx-ring"),
+        (
+            "protocol",
+            3,
+            "speaks protocol 3.*install the same mlx-ring",
+        ),  # whose digests of models have no weights
         ("mlx_ring", "0.0.1", "mlx-ring 0.0.1.*install mlx-ring"),
         ("mlx", "0.1", "mlx 0.1.*install mlx"),
         ("mlx_lm", "0.2", "mlx-lm 0.2.*install mlx-lm"),

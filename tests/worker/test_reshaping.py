@@ -112,7 +112,7 @@ class Worker:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.server = WorkerServer(WorkerIdentity("here", 0, 0, "none"))
-        self.epoch = 0
+        self.epoch, self.digest = 0, ""
         self._answers: Iterator[worker_pb2.StepsReply] = iter(())
 
         def open_links(opener: LinkOpener, *_: object) -> OpenedLinks:
@@ -132,6 +132,7 @@ class Worker:
             end_layer=end,
             dtype="float32",
             plan_digest=f"plan {first}-{end}",
+            model_digest=self.digest,
         )
 
     def ask(
@@ -416,3 +417,16 @@ def test_a_load_that_fails_or_is_no_longer_wanted_leaves_the_present_stage(
     worker.execute(1)
     worker.run()
     assert worker.answer().step == 1
+
+
+def test_a_stage_of_changed_weights_is_refused_so_that_no_stage_has_some_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(write_random_model(tmp_path / "model", QWEN3), monkeypatch)
+    worker.ask((0, 3), worker_pb2.LoadRequest.BESIDE)
+    worker.run()
+    assert [worker.relink((0, 3), commit=commit) for commit in (False, True)] == ["", ""]
+    worker.digest = "other"
+    for gain in (worker_pb2.LoadRequest.ANNOUNCED, worker_pb2.LoadRequest.BESIDE):
+        refused = last_report(worker.ask((0, 5), gain)).failure
+        assert (refused.kind, "load the whole model again" in refused.message) == ("NotReady", True)

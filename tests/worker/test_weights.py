@@ -23,18 +23,22 @@ from tests.worker.random_models import QWEN3, write_in_format, write_random_mode
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_cpu_kernels import operations
-from mlx_ring.core.errors import ModelCorrupt
+from mlx_ring.core.errors import ModelCorrupt, VersionMismatch
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.served_model import describe_model, memory_for_weights
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
+from mlx_ring.models.stage_folder import mark_stage_folder
+from mlx_ring.models.weights_manifest import WeightsSample, join_digests
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import measured_node
 from mlx_ring.planner.request import Demand
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.rpc.hello import make_hello
+from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.config import Settings
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.tensors import from_message
-from mlx_ring.worker.weights import load_stage
+from mlx_ring.worker.weights import load_stage, read_folder
 
 BIG: dict[str, Any] = {
     **QWEN3,
@@ -492,3 +496,23 @@ def test_bare_checkpoint_gives_the_hidden_states_of_the_whole_model(
     hidden = from_message(pipeline.results(row, operations=[open_sequence(1)])[1].hidden)
     model: Any = load_model(whole)[0]
     assert mx.allclose(hidden, model.model(mx.array([PROMPT]))[0, -1], rtol=0, atol=2e-5)
+
+
+def test_a_folder_with_other_weights_than_the_heads_is_refused_unless_it_lacks_some(tmp_path: Path) -> None:
+    folder, other = (
+        read_model_folder(write_random_model(tmp_path / name, QWEN3, seed))
+        for name, seed in (("served", 0), ("other", 1))
+    )
+    hello = make_hello(model_digest=join_digests(folder.digest, WeightsSample(folder).digest()))
+
+    def read(path: Path, *, fetched: bool = False) -> Path:
+        request = worker_pb2.LoadRequest(hello=hello, model_path=str(path), fetched=fetched)
+        return read_folder(request, make_hello()).path
+
+    assert read(folder.path) == folder.path
+    with pytest.raises(VersionMismatch, match=f"{other.path} has other weights .*copy the head's files"):
+        read(other.path)
+    # An agent has verified these, and weights of other stages may be missing.
+    assert read(other.path, fetched=True) == other.path
+    mark_stage_folder(other.path, LayerRange(0, 2))
+    assert read(other.path) == other.path

@@ -355,11 +355,14 @@ def _load_request(
     request: agent_pb2.LoadStagesRequest, assignment: worker_pb2.StageAssignment, workers: Sequence[Worker]
 ) -> worker_pb2.LoadRequest:
     """Return the assignment with the addresses of this node's stages; those that the head set are kept."""
+    of_model: dict[str, Any] = {
+        "hello": request.hello,
+        "model_path": request.model_path,
+        "fetched": bool(request.weights),
+    }
     if request.gain:
         # Its links are opened when it is linked.
-        return worker_pb2.LoadRequest(
-            hello=request.hello, model_path=request.model_path, assignment=assignment, gain=request.gain
-        )
+        return worker_pb2.LoadRequest(**of_model, assignment=assignment, gain=request.gain)
     ranks = {
         stage: [
             worker.address
@@ -376,7 +379,7 @@ def _load_request(
     if not filled.first_address and (first := ranks[0]):
         filled.first_address = first[0]
         filled.first_ranks.extend(worker_pb2.RankEnd(address=address) for address in first[1:])
-    return worker_pb2.LoadRequest(hello=request.hello, model_path=request.model_path, assignment=filled)
+    return worker_pb2.LoadRequest(**of_model, assignment=filled)
 
 
 # ---- models that were fetched for instances

@@ -344,7 +344,7 @@ class ModelCatalog(Protocol):
         ...
 
     async def measure(self) -> None:
-        """Measure the head's machine, unless it was or cannot be. That takes seconds."""
+        """Measure the head's machine, unless it was or cannot be, in seconds. Raises `NotReady` while it computes answers."""
         ...
 
     def join_commands(self, life_s: float) -> Sequence[str]:

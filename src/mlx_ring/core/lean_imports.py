@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 from collections.abc import Generator, Iterable, Mapping
 from functools import partial
 from importlib import import_module
@@ -32,33 +33,52 @@ def importing() -> Generator[None]:
     """Import without garbage collections, and leave what was imported out of later ones.
 
     Modules make lasting objects, and the searches among them take 0.3 s of a head's start, and a tenth of a worker's
-    imports.
+    imports. Only the main thread does so, as a process starts: beside the threads of others, these would make garbage
+    that lasted, too.
     """
-    was_enabled, modules = gc.isenabled(), len(sys.modules)
+    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    modules = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            if len(sys.modules) > modules:
-                gc.freeze()
-            gc.enable()
+        if len(sys.modules) > modules:
+            gc.freeze()
+        gc.enable()
 
 
-_frozen: set[str] = set()
-"""Instances whose objects no garbage collection looks at."""
+class _Left:
+    """Objects that garbage collections leave out, and instances whose they are."""
+
+    serving = 0
+    """Number of instances that serve."""
+    is_frozen = False
+    """True if objects of an instance were left out, which may have ended since."""
 
 
-def leave_out(instance: str) -> None:
-    """Leave what serves an instance out of garbage collections: to search what stays would delay every stream."""
-    gc.freeze()
-    _frozen.add(instance)
+@contextlib.contextmanager
+def left_out(*, is_quick: bool) -> Generator[None]:
+    """Leave what serves an instance out of garbage collections meanwhile: to search it would delay every stream.
+
+    Objects of instances that begin beside it are searched, so that their garbage does not last as long as the first one.
+    So are those of a recovery (`is_quick`), because it takes no time for this.
+    """
+    _Left.serving += 1
+    if not is_quick and not _Left.is_frozen:
+        gc.freeze()
+        _Left.is_frozen = True
+    try:
+        yield
+    finally:
+        _Left.serving -= 1
 
 
 def collect_left() -> None:
-    """Collect what earlier instances left. It takes a tenth of a second; before the first instance there is nothing."""
-    if _frozen:
-        _frozen.clear()
+    """Collect what earlier instances left, unless one serves. It takes a tenth of a second; before the first one, nothing."""
+    if _Left.is_frozen and not _Left.serving:
+        _Left.is_frozen = False
         gc.unfreeze()
         gc.collect()
 

@@ -28,7 +28,7 @@ from mlx_ring.core.errors import (
     WorkerLost,
     WorkerStuck,
 )
-from mlx_ring.core.lean_imports import collect_left, leave_out
+from mlx_ring.core.lean_imports import collect_left, left_out
 from mlx_ring.core.traces import Tracing
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
@@ -195,10 +195,12 @@ class Instance:
     async def _load_and_serve(
         self, cleanup: contextlib.AsyncExitStack, ready: Callable[[float], None]
     ) -> None:
-        epoch, placement, started = self._epoch, self._epoch.placement, time.monotonic()
-        assignments = assign_all(
-            self._settings, self._served, epoch.instance, epoch.number, placement.cut, placement.ranks
-        )
+        started, epoch = time.monotonic(), self._epoch
+        if not (digest := epoch.placement.model_digest):
+            digest = await asyncio.to_thread(self._served.read_digest)
+            epoch = self._epoch = replace(epoch, placement=replace(epoch.placement, model_digest=digest))
+        placement, of_model = epoch.placement, (self._settings, self._served, digest)
+        assignments = assign_all(*of_model, epoch.instance, epoch.number, placement.cut, placement.ranks)
         hello = head_hello(assignments[0], epoch.node, epoch.head)
         cleanup.callback(self._shares.leave, epoch.instance)
         await cleanup.enter_async_context(self.watch.watching(hello))
@@ -221,8 +223,7 @@ class Instance:
             cleanup.push_async_callback(end_tasks, looking)
             self._service.serve(engine)
             self._has_served = True
-            if not is_quick:
-                leave_out(epoch.instance)
+            cleanup.enter_context(left_out(is_quick=is_quick))
             ready(time.monotonic() - started)
         await self._lost
         with contextlib.suppress(TimeoutError):

@@ -130,7 +130,8 @@ class LeftWorkers:
                 most = declared.settings.replicas or (
                     len(sites) if declared.settings.optimize_for == "throughput" else 1
                 )
-                adoptable = find_adoptable(events, partial(_expect, declared))
+                digest = await asyncio.to_thread(declared.served.read_digest)
+                adoptable = find_adoptable(events, partial(_expect, declared, digest))
                 self._left[declared.served.names[0]] = adoptable[:most]
             wanted = {
                 (node, found.instance)
@@ -248,5 +249,5 @@ class LeftWorkers:
         return silent
 
 
-def _expect(declared: Declared, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
-    return assign(declared.settings, declared.served, instance, 0, cut)
+def _expect(declared: Declared, digest: str, instance: str, cut: Cut) -> Sequence[worker_pb2.StageAssignment]:
+    return assign(declared.settings, declared.served, digest, instance, 0, cut)

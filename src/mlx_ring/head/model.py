@@ -150,7 +150,7 @@ class HostedModel:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        return self._metadata
+        return {**self._metadata, "digest": self.served.digest}
 
     @property
     def state(self) -> State:

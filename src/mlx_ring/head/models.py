@@ -137,7 +137,7 @@ class Catalog:
         return RunningCluster(machines, request, loaded, hosted.settings.replicas, policy_of(hosted.settings))
 
     async def measure(self) -> None:
-        await measure_alone(self._begun())
+        await measure_alone(self._begun(), lambda: any(hosted.open_requests for hosted in self._hosted))
 
     def join_commands(self, life_s: float) -> Sequence[str]:
         """Make a token with which one machine can join within this time, and return the commands for it."""
@@ -308,15 +308,14 @@ class Catalog:
         """Return a model of this machine, and add it to the list. One with the same name must be the same model."""
         own = self._settings.model_copy(update={"model": name, "served_model_name": ()})
         served = await asyncio.to_thread(prepare_model, own, insists=False)
-        for each in self._hosted:
-            if served.names[0] in each.served.names:
-                if each.served.folder.path != served.folder.path:
-                    release(served.folder.path)
-                if each.served.digest == served.digest:
-                    return each
-                raise Conflict(
-                    f"Another model is already served as {served.names[0]}: {each.served.folder.path}."
-                )
+        if (same := self._named(served.names[0])) is not None:
+            if same.served.folder.path != served.folder.path:
+                release(served.folder.path)
+            if await asyncio.to_thread(lambda: same.served.read_digest() == served.read_digest()):
+                return same
+            raise Conflict(
+                f"Another model is already served as {served.names[0]}: {same.served.folder.path}."
+            )
         hosted = HostedModel(own, served, self._crash, self._missing, self._tracing)
         self._hosted.append(hosted)
         return hosted

@@ -389,15 +389,15 @@ async def patch_ranks(
     Raises:
         RingError: no rank can stay, or the lost ones have no place.
     """
-    lost = remains.lost
+    lost, digest = remains.lost, await asyncio.to_thread(order.served.read_digest)
     # Each round finds more lost ranks or nodes.
     while True:
         placement = remains.placement
         if plan is not None:
             placement, lost = plan.placement, plan.lost
-        placement = replace(placement, group_settings=order.group_settings)
+        placement = replace(placement, group_settings=order.group_settings, model_digest=digest)
         assignments = assign_all(
-            order.settings, order.served, remains.instance, number, placement.cut, placement.ranks
+            order.settings, order.served, digest, remains.instance, number, placement.cut, placement.ranks
         )
         lost = with_their_groups(lost, assignments)
         prepared = await _prepare_left(remains, placement, lost, assignments, hello, presence)

@@ -76,6 +76,8 @@ class Placement:
     """Predicted times and memory of the stages; None if the machine or the model has no profile."""
     group_settings: Mapping[str, object] = field(default_factory=dict[str, object])
     """Link and backend to use instead of those in the settings."""
+    model_digest: str = ""
+    """Digest of the model that its ranks load; empty until an epoch begins to load it."""
 
     @property
     def nodes(self) -> tuple[Site, ...]:

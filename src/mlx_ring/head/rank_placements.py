@@ -174,9 +174,9 @@ def _routes(stages: Sequence[Sequence[Trusting]], link: str) -> Sequence[Sequenc
 
 
 def assign(
-    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut
+    settings: Settings, served: ServedModel, digest: str, instance: str, epoch: int, cut: Cut
 ) -> Sequence[worker_pb2.StageAssignment]:
-    """Make the assignment of each rank of each stage.
+    """Make the assignment of each rank of each stage; `digest` is that of the model.
 
     Raises:
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
@@ -187,7 +187,7 @@ def assign(
         instance=instance,
         epoch=epoch,
         dtype=settings.dtype,
-        model_digest=served.digest,
+        model_digest=digest,
         max_model_len=served.limits.context_length,
         kv_bits=0 if settings.kv_bits == "off" else int(settings.kv_bits),
         link_compression=settings.link_compression,
@@ -205,14 +205,20 @@ def _check_shares(served: ServedModel, stages: Iterable[tuple[float, ...]]) -> N
 
 
 def assign_all(
-    settings: Settings, served: ServedModel, instance: str, epoch: int, cut: Cut, ranks: Sequence[Stage]
+    settings: Settings,
+    served: ServedModel,
+    digest: str,
+    instance: str,
+    epoch: int,
+    cut: Cut,
+    ranks: Sequence[Stage],
 ) -> Sequence[worker_pb2.StageAssignment]:
-    """Make the assignment of each rank, with its place in its group.
+    """Make the assignment of each rank, with its place in its group; `digest` is that of the model.
 
     Raises:
         PlanError, ModelUnsupported: the layers cannot be shared as asked.
     """
-    assignments = assign(settings, served, instance, epoch, cut)
+    assignments = assign(settings, served, digest, instance, epoch, cut)
     for assignment in assignments:
         assignment.cpu_weights = ranks[assignment.stage][assignment.rank].cpu_weights
     set_routes(assignments, ranks)

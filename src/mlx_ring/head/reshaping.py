@@ -95,23 +95,29 @@ class Reshaping:
             may_pause: True if more may be loaded in the pause than the plan predicts.
 
         Raises:
-            UnchangeableWorkers: its workers cannot change to it.
+            UnchangeableWorkers: its workers cannot change to it, or the model's files are others than those loaded.
             PlanError: the plan is the present one.
         """
         self._order, self._present, self._plan, self._shares = order, remains, plan, shares
         self._may_pause = may_pause
-        self.placement = plan.placement
+        digest, loaded = order.served.read_digest(), remains.placement.model_digest
+        self.placement = replace(plan.placement, model_digest=digest)
         before, after = _stages(remains.placement), _stages(plan.placement)
         if problem := why_only_whole(order.settings.link):
             raise UnchangeableWorkers(problem)
         if before == after:
             raise PlanError("The best plan for the machines as they are now is the present one.")
+        if loaded not in ("", digest):
+            raise UnchangeableWorkers(
+                f"The files of {order.served.names[0]} have changed since they were loaded, so the whole model is loaded "
+                "again."
+            )
         model = profile_folder(order.served.folder, order.served.names[0])
         cluster = plan.room.cluster
         changes = stage_changes(model, cluster, replica_request(order, cluster.nodes), before, after)
         self._changes: Mapping[str, StageChange] = {change.node: change for change in changes}
         self._assignments = {
-            RankId(one.stage, one.rank): one for one in self._assign(plan.placement, order.number)
+            RankId(one.stage, one.rank): one for one in self._assign(self.placement, order.number)
         }
         self._hello = head_hello(next(iter(self._assignments.values())), plan.node, plan.head)
         self._pids = {site.node: remains.pids[place] for place, site in sites_of(remains.placement).items()}
@@ -127,7 +133,8 @@ class Reshaping:
 
     def _assign(self, placement: Placement, number: int) -> list[worker_pb2.StageAssignment]:
         order = self._order
-        own = (order.settings, order.served, self._present.instance, number)
+        # The present plan's digest is the same, also if the files change meanwhile.
+        own = (order.settings, order.served, self.placement.model_digest, self._present.instance, number)
         return [*assign_all(*own, placement.cut, placement.ranks)]
 
     @property

@@ -74,14 +74,20 @@ class ServedModel:
     def _weights(self) -> WeightsSample:
         return WeightsSample(self.folder)
 
-    @property
-    def digest(self) -> str:
-        """Digest of structure and weights, as a sample has them now; equal for equal models in any folder.
+    def read_digest(self) -> str:
+        """Return the digest of structure and weights, as a sample has them now; equal for equal models in any folder.
+
+        It looks at every file of the weights, and may read them: call it in a thread.
 
         Raises:
             ModelCorrupt: the weights cannot be read.
         """
-        return join_digests(self.folder.digest, self._weights.digest)
+        return join_digests(self.folder.digest, self._weights.digest())
+
+    @property
+    def digest(self) -> str:
+        """Digest of structure and weights, as it was read last."""
+        return join_digests(self.folder.digest, self._weights.last_digest)
 
     @cached_property
     def sizes(self) -> ModelProfile | None:
@@ -126,7 +132,8 @@ def prepare_model(settings: Settings, *, insists: bool = True) -> ServedModel:
     limits = Limits(context, folder.vocab_size, eos)
     names = settings.served_model_name or (local.name, *short_names_of(local.name))
     served = ServedModel(local, tokenizer, limits, names)
-    log.debug("%s has the digest %s", local.name, served.digest)
+    digest = served.read_digest()  # now, because later loads look for changes only
+    log.debug("%s has the digest %s", local.name, digest)
     # Last, because a model that cannot be served must not count as served.
     hold_folder(folder.path)
     return served
@@ -156,7 +163,7 @@ def start_name(given: str, local: LocalModel) -> str:
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:
-    """Describe architecture, size and quantization as plain JSON."""
+    """Describe architecture, size and quantization as plain JSON, without a digest of the weights."""
     quantization = folder.quantization or {}
     return {
         "model_type": folder.model_type,
@@ -169,7 +176,6 @@ def describe_model(folder: ModelFolder) -> Mapping[str, object]:
         }
         or None,
         "weight_bytes_on_disk": folder.weight_bytes,
-        "digest": folder.digest,
         "format": "gguf" if folder.is_gguf else "safetensors",
     }
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import shlex
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -64,10 +64,14 @@ def profile_command(settings: Settings, models: int) -> str:
     return shlex.join(words)
 
 
-async def measure_alone(machines: object) -> None:
-    """Measure the machine of a head without a cluster, unless it was. Members of a cluster were."""
+async def measure_alone(machines: object, is_busy: Callable[[], bool]) -> None:
+    """Measure the machine of a head without a cluster, unless it was. Members of a cluster were.
+
+    Raises:
+        NotReady: it was not, and `is_busy`.
+    """
     if isinstance(machines, SingleNode):
-        await machines.measure()
+        await machines.measure(is_busy)
 
 
 class SingleNode:
@@ -182,20 +186,38 @@ class SingleNode:
     def release(self, instance: str) -> None:
         """Do nothing: the agent answers, and was asked to end them."""
 
-    async def measure(self) -> None:
+    async def measure(self, is_busy: Callable[[], bool]) -> None:
         """Measure this machine with the threads of its workers, unless it was. Log why it cannot be.
 
         A noisy profile is measured again by later calls, as for a cluster.
+
+        Raises:
+            NotReady: it was not, and answers are computed, as `is_busy` says: beside these it would seem slow.
         """
         async with self._measuring:
             if self._profile is not None and self._profile.is_steady:
                 return
+            if await self._must_wait(is_busy):
+                return
             await self._prepare_kernels(is_urgent=True)
+            if await self._must_wait(is_busy):
+                return
             store, options = self._profiles(), self._profile_options()
             try:
                 self._profile = await recall_or_measure(store, options, accepts_noise=False)
             except RingError as error:
                 log.warning("This machine is not measured: %s", error)
+
+    async def _must_wait(self, is_busy: Callable[[], bool]) -> bool:
+        """Report whether this machine cannot be measured now, but has a profile. Raises `NotReady` if it has none."""
+        if not is_busy():
+            return False
+        self._profile = self._profile or await asyncio.to_thread(self._kept_profile)
+        if self._profile is None:
+            raise NotReady(
+                "This machine is not measured yet, and would seem slow while it computes answers: ask again once they end."
+            )
+        return True
 
     def _kept_profile(self) -> MachineProfile | None:
         """Return the stored profile; measuring would take seconds."""

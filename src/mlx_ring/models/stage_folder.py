@@ -109,6 +109,11 @@ def require_layers(path: Path, layers: LayerRange) -> None:
         )
 
 
+def is_whole(path: Path) -> bool:
+    """Report whether the folder is not marked, so that it has the weights of all layers."""
+    return _held(path / STAGE_FILE) is None
+
+
 def require_whole(path: Path) -> None:
     """Raise `ModelCorrupt` if the folder is marked, because other nodes can only fetch from a whole model."""
     held = _held(path / STAGE_FILE)

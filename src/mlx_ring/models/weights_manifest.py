@@ -26,14 +26,16 @@ from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import ByteProgress
 from mlx_ring.host.private_files import read_private, write_private
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
-from mlx_ring.models.stage_folder import require_whole, small_files
+from mlx_ring.models.stage_folder import is_whole, require_whole, small_files
 
 MAX_MANIFEST_BYTES = 256 << 20
 """Size for a million tensors."""
 _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_MOST_SAMPLED, _SAMPLE_BYTES = 1024, 4096
-"""Tensors that a sample has at most, and bytes of each."""
+_MOST_SAMPLED, _MOST_EXPERTS, _SAMPLE_BYTES = 4096, 1024, 4096
+"""Tensors that a sample has at most, except for those of experts, and of these; and bytes of each."""
+_EXPERT = re.compile(r"(?:^|\.)(?:experts|switch_mlp|switch_glu)\.")
+"""Names of tensors of experts, of which a model may have very many."""
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,254}")
 """File of the folder itself: no path, nothing hidden."""
 
@@ -345,34 +347,35 @@ class WeightsSample:
     def __init__(self, folder: ModelFolder) -> None:
         self._folder = folder
         self._digest, self._states = "", list[tuple[int, int, int]]()
+        self._lock = threading.Lock()
 
     @property
-    def digest(self) -> str:
-        """Digest of some bytes of many tensors; equal for equal models in any folder.
+    def last_digest(self) -> str:
+        """Digest as it was read last; empty before."""
+        return self._digest
 
-        Files that have changed since are read again. If that fails, it is the one before.
+    def digest(self) -> str:
+        """Return the digest of some bytes of many tensors; equal for equal models in any folder.
+
+        Files that have changed since are read again. If that fails, it is the one before. Several threads may ask.
 
         Raises:
             ModelCorrupt: a file cannot be read.
         """
-        try:
-            states = [_state(self._folder.path / file.name) for file in self._folder.weight_files]
-            if states != self._states or not self._digest:
-                self._digest, self._states = self._read(), states
-        except OSError as error:
-            if not self._digest:
-                raise ModelCorrupt(
-                    f"{self._folder.path} cannot be read: {error.strerror or error}. Fetch it again."
-                ) from error
-        return self._digest
+        with self._lock:
+            try:
+                states = [_state(self._folder.path / file.name) for file in self._folder.weight_files]
+                if states != self._states or not self._digest:
+                    self._digest, self._states = self._read(), states
+            except OSError as error:
+                if not self._digest:
+                    raise ModelCorrupt(
+                        f"{self._folder.path} cannot be read: {error.strerror or error}. Fetch it again."
+                    ) from error
+            return self._digest
 
     def _read(self) -> str:
-        by_chance = sorted(
-            (hashlib.sha256(each.name.encode()).digest(), each) for each in self._folder.tensors
-        )
-        chosen = sorted(
-            (each for _, each in by_chance[:_MOST_SAMPLED]), key=lambda each: (each.file, each.offset)
-        )
+        chosen = sorted(_choose(self._folder.tensors), key=lambda each: (each.file, each.offset))
         sampled: list[tuple[str, str]] = []
         for file, entries in itertools.groupby(chosen, lambda each: each.file):
             with (self._folder.path / file).open("rb", buffering=0) as stream:
@@ -381,6 +384,19 @@ class WeightsSample:
                     content = stream.read(min(entry.nbytes, _SAMPLE_BYTES))
                     sampled.append((entry.name, hashlib.sha256(content).hexdigest()))
         return hashlib.sha256(json.dumps(sorted(sampled)).encode()).hexdigest()[:16]
+
+
+def _choose(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Choose tensors by chance, which names decide: all outside experts if they are not too many, and some of experts.
+
+    Training often changes few tensors, but rarely those of experts alone.
+    """
+    by_chance = sorted(
+        tensors, key=lambda each: (hashlib.sha256(each.name.encode()).digest(), each.file, each.offset)
+    )
+    of_experts = [each for each in by_chance if _EXPERT.search(each.name)]
+    others = [each for each in by_chance if not _EXPERT.search(each.name)]
+    return others[:_MOST_SAMPLED] + of_experts[:_MOST_EXPERTS]
 
 
 def join_digests(structure: str, weights: str) -> str:
@@ -394,6 +410,12 @@ def with_weights_of(model: str, structure: str) -> str:
     A stage's folder may lack most weights.
     """
     return "".join((structure, *model.partition("-")[1:]))
+
+
+def may_have_weights_of(folder: ModelFolder, model: str) -> bool:
+    """Report whether a folder has the weights of a model's digest, or lacks some, so that it cannot be compared."""
+    _, _, weights = model.partition("-")
+    return not weights or not is_whole(folder.path) or WeightsSample(folder).digest() == weights
 
 
 def _state(path: Path) -> tuple[int, int, int]:

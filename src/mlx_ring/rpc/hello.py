@@ -21,7 +21,7 @@ from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.handshakes import handshake_error
 from mlx_ring.rpc.tls.peers import HEAD_NAME
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 def make_hello(

@@ -373,6 +373,10 @@ class StageHolder:
             return
         if self._built is None or ours.instance != wanted.instance or ours.tp_size > 1:
             raise NotReady(f"This worker of {ours.instance} cannot have another stage: start another one.")
+        if ours.model_digest != wanted.model_digest:
+            raise NotReady(
+                f"The files of {ours.instance} have changed since this worker loaded them: load the whole model again."
+            )
         if wanted.epoch <= ours.epoch:
             raise StaleMessage(f"A stage of epoch {wanted.epoch} was announced in epoch {ours.epoch}.")
 

@@ -36,13 +36,13 @@ from mlx_lm.utils import (
 )
 
 from mlx_cpu_kernels.operations import are_installed
-from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, VersionMismatch
 from mlx_ring.core.types import ByteProgress, DType, LayerRange
 from mlx_ring.models.architectures import find_architecture, language_module
 from mlx_ring.models.layer_tensors import names_head
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.stage_folder import require_layers
-from mlx_ring.models.weights_manifest import with_weights_of
+from mlx_ring.models.weights_manifest import may_have_weights_of, with_weights_of
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.worker.head_tap import find_heads, override
@@ -423,17 +423,22 @@ def _read(arrays: Mapping[str, mx.array], progress: ByteProgress, gguf: GgufWeig
 
 
 def read_folder(request: worker_pb2.LoadRequest, hello: hello_pb2.Hello) -> ModelFolder:
-    """Read the model, and check that it is the one that the head serves."""
-    folder = read_model_folder(Path(request.model_path))
+    """Read the model. Raises `VersionMismatch` if it is not the one that the head serves, by a sample of whole weights."""
+    folder, wanted = read_model_folder(Path(request.model_path)), request.hello.model_digest
     check_hello(
         hello_pb2.Hello(
             protocol=hello.protocol,
             mlx_ring=hello.mlx_ring,
             mlx=hello.mlx,
             mlx_lm=hello.mlx_lm,
-            model_digest=with_weights_of(request.hello.model_digest, folder.digest),
+            model_digest=with_weights_of(wanted, folder.digest),
         ),
         request.hello,
         f"the model folder {folder.path}",
     )
+    if not (request.fetched or may_have_weights_of(folder, wanted)):
+        raise VersionMismatch(
+            f"{folder.path} has other weights than the model that the head serves: copy the head's files there, or, if they "
+            "have just changed, load the model again."
+        )
     return folder

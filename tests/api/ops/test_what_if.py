@@ -115,6 +115,17 @@ def test_machine_that_was_not_measured_is_measured_for_the_first_question(asked:
     assert reply.status_code == 200
 
 
+@pytest.mark.parametrize("asked", ["what-if", "planning"])
+def test_a_question_says_why_a_machine_is_not_measured_now(asked: str) -> None:
+    api = Api()
+    api.catalog.is_measured, api.catalog.measures_later = False, NotReady("It computes answers: ask again.")
+    reply = api.get("/cluster/planning") if asked == "planning" else api.post("/cluster/what-if", {})
+    assert "It computes answers: ask again." in refusal(reply, 503)[1]
+    assert reply.headers["retry-after"]
+    # Other machines are planned without it.
+    assert api.post("/cluster/what-if", {"add": ["m4-16"], "model": "8b-4bit"}).status_code == 200
+
+
 def test_added_machines_are_planned_alone_while_none_is_measured() -> None:
     api = Api()
     api.catalog.is_measured = False

@@ -422,6 +422,21 @@ def test_blocks_used_least_recently_are_removed_and_later_ones_of_a_text_first(t
     assert (others / "beach.jpg").exists()
 
 
+def test_kv_of_other_models_or_versions_is_named_once_when_a_worker_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    save_by(filled(), tmp_path, [(0, LAYERS)])
+    own = open_disk(tmp_path)
+    own.settle()
+    assert "are KV of other models" not in caplog.text
+    size = sum(file.stat().st_size for file in (tmp_path / NAME).rglob("*") if file.is_file())
+    other: Any = KvDisk(tmp_path, 1 << 30, fingerprint("another version"), range(LAYERS))
+    other.settle()
+    assert caplog.text.count("are KV of other models, types or versions") == 1
+    assert f"{size / 1e6:.1f} MB of the {size / 1e6:.1f} MB in {tmp_path}" in caplog.text
+
+
 def test_saved_block_is_not_copied_again_and_one_that_was_not_asked_for_is_not_saved(tmp_path: Path) -> None:
     run = filled()
     disk = open_disk(tmp_path)

@@ -101,8 +101,8 @@ def routes(context: ApiContext) -> Router:
         async with one_at_a_time:
             is_done = threading.Event()
             try:
-                await _measure(context)
-                return await asyncio.to_thread(_answer, context, fields, is_done.is_set)
+                problem = await _measure(context)
+                return await asyncio.to_thread(_answer, context, fields, is_done.is_set, problem)
             finally:
                 # If the client has left, the thread stops after the present case.
                 is_done.set()
@@ -114,8 +114,8 @@ def routes(context: ApiContext) -> Router:
 
     async def planning(request: Request) -> JsonAnswer[PlanningBasis]:
         async with one_at_a_time:
-            await _measure(context)
-        basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"))
+            problem = await _measure(context)
+        basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"), problem)
         return JsonAnswer(to_jsonable_python(basis))
 
     documented_get(
@@ -168,13 +168,20 @@ def _check(fields: WhatIfRequest) -> None:
         raise RequestError(str(error), param="link") from error
 
 
-async def _measure(context: ApiContext) -> None:
-    """Measure the head's machine if nobody did, but not while it loads the model."""
-    if not isinstance(context.default.error, NotReady):
+async def _measure(context: ApiContext) -> NotReady | None:
+    """Measure the head's machine if nobody did, but not while it loads the model. Return why that must wait."""
+    if isinstance(context.default.error, NotReady):
+        return context.default.error
+    try:
         await context.catalog.measure()
+    except NotReady as error:
+        return error
+    return None
 
 
-def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[], bool]) -> Answer:
+def _answer(
+    context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[], bool], problem: NotReady | None
+) -> Answer:
     _check(fields)
     served = _served(context, fields)
     running = context.catalog.running(served)
@@ -185,7 +192,7 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
         raise RequestError(str(error), param="add") from error
     if not running.machines.nodes:
         if not fields.add:
-            raise _unmeasured(context)
+            raise problem or _unmeasured(context)
         remarks = (*remarks, "No machine of the cluster is measured, so only the added ones count.")
     question = Question(
         added=tuple(fields.add),
@@ -203,7 +210,7 @@ def _answer(context: ApiContext, fields: WhatIfRequest, is_stopped: Callable[[],
         raise RequestError(str(error), param="context_tokens") from error
 
 
-def _planning_basis(context: ApiContext, name: str | None) -> PlanningBasis:
+def _planning_basis(context: ApiContext, name: str | None, problem: NotReady | None) -> PlanningBasis:
     if name is not None and len(name) > _MOST_LETTERS:
         raise RequestError(
             f"'model' has {len(name)} characters; give a name of at most {_MOST_LETTERS}.", param="model"
@@ -212,17 +219,14 @@ def _planning_basis(context: ApiContext, name: str | None) -> PlanningBasis:
     served = _served(context, fields)
     running = context.catalog.running(served)
     if not running.machines.nodes:
-        raise _unmeasured(context)
+        raise problem or _unmeasured(context)
     models, remarks = _models(context, fields, served, running.machines)
     ((_, sizes),) = models
     return PlanningBasis.of(running, sizes, remarks)
 
 
-def _unmeasured(context: ApiContext) -> NotReady | Conflict:
-    """Return the error while no machine is measured: a retry helps only if one is about to be."""
-    first = context.default
-    if isinstance(first.error, NotReady):
-        return first.error
+def _unmeasured(context: ApiContext) -> Conflict:
+    """Return the error if no machine can be measured: a retry does not help."""
     return Conflict(
         f"No machine of the cluster is measured: run `{context.settings.profile_command}` on the head's machine, which "
         "says why, and ask again."

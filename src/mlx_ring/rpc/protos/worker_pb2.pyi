@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LoadRequest(_message.Message):
-    __slots__ = ("hello", "model_path", "assignment", "gain")
+    __slots__ = ("hello", "model_path", "fetched", "assignment", "gain")
     class Gain(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[LoadRequest.Gain]
@@ -23,13 +23,15 @@ class LoadRequest(_message.Message):
     AFTER: LoadRequest.Gain
     HELLO_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     GAIN_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     model_path: str
+    fetched: bool
     assignment: StageAssignment
     gain: LoadRequest.Gain
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., gain: _Optional[_Union[LoadRequest.Gain, str]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., model_path: _Optional[str] = ..., fetched: _Optional[bool] = ..., assignment: _Optional[_Union[StageAssignment, _Mapping]] = ..., gain: _Optional[_Union[LoadRequest.Gain, str]] = ...) -> None: ...
 
 class StageAssignment(_message.Message):
     __slots__ = ("instance", "epoch", "stage", "stages", "rank", "tp_size", "first_layer", "end_layer", "dtype", "next_address", "first_address", "plan_digest", "model_digest", "kv_bits", "max_model_len", "next_node", "first_node", "link_compression", "next_bytes_per_s", "previous_node", "shares", "group", "next_ranks", "first_ranks", "link", "group_host", "group_from", "cpu_weights", "backend", "backend_why", "group_environment", "rdma")

@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from array import array as number_array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,8 +62,7 @@ class BlockWriter:
         self.folder, self._blocks, self._limit = folder, folder / name, limit_bytes
         self._today = DailyBytes(folder, _DAILY_SHARE * limit_bytes)
         self._thread = ThreadPoolExecutor(1, "kv-disk-writer")
-        # The limit may be lower than at the last start.
-        self._thread.submit(make_room, folder, limit_bytes)
+        self._thread.submit(self._begin)
         self._written = threading.Condition()
         self._pending_bytes = 0
         self._unmeasured = math.inf
@@ -73,6 +73,15 @@ class BlockWriter:
         """Time from which it is tried again to write, after the disk has refused that."""
         self._complaint = ""
         """Last problem, which is not repeated."""
+
+    def _begin(self) -> None:
+        """Make room, because the limit may be lower than at the last start, and log what is of no use to this model."""
+        sizes = make_room(self.folder, self._limit)
+        if others := sizes.total() - sizes[self._blocks.name]:
+            log.info(
+                "%.1f MB of the %.1f MB in %s are KV of other models, types or versions: it is removed when room is needed",
+                *(others / 1e6, sizes.total() / 1e6, self.folder),
+            )
 
     def path(self, digest: bytes) -> Path:
         """Return the folder of a block."""
@@ -355,19 +364,25 @@ class ListedTokens:
 # ---- room
 
 
-def make_room(folder: Path, limit_bytes: int) -> None:
+def make_room(folder: Path, limit_bytes: int) -> Counter[str]:
     """Remove the blocks that were used least recently, if all of them are larger than a limit.
 
     Those that were used while the clock was ahead go first. Otherwise each new block would, for as long as it was wrong.
+
+    Returns:
+        The bytes that are left, by the name of their model's folder.
     """
     latest = time.time() + _CLOCK_S
     blocks = sorted(_sizes(folder), key=lambda block: (block[0] <= latest, *block))
-    size = sum(nbytes for _, nbytes, _ in blocks)
-    for _, nbytes, path in blocks if size > limit_bytes else ():
-        if size <= limit_bytes * _LEAVE:
+    left = Counter[str]()
+    for _, nbytes, path in blocks:
+        left[path.parent.name] += nbytes
+    for _, nbytes, path in blocks if left.total() > limit_bytes else ():
+        if left.total() <= limit_bytes * _LEAVE:
             break
         shutil.rmtree(path, ignore_errors=True)
-        size -= 0 if path.exists() else nbytes
+        left[path.parent.name] -= 0 if path.exists() else nbytes
+    return left
 
 
 def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
