@@ -645,6 +645,7 @@ def test_a_strategy_over_all_machines_is_compared_without_those_out_of_reach(
 ) -> None:
     hosted, here = shared_on(tmp_path, "a", strategy="uniform"), trusting(*"abc")
     here.link_profiles[frozenset("ac")] = here.link_profiles[frozenset("bc")] = UNREACHABLE
+    here.link_profiles[frozenset("ab")] = replace(CABLE, round_trip_s=10.0)
     assert proposed(hosted, here) is None, "over a and b, it would not be faster"
     assert not caplog.records, "it is compared again and again"
 
