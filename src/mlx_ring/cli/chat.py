@@ -315,8 +315,9 @@ def _read_line() -> str:
 def chat(
     question: Annotated[str | None, QUESTION] = None,
     url: Annotated[
-        str, typer.Option(help="Address of the server, or by default another one of this machine.")
-    ] = DEFAULT_URL,
+        str | None,
+        typer.Option(help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
@@ -335,6 +336,7 @@ def chat(
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
+    place = server_here(url, model, api_key=key, cacert=cacert)
     raise typer.Exit(
-        run_chat(server_here(url), model, system, key, sampling=sampling, question=question, trusted=trusted)
+        run_chat(place, model, system, key, sampling=sampling, question=question, trusted=trusted)
     )
