@@ -297,28 +297,26 @@ export class ChatStore {
     this.#marks.begin(id);
     this.#put(asked);
     this.#store();
-    let release = () => {};
-    try {
-      release = await takeSlot(abort.signal, () => {
-        answer = { ...answer, isQueued: true };
-        render.soon();
-      });
-      abort.signal.throwIfAborted();
-      answer = { ...answer, isQueued: false };
+    const show = (/** @type {Partial<AnswerMessage>} */ change) => {
+      answer = { ...answer, ...change };
       render.soon();
+    };
+    const takeTurn = async () => {
+      const release = await takeSlot(abort.signal, () => show({ isQueued: true }));
+      show({ isQueued: false });
+      return release;
+    };
+    try {
       const messages = requestMessages(continues ? prompt : conversation, parameters.system);
       const way = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
       const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters), ...way };
-      for await (const completion of streamCompletion(body, abort.signal)) {
-        answer = { ...answer, ...completion, model: completion.model ?? model };
-        render.soon();
+      for await (const completion of streamCompletion(body, abort.signal, takeTurn)) {
+        show({ ...completion, model: completion.model ?? model });
       }
     } catch (error) {
       const hasBegun = answer.id !== "" || hasText(answer);
       answer = { ...answer, isQueued: false, ...endOf(error, abort.signal.aborted, hasBegun) };
       if (error instanceof ApiError && error.status === 401) this.#onKeyRequired(error.message);
-    } finally {
-      release();
     }
     render.cancel();
     this.#takeOthers();
