@@ -113,7 +113,8 @@ def routes(context: ApiContext) -> Router:
         return JsonAnswer(to_jsonable_python(answer))
 
     async def planning(request: Request) -> JsonAnswer[PlanningBasis]:
-        async with one_at_a_time:
+        running = await asyncio.to_thread(context.catalog.running, context.default)
+        if not running.machines.nodes:
             await _measure(context)
         basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"))
         return JsonAnswer(to_jsonable_python(basis))
