@@ -128,7 +128,7 @@ export class Drafts {
     this.#changed.delete(name);
     const text = this.#texts.get(name);
     const isStored = writeStored(PREFIX + name, text ?? null, "sessionStorage") || text === undefined;
-    // What was stored before would come back after a reload.
+    // The older text would come back after a reload.
     if (!isStored) writeStored(PREFIX + name, null, "sessionStorage");
     if (isStored === !this.#unstored.has(name)) return;
     if (isStored) this.#unstored.delete(name);
