@@ -17,7 +17,10 @@ const [one, two] = [chat(1), chat(2)];
 const stored = (id) => JSON.parse(sessionStorage.getItem(PREFIX + id) ?? "null");
 const leave = () => window.dispatchEvent(new Event("pagehide"));
 
-afterEach(() => mock.timers.reset());
+afterEach(() => {
+  mock.timers.reset();
+  leave();
+});
 
 test("each draft is stored by itself, once a second and when the page is left, and read after a reload", () => {
   setUpBrowser();
