@@ -24,7 +24,9 @@ from tests.default_settings import make_api_settings
 from tests.eventually import eventually
 from tests.processes import run_in_process
 
-from mlx_ring.cli.chat import run_chat
+from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import chat as chat_module
+from mlx_ring.cli.chat import ChatSession, run_chat
 from mlx_ring.cli.head_client import ChatServer
 from mlx_ring.core.errors import WorkerLost
 
@@ -399,6 +401,28 @@ def test_the_exit_code_says_whether_questions_from_a_pipe_were_answered(
     assert piped(url, b"Hello.\n", monkeypatch) == (1, "")
     problem = "Worker 1 of stage 0 died [exit 9], as the log of it says. The model is loaded again.\n"
     assert capsys.readouterr().err == problem
+
+
+def test_a_question_from_a_pipe_may_begin_with_a_path_and_commands_remain_commands(
+    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = b"/etc/hosts: what is it?\n/reset\n/set seed 1\n/help\n/exit\nHello.\n"
+    assert piped(twin[1], data, monkeypatch) == (0, f"{ANSWER_TEXT}\n")
+    said = capsys.readouterr().err
+    assert "There is no" not in said
+    assert "New conversation." in said
+
+
+def interrupt(*_: object) -> str:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("place", "name"), [(chat_module, "_read_line"), (ChatSession, "_print_stream")])
+def test_ctrl_c_ends_a_chat_from_a_pipe_and_prints_nothing(
+    place: object, name: str, twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, interrupt)
+    assert piped(twin[1], b"Hello.\nAnd you?\n", monkeypatch) == (INTERRUPTED, "")
 
 
 @pytest.mark.parametrize(("errors", "code"), [("strict", 2), ("surrogateescape", 1)])

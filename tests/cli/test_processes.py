@@ -11,6 +11,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -72,24 +73,61 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
     monkeypatch.setattr(local_models, "heads_here", lambda: heads)
     with silent_address() as usual, api_server(TwinService()) as url:
         monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
-        assert server_here(usual) == usual
+        assert server_here(None) == usual
         own = Running("head", os.getpid(), 0.0, "", url)
         heads += [replace(own, url="http://127.0.0.1:1"), own]
-        assert server_here(usual) == url
-        assert server_here("http://127.0.0.1:9") == "http://127.0.0.1:9", "an address that was given"
+        assert server_here(None) == url
+        for given in (usual, "http://127.0.0.1:9"):
+            assert server_here(given) == given, "an address that was given"
         with pytest.raises(typer.Exit) as ended:
-            ask("Hello.", url=usual)
+            ask("Hello.")
         assert (ended.value.exit_code, capsys.readouterr().out) == (0, f"{ANSWER_TEXT}\n")
         with api_server(TwinService()) as answering:
             monkeypatch.setattr(local_models, "DEFAULT_URL", answering)
-            assert server_here(answering) == answering
+            assert server_here(None) == answering
+
+
+def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads: list[Running] = []
+    monkeypatch.delenv("MLX_RING_API_KEY", raising=False)
+    monkeypatch.setattr(local_models, "heads_here", lambda: heads)
+    with (
+        silent_address() as usual,
+        api_server(TwinService(names=("org/other",))) as other,
+        api_server(TwinService(names=("org/twin",))) as own,
+        api_server(TwinService(names=("org/twin",)), make_api_settings(api_keys=("k",))) as locked,
+    ):
+        monkeypatch.setattr(processes, "own_server", Mock(return_value=contextlib.nullcontext(own)))
+        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
+        head = Running("head", os.getpid(), 0.0, "", "")
+        # Another scheme is refused as an untrusted certificate is.
+        heads += [replace(head, url=url) for url in (own.replace("http:", "https:"), locked, other)]
+        assert server_here(None, "org/twin") == other, "the only one that answers"
+        assert server_here(None, "org/twin", api_key="k") == locked
+        heads.append(replace(head, url=own))
+        assert server_here(None, "org/twin") == own
+        with _served("org/twin", None, None, None) as found:
+            assert found == (own, "org/twin")
+        del heads[2:]
+        for address in (usual, locked):
+            monkeypatch.setattr(local_models, "DEFAULT_URL", address)
+            with _served("org/twin", None, None, None) as found:
+                assert found == (own, "org/twin"), "a server of its own"
+        for given in (usual, locked):
+            with pytest.raises((ConfigError, RequestError)), _served("org/twin", given, None, None):
+                pass
+    said = capsys.readouterr().err
+    assert said.count("org/twin is served for this chat alone.") == 1
+    assert "asks for an API key" in said
 
 
 def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with silent_address() as usual, own_server("demo", None) as url:
         monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
         assert [each.url for each in local_models.heads_here()] == [url]
-        assert server_here(usual) == usual
+        assert server_here(None) == usual
 
 
 def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(

@@ -41,6 +41,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FAILED, _MISUSE = 1, 2
 _SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
 """Sampling parameters that a chat sets, by their names in requests, and how each is read."""
+_COMMANDS = {"/reset", "/system", "/set", "/help"}
 _HELP = """[bold]/reset[/]          start a new conversation
 [bold]/system TEXT[/]    set a system prompt (or none) and start a new conversation
 [bold]/set NAME VALUE[/] set temperature, top_p, max_tokens or seed; without a value, reset it
@@ -168,7 +169,8 @@ def run_chat(
         read_line: returns the next line, or raises `EOFError` at the end.
 
     Returns:
-        The exit code: 0, 1 if the question, or one from a pipe, got no complete answer, or 2 without such a server or model.
+        The exit code: 0, 1 if the question, or one from a pipe, got no complete answer, 2 without such a server or model,
+        or `INTERRUPTED` if Ctrl-C ended it.
     """
     console = console or Console()
     is_piped = read_line is None and question is None and not sys.stdin.isatty()
@@ -190,7 +192,8 @@ def run_chat(
                 highlight=False,
                 soft_wrap=True,
             )
-        _converse(conversation, read_line)
+        if _converse(conversation, read_line, is_piped=is_piped):
+            return INTERRUPTED
     except ChatError as error:
         _print_error(notes, error)
         return _MISUSE
@@ -220,23 +223,27 @@ def _answer_once(conversation: ChatSession, question: str) -> int:
     return INTERRUPTED if reply.interrupted else 0
 
 
-def _converse(conversation: ChatSession, read_line: Callable[[], str]) -> None:
+def _converse(conversation: ChatSession, read_line: Callable[[], str], *, is_piped: bool) -> bool:
+    """Answer until the user leaves. Return true if Ctrl-C ended it, as it does from a pipe."""
     while True:
         try:
             line = read_line().strip()
         except KeyboardInterrupt:
+            if is_piped:
+                return True
             conversation.console.print("\n[dim]Ctrl-D leaves.[/]")
             continue
         except EOFError:
             if conversation.notes is conversation.console:
                 conversation.console.print()
-            return
+            return False
         if line in {"/exit", "/quit"}:
-            return
-        if line.startswith("/"):
+            return False
+        # Others write their questions without a look at the help: one may begin with a path.
+        if line.startswith("/") and (not is_piped or line.partition(" ")[0] in _COMMANDS):
             _run_command(conversation, line)
-        elif line:
-            _answer(conversation, line)
+        elif line and _answer(conversation, line).interrupted and is_piped:
+            return True
 
 
 def _run_command(conversation: ChatSession, line: str) -> None:
@@ -275,14 +282,15 @@ def _set(sampling: dict[str, float | None], given: str) -> str:
     return f"{name} is {text}." if text else f"{name} is not set: the model's or the API's is used."
 
 
-def _answer(conversation: ChatSession, question: str) -> None:
+def _answer(conversation: ChatSession, question: str) -> Reply:
     try:
         reply = conversation.ask(question)
     except ChatError as error:
         conversation.has_failed = True
         _print_error(conversation.notes, error)
-        return
+        return Reply()
     conversation.notes.print(f"[dim]{_footnote(reply)}[/]", highlight=False)
+    return reply
 
 
 def _footnote(reply: Reply) -> str:
@@ -315,8 +323,9 @@ def _read_line() -> str:
 def chat(
     question: Annotated[str | None, QUESTION] = None,
     url: Annotated[
-        str, typer.Option(help="Address of the server, or by default another one of this machine.")
-    ] = DEFAULT_URL,
+        str | None,
+        typer.Option(help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
@@ -328,13 +337,14 @@ def chat(
 ) -> None:
     """Chat with a served model in this terminal.
 
-    From a pipe, each line is a question, and only the answers are printed. The exit code is 1 if one of them, or the given question, got no complete answer.
+    From a pipe, each line is a question or a command such as /reset, and only the answers are printed. The exit code is 1 if one of them, or the given question, got no complete answer.
     """
     from mlx_ring.cli.local_models import server_here  # imports what only downloads need
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
+    place = server_here(url, model, api_key=key, cacert=cacert)
     raise typer.Exit(
-        run_chat(server_here(url), model, system, key, sampling=sampling, question=question, trusted=trusted)
+        run_chat(place, model, system, key, sampling=sampling, question=question, trusted=trusted)
     )

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
-from urllib.parse import urlsplit
 
 import psutil
 import typer
@@ -34,7 +32,6 @@ from mlx_ring.cli.head_client import (
     CACERT,
     DEFAULT_URL,
     LIFELINE,
-    QUICK_ANSWER_S,
     ServedNames,
     ask_head,
     names_at,
@@ -50,6 +47,7 @@ from mlx_ring.models.model_source import (
     LocalModel,
     exact_name,
     find_model,
+    full_name,
     interrupted_downloads,
     list_local_models,
     must_be_fetched,
@@ -181,24 +179,28 @@ def heads_here() -> list[Running]:
     return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
 
 
-def server_here(url: str) -> str:
-    """Return this address. If it is the usual one and nothing listens there, return that of another head of this machine.
+def server_here(
+    url: str | None, model: str | None = None, *, api_key: str | None = None, cacert: Path | None = None
+) -> str:
+    """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
 
-    A head that `run` started for its own chat ends with that chat, so it is not taken.
+    The usual address comes first, and is returned if none answers. A head that `run` started for its own chat ends with
+    that chat, so it is not taken.
     """
-    if url != DEFAULT_URL or _listens(url):
+    if url is not None:
         return url
-    return next(
-        (head.url for head in heads_here() if not _is_of_a_chat(head.pid) and _listens(head.url)), url
-    )
-
-
-def _listens(url: str) -> bool:
-    place = urlsplit(url)
-    with contextlib.suppress(OSError):
-        socket.create_connection((place.hostname or "", place.port or 0), QUICK_ANSWER_S).close()
-        return True
-    return False
+    wanted = {model}
+    with contextlib.suppress(ConfigError):
+        wanted.add(full_name(model) if model else None)
+    others = (head.url for head in heads_here() if not _is_of_a_chat(head.pid))
+    best, place = -1, DEFAULT_URL
+    for each in dict.fromkeys((DEFAULT_URL, *others)):
+        # It may be ending, or have another API key, or a certificate that is not trusted.
+        with contextlib.suppress(ConfigError, RequestError):
+            names = names_at(each, api_key=api_key, cacert=cacert).values()
+            found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
+            best, place = max((best, place), (found, each), key=lambda pair: pair[0])
+    return place
 
 
 def _is_of_a_chat(pid: int) -> bool:

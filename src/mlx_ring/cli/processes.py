@@ -31,7 +31,6 @@ from mlx_ring.cli.head_client import (
     SYSTEM,
     TEMPERATURE,
     TOP_P,
-    ServedNames,
     ask_head,
     key_to_send,
     name_for,
@@ -158,8 +157,8 @@ def run(
     ],
     question: Annotated[str | None, QUESTION] = None,
     url: Annotated[
-        str, typer.Option(help="Server to use if it runs, else another one of this machine.")
-    ] = DEFAULT_URL,
+        str | None, typer.Option(help=f"Server to use; {DEFAULT_URL} or another of this machine by default.")
+    ] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
     top_p: Annotated[float | None, TOP_P] = None,
@@ -174,23 +173,31 @@ def run(
     started for it. A model that is not on this machine is downloaded first. With a question, its answer alone is printed.
     """
     from mlx_ring.cli.chat import run_chat, sampling_of  # `ps` and `stop` need no chat
-    from mlx_ring.cli.local_models import server_here
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    with _served(model, server_here(url), key, cacert) as (place, name):
+    with _served(model, url, key, cacert) as (place, name):
         code = run_chat(place, name, system, key, sampling=sampling, question=question, trusted=trusted)
     raise typer.Exit(code)
 
 
 @contextlib.contextmanager
-def _served(model: str, url: str, key: str | None, cacert: Path | None) -> Generator[tuple[str, str]]:
+def _served(
+    model: str, given: str | None, key: str | None, cacert: Path | None
+) -> Generator[tuple[str, str]]:
     """Yield the address of a server of the model, and its name there. A server or a load that it needs ends with the context."""
+    from mlx_ring.cli.local_models import server_here  # imports what only downloads need
     from mlx_ring.models.model_source import full_name
 
-    served = _names_at(url, key, cacert)
-    if served is None:
+    url = server_here(given, model, api_key=key, cacert=cacert)
+    try:
+        served = names_at(url, api_key=key, cacert=cacert)
+    except (ConfigError, RequestError) as error:
+        if given is not None:
+            raise
+        if isinstance(error, RequestError):
+            print(f"{error} So {model} is served for this chat alone.", file=sys.stderr, flush=True)
         with own_server(model, key) as place:
             yield place, next(iter(names_at(place, api_key=key, cacert=cacert)))
         return
@@ -227,16 +234,6 @@ def _download(model: str, url: str, key: str | None, cacert: Path | None) -> Non
     ):
         for event in events:
             bar.report(PullProgress(event["status"], event["done_bytes"], event["total_bytes"]))
-
-
-def _names_at(url: str, key: str | None, cacert: Path | None) -> Mapping[str, ServedNames] | None:
-    """Return the names at a server; None if none runs there."""
-    try:
-        return names_at(url, api_key=key, cacert=cacert)
-    except ConfigError:
-        if url != DEFAULT_URL:
-            raise
-        return None
 
 
 @contextlib.contextmanager

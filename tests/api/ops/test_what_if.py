@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from tests.api.clients import Api, refusal
 from tests.default_settings import make_api_settings
 
+from mlx_ring.api.ops import what_if as routes
 from mlx_ring.core.errors import ModelNotFound, NotReady
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_source import LocalModel
 from mlx_ring.planner.known_models import find_known_model
 from mlx_ring.planner.request import OBJECTIVES, Demand, PlanRequest
+from mlx_ring.planner.what_if import Answer
 
 
 def test_a_machine_that_is_added_is_compared_with_the_cluster_as_it_is() -> None:
@@ -124,6 +128,30 @@ def test_a_question_says_why_a_machine_is_not_measured_now(asked: str) -> None:
     assert reply.headers["retry-after"]
     # Other machines are planned without it.
     assert api.post("/cluster/what-if", {"add": ["m4-16"], "model": "8b-4bit"}).status_code == 200
+
+
+def test_planning_waits_for_no_other_question_and_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def answer(*_: object) -> Answer:
+        begun.set()
+        assert may_end.wait(60)
+        return Answer((), None)
+
+    async def measure() -> None:
+        assert may_end.is_set(), "a measurement of machines that are measured"
+
+    monkeypatch.setattr(routes, "_answer", answer)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(api.post, "/cluster/what-if", {})
+        try:
+            assert begun.wait(60)
+            monkeypatch.setattr(api.catalog, "measure", measure)
+            planning = threads.submit(api.get, "/cluster/planning").result(60)
+        finally:
+            may_end.set()
+        assert (planning.status_code, asked.result(60).status_code) == (200, 200)
 
 
 def test_added_machines_are_planned_alone_while_none_is_measured() -> None:

@@ -64,7 +64,12 @@ async function streamOver(connections) {
   const waits = [];
   let problem = null;
   try {
-    for await (const { content, isPaused, waitsFor } of streamCompletion({}, new AbortController().signal, 0)) {
+    for await (const { content, isPaused, waitsFor } of streamCompletion(
+      {},
+      new AbortController().signal,
+      undefined,
+      0,
+    )) {
       states.push([content, isPaused]);
       waits.push(waitsFor);
     }
@@ -90,17 +95,64 @@ test("a broken connection is followed by others that give the rest of a kept ans
   assert.deepEqual(states.at(-1), ["Paris.", false]);
 });
 
+/** @param {string} code */
+const refused = (code) => {
+  const error = { code, message: "The model is being loaded; ask again in a moment." };
+  return new Response(JSON.stringify({ error }), { status: 503, headers: { "retry-after": "5" } });
+};
+
 test("a question is sent again until its model is loaded, but not to a server that is shutting down", async () => {
-  const refused = (/** @type {string} */ code) => {
-    const error = { code, message: "The model is being loaded; ask again in a moment." };
-    return new Response(JSON.stringify({ error }), { status: 503, headers: { "retry-after": "5" } });
-  };
   const loading = await streamOver([refused("not_ready"), refused("not_ready"), `data: ${is}\n\ndata: [DONE]\n\n`]);
   assert.equal(loading.problem, null);
   assert.deepEqual(loading.waits, ["The model is being loaded.", "The model is being loaded.", ""]);
   assert.deepEqual(loading.states.at(-1), ["is.", false]);
   const draining = await streamOver([refused("draining")]);
   assert.equal(draining.problem, "The model is being loaded; ask again in a moment.");
+});
+
+test("a question that waits for its model is sent again after a loss of the connection, until it is accepted", async () => {
+  const lost = new TypeError("Failed to fetch");
+  const { waits, states, problem } = await streamOver([
+    refused("not_ready"),
+    lost,
+    lost,
+    `data: ${is}\n\ndata: [DONE]\n\n`,
+  ]);
+  assert.equal(problem, null);
+  assert.deepEqual(waits, [...Array(3).fill("The model is being loaded."), ""]);
+  assert.deepEqual(states.at(-1), ["is.", false]);
+  assert.match((await streamOver([lost])).problem ?? "", /./, "one that does not wait");
+  const accepted = await streamOver([refused("not_ready"), ": keep-alive\n\n", `data: ${is}\n\ndata: [DONE]\n\n`]);
+  assert.match(accepted.problem ?? "", /closed before the answer was complete/);
+});
+
+test("a question that waits for its model has no turn, and its first token counts from when it was sent last", async () => {
+  setUpBrowser();
+  let [now, turns] = [0, 0];
+  mock.method(performance, "now", () => now);
+  const replies = [refused("not_ready"), refused("not_ready"), new Response(`data: ${is}\n\ndata: [DONE]\n\n`)];
+  mock.method(globalThis, "fetch", async () => {
+    now += 500;
+    return replies.shift();
+  });
+  const takeTurn = async () => {
+    turns += 1;
+    now += 60_000;
+    return () => {
+      turns -= 1;
+    };
+  };
+  const seen = [];
+  for await (const { waitsFor, figures } of streamCompletion({}, new AbortController().signal, takeTurn, 0)) {
+    seen.push([waitsFor !== "", turns, figures.firstTokenS]);
+  }
+  mock.restoreAll();
+  assert.deepEqual(seen, [
+    [true, 0, null],
+    [true, 0, null],
+    [false, 1, 0.5],
+  ]);
+  assert.equal(turns, 0);
 });
 
 test("an answer that is not kept ends with its connection", async () => {

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
 import { AnswerMarks } from "../../../src/mlx_ring/api/page/web/chat/answer-marks.js";
 import { MAX_STREAMS } from "../../../src/mlx_ring/api/page/web/chat/answer-slots.js";
-import { EMPTY_ANSWER, editName } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
+import { EMPTY_ANSWER, editName, isAnswer } from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
 import { readParameters } from "../../../src/mlx_ring/api/page/web/chat/parameters.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { createStream, settle, setUpBrowser } from "./support.js";
@@ -128,6 +128,21 @@ for (const [how, left] of /** @type {[string, any[]][]} */ ([
     await assert.rejects(stream.write("data: more"));
   });
 }
+
+test("a copy of a chat in which an answer streams has answers that ended", async () => {
+  const { store, stream } = await openStreaming();
+  store.branch(3);
+  assert.deepEqual([store.now.open.messages[2]?.content, ends(store.now.open)], ["Hi", ["stopped"]]);
+  assert.equal(store.now.running.has(store.now.open.id), false);
+  store.open("c1");
+  assert.deepEqual(ends(store.now.open), [null]);
+  await stream.write(DONE);
+  await settle();
+  assert.deepEqual(ends(store.now.open), ["stop"]);
+});
+
+/** @param {any} chat */
+const ends = ({ messages }) => messages.filter(isAnswer).map((/** @type {any} */ { end }) => end);
 
 test("a chat that another tab renames, and stores as it was before the answer, keeps both when that ends", async () => {
   const { store, storeElsewhere, stream, contents } = await openStreaming();
@@ -394,6 +409,30 @@ for (const locks of ["locks of all tabs", "no locks", "locks that the browser re
     await settle();
   });
 }
+
+test("questions that wait for their models let others be asked", async () => {
+  const { store } = openStore([]);
+  Object.defineProperty(globalThis, "navigator", { value: {}, configurable: true });
+  const { chats, answer } = await askMany(store, 0);
+  let asked = 0;
+  mock.method(globalThis, "fetch", async () => {
+    asked += 1;
+    if (asked > MAX_STREAMS) return new Response(DONE);
+    const error = { code: "not_ready", message: "The model is being loaded." };
+    return new Response(JSON.stringify({ error }), { status: 503 });
+  });
+  for (let place = 0; place <= MAX_STREAMS; place += 1) {
+    store.startNew();
+    store.ask("?", options);
+    chats.push(store.now.open.id);
+    await settle();
+  }
+  assert.deepEqual([answer(0).waitsFor, answer(0).end], ["The model is being loaded.", null]);
+  assert.equal(answer(MAX_STREAMS).end, "stop");
+  for (const id of chats) store.stop(id);
+  await settle();
+  assert.equal(store.now.running.size, 0);
+});
 
 /** The Web Locks API, as far as the page uses it. */
 function fakeLocks() {

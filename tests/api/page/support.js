@@ -53,6 +53,10 @@ function createStorage() {
     getItem: (/** @type {string} */ name) => values.get(name) ?? null,
     setItem: (/** @type {string} */ name, /** @type {string} */ value) => void values.set(name, value),
     removeItem: (/** @type {string} */ name) => void values.delete(name),
+    key: (/** @type {number} */ index) => [...values.keys()][index] ?? null,
+    get length() {
+      return values.size;
+    },
   };
 }
 

@@ -113,8 +113,8 @@ def routes(context: ApiContext) -> Router:
         return JsonAnswer(to_jsonable_python(answer))
 
     async def planning(request: Request) -> JsonAnswer[PlanningBasis]:
-        async with one_at_a_time:
-            problem = await _measure(context)
+        running = await asyncio.to_thread(context.catalog.running, context.default)
+        problem = None if running.machines.nodes else await _measure(context)
         basis = await asyncio.to_thread(_planning_basis, context, request.query_params.get("model"), problem)
         return JsonAnswer(to_jsonable_python(basis))
 

@@ -31,3 +31,18 @@ export function writeStored(name, value, place = "localStorage") {
     return false;
   }
 }
+
+/**
+ * Return the names of the stored values that begin so.
+ * @param {string} prefix
+ * @param {Place} place
+ */
+export function storedNames(prefix, place) {
+  try {
+    const storage = globalThis[place];
+    const names = Array.from({ length: storage.length }, (_, index) => storage.key(index) ?? "");
+    return names.filter((name) => name.startsWith(prefix));
+  } catch {
+    return [];
+  }
+}

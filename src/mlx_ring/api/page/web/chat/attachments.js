@@ -3,33 +3,47 @@
 import { bytes } from "../format.js";
 import { fenced } from "./export.js";
 
-/** Largest file in bytes: a larger one fits in no usual context. */
-const MAX_FILE = 1e6;
+/** Longest question with files, and largest file, in bytes: longer ones fit in no usual context. */
+const MAX_BYTES = 1e6;
 
 /**
  * Return the files as text for a question, and in a sentence each why others cannot be sent.
  * @param {File[]} files
+ * @param {string} [before] text that the question has already
  * @returns {Promise<{ text: string, problem: string }>}
  */
-export async function readFiles(files) {
-  const [texts, problems] = [/** @type {string[]} */ ([]), /** @type {string[]} */ ([])];
+export async function readFiles(files, before = "") {
+  const [texts, problems, left] = [
+    /** @type {string[]} */ ([]),
+    /** @type {string[]} */ ([]),
+    /** @type {string[]} */ ([]),
+  ];
+  let room = MAX_BYTES - new TextEncoder().encode(before).length;
   for (const file of files) {
-    const problem = findProblem(file);
-    const text = problem ? null : await readText(file);
-    if (text === null) problems.push(problem || `${file.name} is not text in UTF-8. Only text can be sent.`);
-    else texts.push(`${file.name}:\n${fenced(text.trimEnd(), languageOf(file.name))}`);
+    const { name, size } = file;
+    if (size > MAX_BYTES) {
+      problems.push(`${name} has ${bytes(size)}. Files of up to ${bytes(MAX_BYTES)} can be sent.`);
+      continue;
+    }
+    if (size > room) {
+      left.push(name);
+      continue;
+    }
+    const text = await readText(file);
+    if (text === null) {
+      problems.push(`${name} is not text in UTF-8. Only text can be sent.`);
+      continue;
+    }
+    room -= size;
+    texts.push(`${name}:\n${fenced(text.trimEnd(), languageOf(name))}`);
   }
+  if (left.length) problems.push(`Left out, because a question takes up to ${bytes(MAX_BYTES)}: ${left.join(", ")}.`);
   return { text: texts.join("\n\n"), problem: problems.join(" ") };
 }
 
-/** @param {Pick<File, "name" | "type" | "size">} file */
-function findProblem({ name, type, size }) {
-  if (/^(image|audio|video)\//.test(type)) return `${name} is no text. Only text can be sent.`;
-  return size > MAX_FILE ? `${name} has ${bytes(size)}. Files of up to ${bytes(MAX_FILE)} can be sent.` : "";
-}
-
 /**
- * Return the text of a file. Null if it has other content, or cannot be read, as a folder.
+ * Return the text of a file. Null if it has other content, or cannot be read, as a folder. The browser's type does not
+ * count: it takes a program in TypeScript for a video.
  * @param {File} file
  */
 async function readText(file) {

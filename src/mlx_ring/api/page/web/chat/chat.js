@@ -133,6 +133,12 @@ export function Chat({ chats, live, models, jobs, notices }) {
         page.
       </${Notice}>`
       }
+      ${
+        !chats.drafts.isStored(now.open) &&
+        html`<${Notice} tone="note">
+        The browser has no room to store this draft. It is lost when you close or reload the page.
+      </${Notice}>`
+      }
       <${Composer}
         ask=${ask}
         stop=${() => chats.stop()}

@@ -16,6 +16,14 @@ const ASK_AGAIN = /[.;,:]? (ask|try) again in a moment\.$/i;
 /** @typedef {{ id: string, name: string, arguments: string }} ToolCall */
 
 /**
+ * Function that waits for a turn, and returns the one that ends it.
+ * @typedef {() => Promise<() => void>} TakeTurn
+ */
+
+/** @type {TakeTurn} */
+const NO_TURNS = async () => () => {};
+
+/**
  * What an answer costs. Null where nothing is known yet.
  * @typedef {object} Figures
  * @property {number | null} firstTokenS time to first token, measured here where a person waits
@@ -42,16 +50,17 @@ const ASK_AGAIN = /[.;,:]? (ask|try) again in a moment\.$/i;
 /**
  * Request a chat completion. Yield the whole answer again with each chunk.
  *
- * While the model is being loaded, the question is sent again and again.
+ * While the model is being loaded, the question is sent again and again, also after a loss of the connection.
  *
  * If the connection breaks, a server with a journal gives the rest, also after it was started again.
  * @param {object} body fields of the request
  * @param {AbortSignal} signal
+ * @param {TakeTurn} [takeTurn] waits until the question may be sent; a question that waits for its model has no turn
  * @param {number} [tryEveryMs] time between two tries to get the rest
  * @returns {AsyncGenerator<Completion>}
  * @throws {ApiError} if the server refuses the request, or the stream breaks and its rest cannot be had
  */
-export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS) {
+export async function* streamCompletion(body, signal, takeTurn = NO_TURNS, tryEveryMs = TRY_EVERY_MS) {
   const meter = new Meter();
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   /** @type {Completion} */
@@ -66,7 +75,7 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
     waitsFor: "",
     figures: meter.figures(),
   };
-  for await (const { event, data } of readStream(streamed, signal, tryEveryMs)) {
+  for await (const { event, data } of readStream(streamed, signal, takeTurn, tryEveryMs, meter)) {
     if (event === "wait") {
       yield { ...answer, waitsFor: data };
       continue;
@@ -98,33 +107,59 @@ export async function* streamCompletion(body, signal, tryEveryMs = TRY_EVERY_MS)
  * Yield the events of a stream up to its end, each once, over as many connections as that takes.
  * @param {object} body
  * @param {AbortSignal} signal
+ * @param {TakeTurn} takeTurn
  * @param {number} tryEveryMs
+ * @param {Meter} meter started again with each question
  */
-async function* readStream(body, signal, tryEveryMs) {
+async function* readStream(body, signal, takeTurn, tryEveryMs, meter) {
   let [lastEventId, lastAt] = ["", performance.now()];
-  const beganAt = lastAt;
-  for (;;) {
-    try {
-      const options = { body, signal, accept: "text/event-stream", lastEventId };
-      for await (const each of readEvents(await request("v1/chat/completions", options), undefined, true)) {
-        if (each.data === "[DONE]") return;
-        lastEventId = each.id ?? lastEventId;
-        lastAt = performance.now();
-        yield each;
+  /** Why the question waits, and since when; empty unless its model is being loaded. */
+  let [wait, waitsSince] = ["", Number.POSITIVE_INFINITY];
+  /** @type {(() => void) | null} */
+  let endTurn = null;
+  try {
+    for (;;) {
+      let isAccepted = false;
+      try {
+        endTurn ??= await takeTurn();
+        signal.throwIfAborted();
+        if (!lastEventId) meter.start();
+        const options = { body, signal, accept: "text/event-stream", lastEventId };
+        const response = await request("v1/chat/completions", options);
+        isAccepted = true;
+        for await (const each of readEvents(response, undefined, true)) {
+          if (each.data === "[DONE]") return;
+          lastEventId = each.id ?? lastEventId;
+          lastAt = performance.now();
+          yield each;
+        }
+        throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
+      } catch (error) {
+        if (!(error instanceof ApiError)) throw error;
+        const now = performance.now();
+        const isLoading = error.code === "not_ready" && !lastEventId;
+        if (isLoading) {
+          [wait, waitsSince] = [error.message.replace(ASK_AGAIN, "."), Math.min(waitsSince, now)];
+          lastAt = now;
+        }
+        // A question that was accepted is not sent twice.
+        const isLost = error.code === "unreachable" && wait !== "" && !isAccepted && now - lastAt < GIVE_UP_MS;
+        if ((isLoading || isLost) && now - waitsSince < MAX_WAIT_MS) {
+          // Other answers need no wait for this model.
+          endTurn?.();
+          endTurn = null;
+          yield { event: "wait", data: wait, id: null };
+          await pause(Math.min(error.retryAfterS ?? 1, MAX_PAUSE) * tryEveryMs, signal);
+          continue;
+        }
+        const passes = error.code === "unreachable" || error.status === 503;
+        if (!passes || !lastEventId || now - lastAt > GIVE_UP_MS) throw error;
+        yield { event: "comment", data: "resuming", id: null };
+        await pause(tryEveryMs, signal);
       }
-      throw new ApiError("The connection closed before the answer was complete.", { code: "unreachable" });
-    } catch (error) {
-      const isLoading = error instanceof ApiError && error.code === "not_ready" && !lastEventId;
-      if (isLoading && performance.now() - beganAt < MAX_WAIT_MS) {
-        yield { event: "wait", data: error.message.replace(ASK_AGAIN, "."), id: null };
-        await pause(Math.min(error.retryAfterS ?? 1, MAX_PAUSE) * tryEveryMs, signal);
-        continue;
-      }
-      const passes = error instanceof ApiError && (error.code === "unreachable" || error.status === 503);
-      if (!passes || !lastEventId || performance.now() - lastAt > GIVE_UP_MS) throw error;
-      yield { event: "comment", data: "resuming", id: null };
-      await pause(tryEveryMs, signal);
     }
+  } finally {
+    endTurn?.();
   }
 }
 
@@ -205,6 +240,11 @@ class Meter {
   #firstTokenAt = null;
   /** @type {Partial<ChatCompletionChunk>} */
   #counts = {};
+
+  /** Count from now on: the question is sent. */
+  start() {
+    this.#startedAt = performance.now();
+  }
 
   markToken() {
     this.#firstTokenAt ??= performance.now();

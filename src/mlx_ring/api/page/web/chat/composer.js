@@ -93,7 +93,7 @@ function QuestionForm({ ask, stop, isRunning, draft, setDraft, focusKey, hasTouc
     setProblem("");
   };
   const attach = async (/** @type {File[]} */ files) => {
-    const { text: added, problem: found } = await readFiles(files);
+    const { text: added, problem: found } = await readFiles(files, field.current?.value);
     const before = field.current?.value.trimEnd() ?? "";
     if (added) write(`${before ? `${before}\n\n` : ""}${added}\n\n`);
     setProblem(found);

@@ -237,7 +237,9 @@ export function branchOf({ title, messages }, count) {
   const copy = newConversation();
   if (!count) return copy;
   const name = `${titleOf(title).slice(0, MAX_TITLE - BRANCH.length)}${BRANCH}`;
-  return { ...copy, title: title.endsWith(BRANCH) ? title : name, isNamed: true, messages: messages.slice(0, count) };
+  const copied = { ...copy, title: title.endsWith(BRANCH) ? title : name, isNamed: true };
+  // An answer that streams does so into the other conversation alone.
+  return withAnswersStopped({ ...copied, messages: messages.slice(0, count) });
 }
 
 /**

@@ -60,7 +60,7 @@ const FIRST_TRY = { before: null, later: [], continues: false };
 /** Conversations of this browser. */
 export class ChatStore {
   /** Questions that were not sent yet. */
-  drafts = new Drafts();
+  drafts = new Drafts(() => this.#update({}));
   /** Models that were chosen for conversations. @type {Picks} */
   picks = new Map();
   /** Questions that are being changed, by conversation and place. @type {Map<string, string>} */
@@ -73,6 +73,8 @@ export class ChatStore {
   #running = new Map();
   /** Ids of conversations that this tab or another one could not store. @type {Set<string>} */
   #unstored = new Set();
+  /** Draft of the conversation that was deleted last. */
+  #deletedDraft = "";
   #stored = new StoredChats();
   #marks = new AnswerMarks(randomId());
   /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -86,6 +88,7 @@ export class ChatStore {
     const open = conversations[0] ?? newConversation();
     const [running, elsewhere] = [new Set(), new Set()];
     this.now = { conversations, open, running, elsewhere, deleted: null, isStored: true, unstored: 0 };
+    this.drafts.keepOnly(conversations.map(({ id }) => id));
     this.#readMarks();
     window.addEventListener("pagehide", () => this.#leave());
     // A page in the browser's cache gets no events about changes.
@@ -128,7 +131,7 @@ export class ChatStore {
    */
   delete(id) {
     this.stop(id);
-    this.drafts.forget(id);
+    this.#deletedDraft = this.drafts.forget(id);
     const found = this.now.conversations.find((conversation) => conversation.id === id);
     const conversations = this.now.conversations.filter((conversation) => conversation.id !== id);
     const open = this.now.open.id === id ? (conversations[0] ?? newConversation()) : this.now.open;
@@ -142,6 +145,7 @@ export class ChatStore {
     const { deleted, conversations } = this.now;
     if (!deleted) return;
     this.#stored.restore(deleted.id);
+    this.drafts.set(deleted, this.#deletedDraft);
     this.#update({ conversations: sortNewestFirst([deleted, ...conversations]), open: deleted, deleted: null });
     this.#store();
   }
@@ -160,7 +164,7 @@ export class ChatStore {
   /** Delete all conversations. */
   deleteAll() {
     this.#takeOthers();
-    this.drafts.forget();
+    this.drafts.clear();
     for (const id of this.#running.keys()) this.stop(id);
     this.#stored.delete(this.now.conversations.map(({ id }) => id));
     this.#update({ conversations: [], open: newConversation(), deleted: null });
@@ -173,7 +177,10 @@ export class ChatStore {
    * @param {AskOptions} options
    */
   ask(text, options) {
-    return this.#answer(withMessage(this.now.open, { role: "user", content: text }), options);
+    const { open } = this.now;
+    if (!this.#answer(withMessage(open, { role: "user", content: text }), options)) return false;
+    this.drafts.begin(open);
+    return true;
   }
 
   /**
@@ -227,6 +234,7 @@ export class ChatStore {
     const copy = branchOf(this.now.open, count);
     const picked = this.picks.get(this.now.open.id);
     if (picked !== undefined) this.picks.set(copy.id, picked);
+    this.drafts.separate(copy.id);
     this.#update({ open: copy });
     if (!copy.messages.length) return;
     this.#put(copy);
@@ -289,28 +297,26 @@ export class ChatStore {
     this.#marks.begin(id);
     this.#put(asked);
     this.#store();
-    let release = () => {};
-    try {
-      release = await takeSlot(abort.signal, () => {
-        answer = { ...answer, isQueued: true };
-        render.soon();
-      });
-      abort.signal.throwIfAborted();
-      answer = { ...answer, isQueued: false };
+    const show = (/** @type {Partial<AnswerMessage>} */ change) => {
+      answer = { ...answer, ...change };
       render.soon();
+    };
+    const takeTurn = async () => {
+      const release = await takeSlot(abort.signal, () => show({ isQueued: true }));
+      show({ isQueued: false });
+      return release;
+    };
+    try {
       const messages = requestMessages(continues ? prompt : conversation, parameters.system);
       const way = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
       const body = { ...(model ? { model } : {}), messages, ...requestFields(parameters), ...way };
-      for await (const completion of streamCompletion(body, abort.signal)) {
-        answer = { ...answer, ...completion, model: completion.model ?? model };
-        render.soon();
+      for await (const completion of streamCompletion(body, abort.signal, takeTurn)) {
+        show({ ...completion, model: completion.model ?? model });
       }
     } catch (error) {
       const hasBegun = answer.id !== "" || hasText(answer);
       answer = { ...answer, isQueued: false, ...endOf(error, abort.signal.aborted, hasBegun) };
       if (error instanceof ApiError && error.status === 401) this.#onKeyRequired(error.message);
-    } finally {
-      release();
     }
     render.cancel();
     this.#takeOthers();
@@ -364,6 +370,7 @@ export class ChatStore {
     this.#unstored = new Set(missing.filter((id) => this.#unstored.has(id) || unstored.has(id)));
     const found = conversations.find(({ id }) => id === open.id);
     const shown = found ?? (open.messages.length ? newConversation() : open);
+    this.drafts.keepOnly([shown, ...conversations].map(({ id }) => id));
     this.#update({ conversations, open: shown, unstored: this.#unstored.size });
     return missing.length === this.#unstored.size;
   }
@@ -373,6 +380,7 @@ export class ChatStore {
     const conversations = this.now.conversations.filter(({ id }) => this.#unstored.has(id));
     for (const id of [...this.#running.keys()]) if (!this.#unstored.has(id)) this.#drop(id);
     const isKept = conversations.some(({ id }) => id === this.now.open.id);
+    this.drafts.keepOnly(conversations.map(({ id }) => id));
     this.#update({ conversations, open: isKept ? this.now.open : newConversation() });
   }
 
