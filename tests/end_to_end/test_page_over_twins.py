@@ -624,7 +624,7 @@ def test_text_files_are_attached_and_others_are_refused(browser: Browser, twin_u
             "a.bin is not text in UTF-8. Only text can be sent. old.txt is not text in UTF-8. Only text can be sent."
         )
         page.evaluate(PASTES_A_PICTURE)
-        expect(problem).to_have_text("photo.png is no text. Only text can be sent.")
+        expect(problem).to_have_text("photo.png is not text in UTF-8. Only text can be sent.")
         question.press("End")
         question.press("Space")
         expect(problem).to_have_count(0)
