@@ -28,6 +28,6 @@ def test_commands_reach_an_https_server_if_they_trust_its_certificate(
         assert done.returncode == 0, done.stderr
         done = run_in_process("chat", *url, folder=tmp_path)
         assert done.returncode == 2
-        assert "is not trusted here" in " ".join(done.stdout.split())
-        assert "--cacert" in done.stdout
+        assert "is not trusted here" in " ".join(done.stderr.split())
+        assert "--cacert" in done.stderr
         assert server.stop() == 0

@@ -17,6 +17,16 @@ const [one, two] = [chat(1), chat(2)];
 const stored = (id) => JSON.parse(sessionStorage.getItem(PREFIX + id) ?? "null");
 const leave = () => window.dispatchEvent(new Event("pagehide"));
 
+/**
+ * Return drafts that are stored when the page is left, as the store of chats does it.
+ * @param {() => void} onRoom
+ */
+function draftsUntilLeft(onRoom) {
+  const drafts = new Drafts(onRoom);
+  window.addEventListener("pagehide", () => drafts.write());
+  return drafts;
+}
+
 afterEach(() => {
   mock.timers.reset();
   leave();
@@ -25,7 +35,7 @@ afterEach(() => {
 test("each draft is stored by itself, once a second and when the page is left, and read after a reload", () => {
   setUpBrowser();
   mock.timers.enable({ apis: ["setTimeout"] });
-  const drafts = new Drafts(() => {});
+  const drafts = draftsUntilLeft(() => {});
   const write = mock.method(sessionStorage, "setItem");
   for (const text of ["H", "He", "Hel"]) drafts.set(one, text);
   assert.equal(write.mock.callCount(), 0);
@@ -39,7 +49,7 @@ test("each draft is stored by itself, once a second and when the page is left, a
   drafts.set(newConversation(), "New");
   leave();
   assert.equal(write.mock.callCount(), 4);
-  const again = new Drafts(() => {});
+  const again = draftsUntilLeft(() => {});
   assert.deepEqual(
     [one, two, newConversation()].map((each) => again.get(each)),
     ["Hello", "Bye", "New"],
@@ -51,7 +61,7 @@ test("each draft is stored by itself, once a second and when the page is left, a
 test("a draft without room removes what was stored, which is said once until there is room again", () => {
   setUpBrowser();
   const onRoom = mock.fn();
-  const drafts = new Drafts(onRoom);
+  const drafts = draftsUntilLeft(onRoom);
   drafts.set(one, "short");
   leave();
   const write = sessionStorage.setItem.bind(sessionStorage);

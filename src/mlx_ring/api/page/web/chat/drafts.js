@@ -19,7 +19,7 @@ export class Drafts {
   #changed = new Set();
   /** Names of drafts for which there was no room. @type {Set<string>} */
   #unstored = new Set();
-  /** Ids of conversations that have drafts of their own already, although they may have no messages. @type {Set<string>} */
+  /** Ids of conversations that have drafts of their own, although they may have no messages. @type {Set<string>} */
   #begun = new Set();
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   #timer;
@@ -31,7 +31,6 @@ export class Drafts {
     for (const name of storedNames(PREFIX, "sessionStorage")) {
       this.#texts.set(name.slice(PREFIX.length), String(readStored(name, "sessionStorage") ?? ""));
     }
-    window.addEventListener("pagehide", () => this.#write());
   }
 
   /**
@@ -113,11 +112,11 @@ export class Drafts {
     this.#changed.add(name);
     // A removal is quick, and makes room.
     if (!text) this.#writeOne(name);
-    else this.#timer ??= setTimeout(() => this.#write(), WRITE_MS);
+    else this.#timer ??= setTimeout(() => this.write(), WRITE_MS);
   }
 
   /** Store what has changed, and what had no room before. */
-  #write() {
+  write() {
     clearTimeout(this.#timer);
     this.#timer = undefined;
     for (const name of new Set([...this.#changed, ...this.#unstored])) this.#writeOne(name);

@@ -395,6 +395,7 @@ export class ChatStore {
     this.#marks.endAll();
     clearTimeout(this.#sweeper);
     this.#update({ conversations, open });
+    this.drafts.write();
   }
 
   /**
