@@ -198,8 +198,12 @@ struct Avx2 {
   // Both nibbles of each vector of a span: see span_product.h.
   template <int vectors>
   static void unpack_quarters(const uint32_t* from, Int (&out)[2 * vectors]) {
-    Int a = load_words(from), b = load_words(from + 8);
-    Int words[vectors] = {_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)};
+    Int words[vectors] = {load_words(from)};
+    if constexpr (vectors > 1) {
+      Int a = words[0], b = load_words(from + 8);
+      words[0] = _mm256_unpacklo_epi64(a, b);
+      words[1] = _mm256_unpackhi_epi64(a, b);
+    }
     if constexpr (vectors == 4) {
       Int c = load_words(from + 16), d = load_words(from + 24);
       Int even = _mm256_unpacklo_epi64(c, d), odd = _mm256_unpackhi_epi64(c, d);

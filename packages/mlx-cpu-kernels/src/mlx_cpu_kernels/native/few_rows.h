@@ -66,7 +66,7 @@ bool multiply_by_spans(const Rows& x, const RowsProduct* products, int count, Th
   const SpanRows<V, vectors> rows(x, products[0].w.columns, products[0].w.group_size);
   if (!rows.fits()) return false;
   multiply_pieces(products, count, x.count, threads, [&] {
-    return [tile = SpanTile<V, vectors, groups>(rows, products[0].w)](const RowsProduct& product, int64_t first,
+    return [tile = SpanTile<V, vectors, groups>(rows, products[0].w.group_size)](const RowsProduct& product, int64_t first,
                                                                       int64_t last) {
       float results[kMostByteRows * kSpanRows];
       for (int64_t n = first; n < last; n += kSpanRows) {

@@ -27,19 +27,37 @@ constexpr int64_t kSpanDigits = 16384;
 template <class V, int vectors>
 struct Span {
   static constexpr int64_t kBytes = V::kLanes * int64_t{sizeof(uint32_t)};  // of a vector
-  static constexpr int64_t kColumns = vectors * kNibbles * kBytes;
+  static constexpr int64_t kVectorColumns = kNibbles * kBytes;
+  static constexpr int64_t kColumns = vectors * kVectorColumns;
   static constexpr int64_t kWords = vectors * V::kLanes;
   static constexpr int64_t kDigits = vectors * kNibbles * kPlanes * kBytes;
   // Of a row of x: digits as [vector][nibble][plane][byte], the scales of the lanes, and their shares of the sums.
   static constexpr int64_t kSize = kDigits + 2 * kBytes;
 
-  // The words of 64 bits in the columns' order that become quarter q of vector v.
+  // Where the words of 64 bits lie, in the columns' order, that become quarter q of vector v.
   static constexpr int quarter(int v, int q) {
-    return vectors == 4 ? q * kQuarters + v : q % 2 * kQuarters + q / 2 * 2 + v;
+    return vectors == 4 ? q * kQuarters + v : vectors == 2 ? q % 2 * kQuarters + q / 2 * 2 + v : q;
   }
   static constexpr int64_t group_of_lane(int lane, int64_t group_size) {
     return quarter(0, lane / 2) * kQuarterColumns / group_size;
   }
+  static typename V::Int groups_of_lanes(int64_t group_size) {
+    uint32_t groups[V::kLanes];
+    for (int lane = 0; lane < V::kLanes; lane++) groups[lane] = uint32_t(group_of_lane(lane, group_size));
+    return V::load_words(groups);
+  }
+};
+
+// The spans of a row. The last columns may be one vector or less, a span of its own.
+template <class V, int vectors>
+struct SpansOfRow {
+  using S = Span<V, vectors>;
+  int64_t whole, rest;  // spans, and columns behind them
+
+  explicit SpansOfRow(int64_t columns) : whole(columns / S::kColumns), rest(columns % S::kColumns) {
+    if (rest > S::kVectorColumns) whole++, rest = 0;  // the last one lacks some columns
+  }
+  int64_t count() const { return whole + (rest > 0); }
 };
 
 // x as [span][row], each of Span::kSize bytes. Columns beyond the end are zero, and so are their scales and sums.
@@ -49,11 +67,8 @@ class SpanRows {
   using S = Span<V, vectors>;
 
   SpanRows(const Rows& x, int64_t columns, int64_t group_size)
-      : rows_(x.count),
-        columns_(columns),
-        group_size_(group_size),
-        spans_(round_up(columns, S::kColumns) / S::kColumns) {
-    digits_ = scratch<int8_t>(Slot::x, spans_ * rows_ * S::kSize);
+      : rows_(x.count), columns_(columns), group_size_(group_size), spans_(columns) {
+    digits_ = scratch<int8_t>(Slot::x, spans_.count() * rows_ * S::kSize);
     for (int64_t row = 0; row < rows_ && fits_; row++) fits_ = convert(x.row(row), x.type, row);
   }
 
@@ -61,12 +76,12 @@ class SpanRows {
   bool fits() const { return fits_; }
 
   int64_t rows() const { return rows_; }
-  int64_t spans() const { return spans_; }
+  const SpansOfRow<V, vectors>& spans() const { return spans_; }
   const int8_t* span(int64_t span) const { return digits_ + span * rows_ * S::kSize; }
 
  private:
   [[gnu::flatten]] bool convert(const void* x, Type type, int64_t row) {
-    const int64_t padded = spans_ * S::kColumns, groups = columns_ / group_size_;
+    const int64_t padded = spans_.count() * S::kColumns, groups = columns_ / group_size_;
     const int64_t padded_groups = round_up(larger(groups, padded / group_size_), V::kLanes);
     float* magnitudes = scratch<float>(Slot::values, 2 * padded_groups);  // the largest ones of the groups
     float* sums = magnitudes + padded_groups;
@@ -83,125 +98,88 @@ class SpanRows {
     }
     if (!row_fits<V>(magnitudes, groups, true)) return false;
     for (int p = 0; p < kPlanes; p++) std::fill(planes + p * padded + columns_, planes + (p + 1) * padded, int8_t{0});
-    const float lanes_of_group = float(smaller(group_size_, S::kColumns) * V::kLanes) / float(S::kColumns);
-    for (int64_t s = 0; s < spans_; s++) {
+    auto arrange = [&]<int span_vectors>(int64_t s) {
+      using Own = Span<V, span_vectors>;
+      const int64_t first_group = s * S::kColumns / group_size_;
       int8_t* to = digits_ + (s * rows_ + row) * S::kSize;
-      arrange(planes + s * S::kColumns, padded, to);
+      store_quarters<span_vectors>(planes + s * S::kColumns, padded, to);
       float* lanes = reinterpret_cast<float*>(to + S::kDigits);
+      const float lanes_of_group = float(smaller(group_size_, Own::kColumns) * V::kLanes) / float(Own::kColumns);
       for (int lane = 0; lane < V::kLanes; lane++) {
-        const int64_t g = s * S::kColumns / group_size_ + S::group_of_lane(lane, group_size_);
+        const int64_t g = first_group + Own::group_of_lane(lane, group_size_);
         lanes[lane] = scale_of_group(magnitudes[g]);
         lanes[V::kLanes + lane] = sums[g] / lanes_of_group;
       }
-    }
+    };
+    for (int64_t s = 0; s < spans_.whole; s++) arrange.template operator()<vectors>(s);
+    if (spans_.rest) arrange.template operator()<1>(spans_.whole);
     return true;
   }
 
-  static void arrange(const int8_t* planes, int64_t padded, int8_t* to) {
+  template <int span_vectors>
+  static void store_quarters(const int8_t* planes, int64_t padded, int8_t* to) {
+    using Own = Span<V, span_vectors>;
     for (int p = 0; p < kPlanes; p++)
-      for (int v = 0; v < vectors; v++)
+      for (int v = 0; v < span_vectors; v++)
         for (int q = 0; q < kQuarters; q++) {
           int8_t* quarter = to + (v * kNibbles * kPlanes + p) * S::kBytes + q * (S::kBytes / kQuarters);
-          V::store_apart(planes + p * padded + S::quarter(v, q) * kQuarterColumns, quarter,
+          V::store_apart(planes + p * padded + Own::quarter(v, q) * kQuarterColumns, quarter,
                          quarter + kPlanes * S::kBytes);
         }
   }
 
-  int64_t rows_, columns_, group_size_, spans_;
+  int64_t rows_, columns_, group_size_;
+  SpansOfRow<V, vectors> spans_;
   int8_t* digits_;
   bool fits_ = true;
 };
 
-// Neighbouring spans of one row of the matrix. The last one has fewer words and groups, or none.
-struct SpansOfRow {
-  const uint32_t* words;
-  const float *scales, *biases;
-  int64_t whole, last_words, last_groups;
-};
-
-// Multiplies spans with all rows of x, and adds to sums[row][kLanes]. A span has `groups` scales and biases. They are
-// spread over the lanes in the given order. Fetches what lies `ahead` words later.
-template <class V, int vectors, int groups, bool is_one>
-[[gnu::flatten]] void add_spans(const SpansOfRow& spans, typename V::Int order, const int8_t* x, int64_t rows,
-                                int64_t ahead, float* sums) {
-  using S = Span<V, vectors>;
-  auto products = V::zero(), offsets = V::zero();  // of the only row, in registers
-  auto add_span = [&](const uint32_t* words, const float* scales, const float* biases) {
-    typename V::Int weights[vectors * kNibbles];
-    V::template unpack_quarters<vectors>(words, weights);
-    const auto scale = V::template spread<groups>(scales, order), bias = V::template spread<groups>(biases, order);
-    for (int64_t row = 0; row < (is_one ? 1 : rows); row++, x += S::kSize) {
-      auto digits = [&](int v, int p) { return V::load_words(x + (v * kPlanes + p) * S::kBytes); };
-      typename V::Int high, middle, low;
-      unroll<vectors * kNibbles>([&]<int v>() {
-        auto add = [&](auto& to, int plane) {
-          auto pairs = V::multiply_pairs(weights[v], digits(v, plane));
-          to = v ? V::add_halves(to, pairs) : pairs;
-        };
-        add(high, 0);
-        add(middle, 1);
-        add(low, 2);
-        V::keep_order(high, middle, low);
-      });
-      auto* lanes = reinterpret_cast<const float*>(x + S::kDigits);
-      auto both_scales = V::multiply(scale, V::load(lanes)), share = V::load(lanes + V::kLanes);
-      auto product = V::float_of_planes(high, middle, low);
-      if constexpr (is_one) {
-        offsets = V::multiply_add(bias, share, offsets);
-        products = V::multiply_add(product, both_scales, products);
-      } else {
-        auto sum = V::multiply_add(bias, share, V::load(sums + row * V::kLanes));
-        V::store(sums + row * V::kLanes, V::multiply_add(product, both_scales, sum));
-      }
-    }
-  };
-  const uint32_t* words = spans.words;
-  const float *scales = spans.scales, *biases = spans.biases;
-  for (int64_t s = 0; s < spans.whole; s++, words += S::kWords, scales += groups, biases += groups) {
-    for (int64_t i = 0; i < S::kWords; i += 16) __builtin_prefetch(words + ahead + i, 0, 2);
-    add_span(words, scales, biases);
-  }
-  if (spans.last_words > 0) {
-    alignas(64) uint32_t some_words[S::kWords];
-    alignas(64) float some_scales[V::kLanes], some_biases[V::kLanes];
-    for (int64_t v = 0; v < vectors; v++) {
-      const int64_t left = smaller(larger(spans.last_words - v * V::kLanes, 0), V::kLanes);
-      V::store_words(some_words + v * V::kLanes, V::load_some_words(words + v * V::kLanes, left));
-    }
-    V::store_words(some_scales, V::load_some_words(scales, spans.last_groups));
-    V::store_words(some_biases, V::load_some_words(biases, spans.last_groups));
-    add_span(some_words, some_scales, some_biases);
-  }
-  if constexpr (is_one) V::store(sums, V::add(V::load(sums), V::add(products, offsets)));
+// The products of a span's weights with the digits at x, as integers of the lanes.
+template <class V, int vectors>
+inline typename V::Float multiply_span(const typename V::Int (&weights)[vectors * kNibbles], const int8_t* x) {
+  auto digits = [&](int v, int p) { return V::load_words(x + (v * kPlanes + p) * Span<V, vectors>::kBytes); };
+  typename V::Int high, middle, low;
+  unroll<vectors * kNibbles>([&]<int v>() {
+    auto add = [&](auto& to, int plane) {
+      auto pairs = V::multiply_pairs(weights[v], digits(v, plane));
+      to = v ? V::add_halves(to, pairs) : pairs;
+    };
+    add(high, 0);
+    add(middle, 1);
+    add(low, 2);
+    V::keep_order(high, middle, low);
+  });
+  return V::float_of_planes(high, middle, low);
 }
 
-// Multiplies rows of the matrix with all rows of x.
+// Multiplies rows of the matrix with all rows of x. A span has `groups` scales and biases.
 template <class V, int vectors, int groups>
 class SpanTile {
  public:
   using S = Span<V, vectors>;
 
-  SpanTile(const SpanRows<V, vectors>& x, const Quantized& w) : x_(x) {
-    uint32_t order[V::kLanes];
-    for (int lane = 0; lane < V::kLanes; lane++) order[lane] = uint32_t(S::group_of_lane(lane, w.group_size));
-    order_ = V::load_words(order);
-    at_once_ = larger(kSpanDigits / (x.rows() * S::kSize), 1);
-    sums_ = scratch<float>(Slot::sums, kSpanRows * x.rows() * V::kLanes);
-    const int64_t most_groups = smaller(at_once_, x.spans()) * groups;
-    if (w.type != Type::float32) {
-      scales_ = scratch<float>(Slot::group_scales, round_up(most_groups, V::kLanes));
-      biases_ = scratch<float>(Slot::group_biases, round_up(most_groups, V::kLanes));
-    }
-  }
+  SpanTile(const SpanRows<V, vectors>& x, int64_t group_size)
+      : x_(x),
+        group_size_(group_size),
+        order_(S::groups_of_lanes(group_size)),
+        rest_order_(Span<V, 1>::groups_of_lanes(group_size)),
+        at_once_(larger(kSpanDigits / (x.rows() * S::kSize), 1)),
+        sums_(scratch<float>(Slot::sums, kSpanRows * x.rows() * V::kLanes)) {}
 
   int64_t x_rows() const { return x_.rows(); }
 
   // y[j * y_stride + r] for the `count` rows from `first` on, at most kSpanRows. Up to three more are written in each
   // row of y.
   void multiply(const Quantized& w, int64_t first, int64_t count, float* y, int64_t y_stride) const {
-    const int64_t rows = x_.rows(), sums_of_row = rows * V::kLanes;
+    const int64_t rows = x_.rows(), sums_of_row = rows * V::kLanes, from = first * w.row_groups;
+    const float* scales = fetch(w.scales, w, from, count, Slot::group_scales);
+    const float* biases = fetch(w.biases, w, from, count, Slot::group_biases);
     std::fill(sums_, sums_ + round_up(count, 4) * sums_of_row, 0.f);
-    for (int64_t s = 0; s < x_.spans(); s += at_once_) add(w, first, count, s);
+    if (rows == 1)
+      add<true>(w, first, count, 0, x_.spans().count(), scales, biases);
+    else
+      for (int64_t s = 0; s < x_.spans().count(); s += at_once_)
+        add<false>(w, first, count, s, smaller(s + at_once_, x_.spans().count()), scales, biases);
     for (int64_t j = 0; j < rows; j++)
       for (int64_t r = 0; r < count; r += 4) {
         auto sum = [&](int i) { return V::load(sums_ + (r + i) * sums_of_row + j * V::kLanes); };
@@ -210,43 +188,83 @@ class SpanTile {
   }
 
  private:
-  // Adds to the sums of rows of the matrix the products of the spans from `span` on, at_once_ at most.
-  void add(const Quantized& w, int64_t first, int64_t count, int64_t span) const {
-    auto add = x_.rows() == 1 ? add_spans<V, vectors, groups, true> : add_spans<V, vectors, groups, false>;
-    const int64_t left = w.columns / 8 - span * S::kWords;  // words
-    const int64_t spans = smaller(at_once_, x_.spans() - span), whole = smaller(spans, left / S::kWords);
-    SpansOfRow row;
-    row.whole = whole;
-    row.last_words = whole < spans ? left - whole * S::kWords : 0;
-    row.last_groups = row.last_words * 8 / w.group_size;
-    const int64_t all_groups = whole * groups + row.last_groups, bytes = all_groups * size_of(w.type);
-    const void *scales = at(w.scales, w.type, first * w.row_groups + span * groups);
-    const void *biases = at(w.biases, w.type, first * w.row_groups + span * groups);
-    row.words = w.weights + first * w.row_words + span * S::kWords;
-    const int64_t ahead = rows_ahead(w);
-    for (int64_t r = 0; r < count; r++, row.words += w.row_words) {
-      prefetch(at(scales, w.type, ahead * w.row_groups), bytes);
-      prefetch(at(biases, w.type, ahead * w.row_groups), bytes);
-      row.scales = convert(scales, w.type, all_groups, scales_);
-      row.biases = convert(biases, w.type, all_groups, biases_);
-      add(row, order_, x_.span(span), x_.rows(), ahead * w.row_words, sums_ + r * x_.rows() * V::kLanes);
-      scales = at(scales, w.type, w.row_groups);
-      biases = at(biases, w.type, w.row_groups);
-    }
-  }
-
-  static const float* convert(const void* values, Type type, int64_t count, float* to) {
-    if (type == Type::float32) return static_cast<const float*>(values);
+  // The scales or biases of some rows as float32, and fetches those of later rows.
+  static const float* fetch(const void* values, const Quantized& w, int64_t from, int64_t rows, Slot slot) {
+    const int64_t count = (rows - 1) * w.row_groups + w.columns / w.group_size;
+    prefetch(at(values, w.type, from + rows_ahead(w) * w.row_groups), count * size_of(w.type));
+    values = at(values, w.type, from);
+    if (w.type == Type::float32) return static_cast<const float*>(values);
+    float* to = scratch<float>(slot, count);
     int64_t i = 0;
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, type, i));
-    if (i < count) V::store(to + i, V::load_some_values(values, type, i, count - i));
+    for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, w.type, i));
+    if (i < count) V::store(to + i, V::load_some_values(values, w.type, i, count - i));
     return to;
   }
 
+  // Adds to sums_ the products of the spans [begin, end) of rows of the matrix. The sums of one row of x stay in registers.
+  template <bool is_one>
+  [[gnu::flatten]] void add(const Quantized& w, int64_t first, int64_t count, int64_t begin, int64_t end,
+                            const float* scales, const float* biases) const {
+    const int64_t x_rows = x_.rows(), whole = smaller(end, x_.spans().whole), ahead = rows_ahead(w) * w.row_words;
+    const int64_t all_words = w.columns / 8, all_groups = w.columns / group_size_;
+    const int64_t full = smaller(whole, all_words / S::kWords);  // spans that lack nothing
+    const auto order = order_, rest_order = rest_order_;
+    for (int64_t r = 0; r < count; r++) {
+      const uint32_t* const row_words = w.weights + (first + r) * w.row_words;
+      const float *const row_scales = scales + r * w.row_groups, *const row_biases = biases + r * w.row_groups;
+      float* const sums = sums_ + r * x_rows * V::kLanes;
+      const int8_t* x = x_.span(begin);
+      auto products = V::zero(), offsets = V::zero();
+      auto add_span = [&]<int span_vectors>(const uint32_t* words, auto scale, auto bias) {
+        typename V::Int weights[span_vectors * kNibbles];
+        V::template unpack_quarters<span_vectors>(words, weights);
+        for (int64_t row = 0; row < (is_one ? 1 : x_rows); row++, x += S::kSize) {
+          auto product = multiply_span<V, span_vectors>(weights, x);
+          auto* lanes = reinterpret_cast<const float*>(x + S::kDigits);
+          auto both_scales = V::multiply(scale, V::load(lanes)), share = V::load(lanes + V::kLanes);
+          if constexpr (is_one) {
+            offsets = V::multiply_add(bias, share, offsets);
+            products = V::multiply_add(product, both_scales, products);
+          } else {
+            auto sum = V::multiply_add(bias, share, V::load(sums + row * V::kLanes));
+            V::store(sums + row * V::kLanes, V::multiply_add(product, both_scales, sum));
+          }
+        }
+      };
+      for (int64_t s = begin; s < full; s++) {
+        const uint32_t* words = row_words + s * S::kWords;
+        for (int64_t i = 0; i < S::kWords; i += 16) __builtin_prefetch(words + ahead + i, 0, 2);
+        add_span.template operator()<vectors>(words, V::template spread<groups>(row_scales + s * groups, order),
+                                              V::template spread<groups>(row_biases + s * groups, order));
+      }
+      if (full == end) {
+        if constexpr (is_one) V::store(sums, V::add(products, offsets));
+        continue;
+      }
+      alignas(64) uint32_t words[S::kWords];
+      alignas(64) float some_scales[V::kLanes], some_biases[V::kLanes];
+      auto copy = [](const void* from, int64_t left, void* to) {
+        V::store_words(to, V::load_some_words(from, smaller(larger(left, 0), V::kLanes)));
+      };
+      copy(row_scales + full * groups, all_groups - full * groups, some_scales);
+      copy(row_biases + full * groups, all_groups - full * groups, some_biases);
+      for (int64_t i = 0; i < (full < whole ? S::kWords : V::kLanes); i += V::kLanes)
+        copy(row_words + full * S::kWords + i, all_words - full * S::kWords - i, words + i);
+      if (full < whole)
+        add_span.template operator()<vectors>(words, V::template spread<groups>(some_scales, order),
+                                              V::template spread<groups>(some_biases, order));
+      else
+        add_span.template operator()<1>(words, V::template spread<groups>(some_scales, rest_order),
+                                        V::template spread<groups>(some_biases, rest_order));
+      if constexpr (is_one) V::store(sums, V::add(products, offsets));
+    }
+  }
+
   const SpanRows<V, vectors>& x_;
-  typename V::Int order_;
-  int64_t at_once_;  // spans
-  float *sums_, *scales_ = nullptr, *biases_ = nullptr;
+  const int64_t group_size_;
+  const typename V::Int order_, rest_order_;  // the group of each lane, counted from the span's first
+  const int64_t at_once_;                     // spans
+  float* const sums_;
 };
 
 }  // namespace
