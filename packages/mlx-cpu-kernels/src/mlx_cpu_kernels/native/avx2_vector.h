@@ -155,7 +155,10 @@ struct Avx2 {
   }
 
   // ---- bytes ----------------------------------------------------------------------------------------------------
-  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2; }
+  static constexpr int64_t most_byte_rows(Mode mode, int bits) {
+    if (mode == Mode::affine && bits == 4) return 12;  // by spans
+    return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2;
+  }
   // Two products of 8 bits do not fit into 16, and 3, 5 and 6 bits take too long to unpack into bytes.
   static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 
@@ -178,6 +181,63 @@ struct Avx2 {
     if constexpr (bits == 2) {
       out[2] = _mm256_and_si256(_mm256_srli_epi32(words, 4), mask);
       out[3] = _mm256_and_si256(_mm256_srli_epi32(words, 6), mask);
+    }
+  }
+
+  // The same, of 24 bits each, as floats.
+  static Float float_of_planes(Int high, Int middle, Int low) {
+    const Int one = _mm256_set1_epi16(1), above = _mm256_set1_epi16(256);
+    Int upper = _mm256_add_epi32(_mm256_madd_epi16(high, above), _mm256_madd_epi16(middle, one));
+    Float lower = _mm256_cvtepi32_ps(_mm256_madd_epi16(low, one));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(upper), _mm256_set1_ps(256), lower);
+  }
+
+  // Ends the terms of three sums, which the compiler would add up in another order, out of registers.
+  static void keep_order(Int& a, Int& b, Int& c) { asm("" : "+x"(a), "+x"(b), "+x"(c)); }
+
+  // Both nibbles of each vector of a span: see span_product.h.
+  template <int vectors>
+  static void unpack_quarters(const uint32_t* from, Int (&out)[2 * vectors]) {
+    Int words[vectors] = {load_words(from)};
+    if constexpr (vectors > 1) {
+      Int a = words[0], b = load_words(from + 8);
+      words[0] = _mm256_unpacklo_epi64(a, b);
+      words[1] = _mm256_unpackhi_epi64(a, b);
+    }
+    if constexpr (vectors == 4) {
+      Int c = load_words(from + 16), d = load_words(from + 24);
+      Int even = _mm256_unpacklo_epi64(c, d), odd = _mm256_unpackhi_epi64(c, d);
+      words[2] = _mm256_permute2x128_si256(words[0], even, 0x31);
+      words[3] = _mm256_permute2x128_si256(words[1], odd, 0x31);
+      words[0] = _mm256_permute2x128_si256(words[0], even, 0x20);
+      words[1] = _mm256_permute2x128_si256(words[1], odd, 0x20);
+    }
+    const Int mask = _mm256_set1_epi8(15);
+    for (int v = 0; v < vectors; v++) {
+      out[2 * v] = _mm256_and_si256(words[v], mask);
+      out[2 * v + 1] = _mm256_and_si256(_mm256_srli_epi32(words[v], 4), mask);
+    }
+  }
+
+  // 16 bytes: those with even numbers, and the others.
+  static void store_apart(const int8_t* from, int8_t* even, int8_t* odd) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    __m128i apart = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), order);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(even), apart);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(odd), _mm_unpackhi_epi64(apart, apart));
+  }
+
+  // One, two or four values, each in the lanes whose order names it.
+  template <int count>
+  static Float spread(const float* from, Int order) {
+    if constexpr (count == 1) return _mm256_broadcast_ss(from);
+    if constexpr (count == 2) {
+      double both;
+      std::memcpy(&both, from, sizeof both);
+      return _mm256_permutevar_ps(_mm256_castpd_ps(_mm256_set1_pd(both)), order);
+    }
+    if constexpr (count == 4) {
+      return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)), order);
     }
   }
 

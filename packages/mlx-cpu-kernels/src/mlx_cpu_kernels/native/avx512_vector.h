@@ -153,7 +153,7 @@ struct Avx512 {
 
   // ---- bytes ----------------------------------------------------------------------------------------------------
   // Rows of x up to which products of bytes are faster. 8 bits need a second conversion for each product.
-  static constexpr int64_t most_byte_rows(int bits) { return bits < 8 ? 24 : 12; }
+  static constexpr int64_t most_byte_rows(Mode, int bits) { return bits < 8 ? 24 : 12; }
 
   // Whether weights become 16 bits, and x two digits: see avx2_vector.h.
   static constexpr bool has_wide_digits(int) { return false; }

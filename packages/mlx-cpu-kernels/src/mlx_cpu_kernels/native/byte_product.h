@@ -30,11 +30,6 @@ namespace {
 constexpr int kByteRows = 4;
 constexpr int kByteColumns = 4;
 constexpr int64_t kMostByteRows = 24;
-// Bytes between the weights that are multiplied and those that are fetched. They go into the second cache. It awaits more
-// lines at a time than the first one, with which a Zen 4 core reads at half the speed.
-constexpr int64_t kPrefetchBytes = 32768;
-// Products of a value and a weight that are worth another thread: some microseconds.
-constexpr int64_t kProductsAThread = 100'000;
 
 template <class V, int bits>
 struct Block {
@@ -237,18 +232,6 @@ inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, forma
   });
 }
 
-inline void prefetch(const void* from) { __builtin_prefetch(from, 0, 2); }
-
-// Fetches the lines of `bytes` from `from` on, each once.
-inline void prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
-}
-
-// How many rows ahead weights and scales are prefetched. Memory answers later than four short rows are multiplied.
-inline int64_t rows_ahead(const Quantized& w) {
-  return kByteRows * larger(1, kPrefetchBytes / larger(1, kByteRows * w.row_words * int64_t{sizeof(uint32_t)}));
-}
-
 // Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x. Then
 // only one multiplication a lane and block is left. Compiled for each type of the scales, so that no row asks for it again.
 template <class V, Format format, Type type, int m>
@@ -383,72 +366,6 @@ class ByteTile {
   typename V::Int lane_groups_;  // the group of each lane, counted from the block's first
   float* scales_;                // both scales of each group in one: [row][row of x][group]
 };
-
-// Results of a piece of the matrix, which are kept in float32 until they are stored in the type of y.
-constexpr int64_t kPiece = 64;
-constexpr int64_t kShare = 16;  // rows that one thread computes: a cache line of float32 results
-
-// The columns [first, last) of y: at most a piece.
-template <class V, Format format>
-void multiply_piece(ByteTile<V, format>& tile, int64_t x_rows, const RowsProduct& product, int64_t first, int64_t last) {
-  constexpr int64_t kStride = kPiece + kByteRows;
-  const int64_t tiles = (x_rows + kByteColumns - 1) / kByteColumns;
-  float results[kMostByteRows * kStride];
-  for (int64_t n = first; n < last; n += kByteRows) {
-    // At the end of the matrix the last rows are taken again. Results before `first` go into the margin.
-    int64_t from = smaller(n, product.w.rows - kByteRows);
-    for (int64_t t = 0; t < tiles; t++) {  // of equal height: five rows are 3 and 2
-      int64_t row = x_rows * t / tiles, height = x_rows * (t + 1) / tiles - row;
-      float* to = results + row * kStride + kByteRows + from - first;
-      unroll<kByteColumns>([&]<int i>() {
-        if (height == i + 1) tile.template multiply<i + 1>(product.w, from, row, to, kStride);
-      });
-    }
-  }
-  for (int64_t j = 0; j < x_rows; j++)
-    store_row<V>(results + j * kStride + kByteRows, last - first, product.y.row(j), product.y.type, first);
-}
-
-// Products of one format. The rows of all matrices are one loop, in which the threads take equal shares: a share may end
-// within a piece. Returns false, and computes nothing, where x does not fit.
-template <class V, Format format>
-bool multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
-  const int64_t columns = products[0].w.columns;
-  const int group_size = products[0].w.group_size;
-  ByteRows<V, format> bytes(x, columns, group_size);
-  if (!bytes.fits()) return false;
-  auto shares_of = [](const RowsProduct& product) { return (product.w.rows + kShare - 1) / kShare; };
-  int64_t shares = 0;
-  for (int i = 0; i < count; i++) shares += shares_of(products[i]);
-  int64_t grain = larger(1, kProductsAThread / (kShare * columns * x.count));
-  threads.parallel_for(shares, grain, [&](int64_t begin, int64_t end) {
-    ByteTile<V, format> tile(bytes, group_size);
-    int64_t before = 0;  // shares of the matrices before
-    for (int i = 0; i < count; before += shares_of(products[i]), i++) {
-      int64_t last = smaller((end - before) * kShare, products[i].w.rows);
-      for (int64_t row = larger(begin - before, 0) * kShare; row < last; row += kPiece)
-        multiply_piece<V, format>(tile, x.count, products[i], row, smaller(row + kPiece, last));
-    }
-  });
-  return true;
-}
-
-// Whether the product goes by bytes: where there are so few rows that dequantized panels are slower. A row of
-// the matrix also costs time beside its products, which counts for more where it is short.
-template <class V>
-bool pays_by_bytes(const Rows& x, const Quantized& w) {
-  int64_t most = smaller(V::most_byte_rows(w.bits), larger(w.columns / 64, 4));
-  return x.count <= smaller(most, kMostByteRows) && w.rows >= kByteRows && w.mode != Mode::mxfp8;
-}
-
-template <class V>
-bool multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
-  bool fits = false;
-  with_format(products[0].w, [&]<Format format>() {
-    if constexpr (format.mode != Mode::mxfp8) fits = multiply_by_bytes<V, format>(x, products, count, threads);
-  });
-  return fits;
-}
 
 }  // namespace
 }  // namespace mlx_cpu_kernels

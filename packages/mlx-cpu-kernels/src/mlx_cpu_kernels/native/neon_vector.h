@@ -137,7 +137,7 @@ struct Neon {
   }
 
   // ---- bytes ----------------------------------------------------------------------------------------------------
-  static constexpr int64_t most_byte_rows(int bits) { return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2; }
+  static constexpr int64_t most_byte_rows(Mode, int bits) { return bits == 2 || bits == 4 ? 4 : bits == 8 ? 3 : 2; }
   // The products are of signed bytes, which 8 bits without a sign are not; 3, 5 and 6 bits take too long to unpack.
   static constexpr bool has_wide_digits(int bits) { return bits != 2 && bits != 4; }
 

@@ -25,6 +25,21 @@ inline void unroll(F&& f) {
   }(std::make_integer_sequence<int, count>{});
 }
 
+inline void prefetch(const void* from) { __builtin_prefetch(from, 0, 2); }
+
+// Fetches the lines of `bytes` from `from` on, each once.
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
+}
+
+// Bytes between the weights that are multiplied and those that are fetched. They go into the second cache. It awaits more
+// lines at a time than the first one, with which a Zen 4 core reads at half the speed.
+constexpr int64_t kPrefetchBytes = 32768;
+// How many rows ahead weights and scales are prefetched. Memory answers later than four short rows are multiplied.
+inline int64_t rows_ahead(const Quantized& w) {
+  return 4 * larger(1, kPrefetchBytes / larger(1, 4 * w.row_words * int64_t{sizeof(uint32_t)}));
+}
+
 // How a kernel's weights are stored.
 struct Format {
   Mode mode;

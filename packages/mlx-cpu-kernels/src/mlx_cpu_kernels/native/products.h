@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "byte_product.h"
+#include "few_rows.h"
 #include "fused_rows.h"
 #include "kernels.h"
 #include "panel_product.h"
