@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -187,12 +187,16 @@ class TaggedReader:
 
     def has_begun(self, text: str, *, cut_off: bool) -> bool:
         """Return True if the text is a call of this format, complete or not."""
-        if self._tool is not None:
-            return True
-        if self._tags.has_call_tags:
+        if self._tool is None and self._tags.has_call_tags:
             return text.lstrip().startswith(self._tags.openings[0])
+        return self.begun_tool(f"{text}<" if cut_off else text) is not None
+
+    def begun_tool(self, text: str) -> Tool | None:
+        """Return the tool of the call if its name is complete."""
+        if self._tool is not None or self._tags.has_call_tags:
+            return self._tool
         name, bracket, _ = text.partition("<")
-        return (bool(bracket) or cut_off) and self._find_tool(name) is not None
+        return self._find_tool(name) if bracket else None
 
     def _is_whole(self, text: str) -> bool:
         """Return True if only closing tags of the call are missing."""
@@ -225,7 +229,8 @@ class TaggedReader:
             return _MORE
         if self._state == "after":
             return Progress("end", self._last)
-        return _MORE if self._state == "heading" and not self._tags.has_call_tags else _BROKEN
+        is_name = self._state == "heading" and not self._tags.has_call_tags and not rest.startswith("{")
+        return _MORE if is_name else _BROKEN
 
     def _may_open(self, rest: str) -> bool:
         is_long = len(rest) > _LONGEST_TAG or ("\n" in rest and self._tags.most_brackets == 1)
@@ -391,3 +396,24 @@ def _without_end(tags: Tags, value: str) -> str:
 
 def _unquoted(name: str) -> str:
     return name.strip().strip("\"'")
+
+
+# ---- marks in text
+
+
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """Return the position and the text of the first mark. Of several at one position, return the longest."""
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+
+
+def open_end(text: str, marks: Iterable[str]) -> int:
+    """Return the number of characters at the end of `text` that may start a mark."""
+    return max((_open_end(text, mark) for mark in marks), default=0)
+
+
+def _open_end(text: str, mark: str) -> int:
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0

@@ -1,7 +1,6 @@
 """Tool calls in an answer's text, from their first mark to their last.
 
-mlx-lm's parsers read a call when it is complete. Arguments that are JSON anyway are streamed after the tool's name as they
-arrive. Only the heading before them has to be parsed for that.
+mlx-lm's parsers read a call when it is complete. Arguments that are JSON are streamed as they arrive, after the tool's name.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from mlx_ring.api.chat.argument_values import (
     python_tree,
     silence,
 )
-from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
+from mlx_ring.api.chat.model_format import JSON_SPELLINGS, CallMarks, name_patterns
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
-from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
+from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader, open_end
 from mlx_ring.api.streaming import new_id
 
-_FENCE_END = re.compile(r"[\s}]*```")
+_FENCE_END = re.compile(r"[\s}\]]*```")
 _NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
@@ -310,22 +309,28 @@ class CallsReader:
             return self._reading(rest, self._raw + self._text + end)
         if self.calls > self._first:
             left = self._text[self._closing_end() :]
+            if self._rules.parallel and left.startswith("{"):
+                parsed = parse_calls(self._rules, f"[{left.rstrip().removesuffix(']')}]")
+                self._add(parsed)
+                left = "" if parsed else left
             return self._reading(rest, left + end if left.strip() else "")
         return self._parse(rest, end)
 
     def _end_in_heading(self) -> ReadCalls:
         """Return the call that was cut off before its arguments, if its name is complete."""
-        pattern = CALL_NAMES.get(self._rules.marks.parser)
         start = 0 if self.calls == self._first else self._closing_end()
         complete, left = _calls_before_cut(self._rules, self._text[start:])
         self._add(complete)
-        is_last = bool(complete) and not self._rules.parallel
-        found = None if pattern is None or is_last else pattern.match(left)
-        if found is not None and (tool := self._rules.find_tool(found["name"])) is not None:
-            opening = CallOpening(self.calls, self._rules.new_id(), tool.name)
-            self._parts += [opening, CallArguments(self.calls, "")]
-            self.calls += 1
+        tool = None if complete and not self._rules.parallel else self._begun_tool(left)
+        if tool is not None:
+            self._add([(tool.name, "", None)])
         return self._reading("")
+
+    def _begun_tool(self, text: str) -> Tool | None:
+        if self._tagged is not None:
+            return self._tagged.begun_tool(text)
+        found = filter(None, (pattern.match(text) for pattern in name_patterns(self._rules.marks)))
+        return next((self._rules.find_tool(each["name"]) for each in found), None)
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
@@ -398,8 +403,7 @@ _READ_LIST: Mapping[str, Callable[[str], object]] = {
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
     """Return the complete calls of a list that was cut off, and the rest as if the list began there."""
-    read, pattern = _READ_LIST.get(rules.marks.parser), CALL_NAMES.get(rules.marks.parser)
-    if read is None or pattern is None:
+    if (read := _READ_LIST.get(rules.marks.parser)) is None:
         return [], text
     for end in (len(text), last_comma(rules.marks.parser, text)):
         whole = f"{text[:end]}]"
@@ -414,9 +418,8 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
     """Return all calls between marks; none if one of them is not a call."""
-    return _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read)) or _read_calls(
-        rules, lambda: parsed_json(text)
-    )
+    own = _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read))
+    return own or _read_calls(rules, lambda: parsed_json(text))
 
 
 def _read_calls(rules: CallRules, parse: Callable[[], object]) -> list[_ParsedCall]:
