@@ -128,6 +128,8 @@ class CallMarks(Marks):
             return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
         if self.parser == "harmony":
             return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
+        if self.parser == "minicpm5":
+            return {self.start: self.start}
         return {"<tool_call>": ""} if self.parser == "granite" else {}
 
     @property

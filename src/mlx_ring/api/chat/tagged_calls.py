@@ -19,6 +19,7 @@ from mlx_ring.api.chat.request import Tool, properties_of
 _NAME = r"[^<>\n]{1,200}"
 """Pattern of a name. It is limited, so that a long text after its start is no tag."""
 _LONGEST_TAG = 512
+_CDATA, _CDATA_END = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL), "]]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Tags:
     """Tags of one format."""
 
     tag: re.Pattern[str]
-    """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`."""
+    """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`.
+
+    A group `cdata` is the start of a text at the beginning of an argument in which no tags count.
+    """
     openings: tuple[str, ...]
     """Starts of all tags."""
     is_trimmed: bool = True
@@ -84,11 +88,19 @@ def _invocations(prefix: str, end: str, **options: bool) -> Tags:
     )
 
 
+_MINICPM = Tags(
+    re.compile(
+        rf"(?P<call_tag><function name=(?P<call>{_NAME})>)|(?P<key_tag><param name=(?P<key>{_NAME})>)"
+        r"|(?P<end_call></function>)|(?P<end_value></param>)|(?P<cdata><!\[CDATA\[)"
+    ),
+    ("<function name=", "<param name=", "</function>", "</param>"),
+)
 TAGS: Mapping[str, Tags] = {
     "qwen3_coder": _functions("</tool_call>"),
     "seed_oss": _functions("</seed:tool_call>"),
     "minimax_m2": _invocations("", "</minimax:tool_call>"),
     "muse_spark": _invocations("atem:", "</atem:function_calls>", untyped_json=True, json_strings=True),
+    "minicpm5": _MINICPM,
     "glm47": _glm(),
     "laguna": _glm(),
     "longcat": _glm("longcat_"),
@@ -159,15 +171,25 @@ class TaggedReader:
         self._closed_inner = False
         """True if the last tag that may end the argument also closes one within it."""
         self._texts: dict[str, str] = {}
+        self._is_cdata = False
+        """True within a text in which no tags count."""
 
     def read(self, text: str) -> Progress:
         """Read all text so far, which begins where this reader began."""
-        while (tag := self._tags.tag.search(text, self._at)) is not None:
+        while not self._is_in_cdata(text) and (tag := self._tags.tag.search(text, self._at)) is not None:
             self._at = tag.end()
             if (progress := self._take(text, tag)) is not _MORE:
                 return progress
-        self._at = self._open_tag(text)
+        self._at = self._at if self._is_cdata else self._open_tag(text)
         return self._look_between(text)
+
+    def _is_in_cdata(self, text: str) -> bool:
+        """Skip a text in which no tags count. Return True if it has not ended."""
+        if self._is_cdata:
+            place = text.find(_CDATA_END, self._at)
+            self._is_cdata = place < 0
+            self._at = max(self._at, len(text) - len(_CDATA_END)) if place < 0 else place + len(_CDATA_END)
+        return self._is_cdata
 
     def finish(self, text: str, *, cut_off: bool) -> Progress:
         """Read all text after the answer has ended, by the model or cut off."""
@@ -243,6 +265,11 @@ class TaggedReader:
     def _take(self, text: str, tag: re.Match[str]) -> Progress:
         kind = str(tag.lastgroup)
         is_next = not text[self._last : tag.start()].strip()
+        if kind == "cdata":
+            self._is_cdata = (
+                self._state == "value" and not self._is_flat and self._value == self._last and is_next
+            )
+            return _MORE
         match self._state:
             case "heading":
                 return self._begin(text, tag, kind, is_next=is_next)
@@ -344,6 +371,9 @@ class TaggedReader:
         """Keep an argument, or several whose closing tags are missing."""
         value = text[self._value : self._close]
         key, start = self._key, 0
+        if "cdata" in self._tags.tag.groupindex and value.lstrip().startswith("<![CDATA["):
+            self._texts[key] = _CDATA.sub(r"\1", value.strip())
+            return
         for tag in self._missed(value):
             self._texts[key] = self._trimmed(_without_end(self._tags, value[start : tag.start()]), loose=True)
             key, start = _unquoted(tag["key"]), tag.end()

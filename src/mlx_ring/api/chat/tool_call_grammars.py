@@ -67,7 +67,9 @@ def write_calls(
 def other_openings(marks: CallMarks, tools: Sequence[Tool]) -> str:
     """Return the pattern of texts that open a call otherwise than with the first mark; empty if there are none."""
     names = [tool.name for tool in tools]
-    found = [rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names)]
+    found = [
+        rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names) if start != marks.start
+    ]
     if marks.is_bare_json:
         known = "|".join(map(re.escape, names))
         kind = r'("type"\s*:\s*"function"\s*,\s*)?'
