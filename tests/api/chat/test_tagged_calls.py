@@ -63,7 +63,7 @@ def call_in(parser: str, name: str, **arguments: str) -> str:
         )
         return f'{marks.start}\n<{prefix}invoke name="{name}">\n{inside}</{prefix}invoke>\n{marks.end}'
     if parser == "minicpm5":
-        inside = "".join(f'<param name="{key}">{text}</param>' for key, text in arguments.items())
+        inside = "".join(f'<param name="{key}">{text}</param>\n' for key, text in arguments.items())
         return f'<function name="{name}">{inside}</function>'
     prefix = "longcat_" if parser == "longcat" else ""
     inside = "".join(
