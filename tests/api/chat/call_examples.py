@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +33,8 @@ MINIMAL_ARGUMENTS = '{"city": "Rome", "days": 3}'
 WEATHER = Tool("get_weather", parameters=SCHEMA, strict=True)
 CLOCK = Tool("clock", strict=True)
 BAR, WIDE_SPACE = "\uff5c", "\u2581"
+DSML = f"{BAR}DSML{BAR}"
+"""Mark of DeepSeek V3.2, which is part of each tag."""
 
 
 def deepseek(name: str) -> str:
@@ -47,6 +50,7 @@ MARKS = (
     *("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"),
     *("<|open|>", "<|close|>", "<|sep|>", "<minimax:tool_call>", "</minimax:tool_call>"),
     *("<TOOLCALL>", "</TOOLCALL>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call|>", "<|python_tag|>"),
+    DSML,
     *map(deepseek, ("calls begin", "calls end", "call begin", "call end", "sep")),
 )
 END = 0
@@ -54,6 +58,7 @@ TEMPLATES = {
     "seed_oss": "{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=k>",
     "deepseek_v3": f"{{{{ tools }}}}{deepseek('calls begin')}```json",
     "deepseek_v31": f"{{{{ tools }}}}{deepseek('calls begin')}",
+    "deepseek_v32": f"{{{{ tools }}}}<{DSML}function_calls>",
     "nemotron": "{{ tools }}<TOOLCALL>[",
     "command": "{{ tools }}<|START_ACTION|>[",
     "granite": "{{ tools }}<|start_of_role|>assistant<|tool_call|>",
@@ -108,7 +113,7 @@ class CallExample:
             return f"{self.whole(self.call)}\n{self.whole(self.minimal_call)}"
         if self.call.startswith("["):
             return self.whole(self.call[:-1].rstrip() + self.separator + self.minimal_call[1:].lstrip())
-        return self.whole(self.call + self.separator + self.minimal_call)
+        return self.whole(self.call + self.separator + self.minimal_call.removeprefix("\n"))
 
     def format(self, thinking: Marks | None = None) -> ChatFormat:
         return ChatFormat(thinking, self.marks(), added=tokenizer(self.added)[1])
@@ -169,7 +174,7 @@ def _gemma(quote: str) -> tuple[str, str, str]:
 
 
 _GLM = (*_tagged("{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "")[:2], "")
-FORMATS = (
+_OF_MLX_LM = (
     CallExample("json_tools", *_JSON),
     CallExample("json_tools", *_JSON, added=("<think>", "</think>")),
     CallExample("longcat", *_JSON),
@@ -209,7 +214,20 @@ FORMATS = (
 )
 _LIST = _json('[{"name": "NAME", "arguments": JSON}]')
 _BEGIN, _SEPARATOR, _END = map(deepseek, ("call begin", "sep", "call end"))
+
+
+def _dsml() -> tuple[str, str, str]:
+    """Return the three calls of DeepSeek V3.2, whose tags say if an argument is a string."""
+    argument = f'<{DSML}parameter name="{{0}}" string="TYPE-{{0}}">{{1}}</{DSML}parameter>\n'
+    full, minimal, empty = (
+        call.replace("TYPE-city", "true").replace("TYPE-unit", "true")
+        for call in _tagged(f'\n<{DSML}invoke name="{{}}">\n', argument, f"</{DSML}invoke>\n")
+    )
+    return re.sub("TYPE-[a-z]+", "false", full), re.sub("TYPE-[a-z]+", "false", minimal), empty
+
+
 _OWN = (
+    CallExample("deepseek_v32", *_dsml(), separator=""),
     CallExample(
         "seed_oss", *_tagged("\n<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n")
     ),
@@ -228,7 +246,7 @@ _OWN = (
     ),
     CallExample("deepseek_v31", *_json(f"{_BEGIN}NAME{_SEPARATOR}JSON{_END}"), separator=""),
 )
-FORMATS += (*_OWN, *(replace(each, added=()) for each in _OWN))
+FORMATS = (*_OF_MLX_LM, *_OWN, *(replace(each, added=()) for each in _OWN))
 """Calls of each format, also where its marks are no tokens."""
 IDS = [f"{each.parser}{'' if each.added == MARKS else ', marks as text'}" for each in FORMATS]
 

@@ -19,6 +19,7 @@ from tests.api.chat.call_examples import (
     END,
     FORMATS,
     IDS,
+    MARKS,
     MINIMAL_ARGUMENTS,
     SCHEMA,
     TEMPLATES,
@@ -170,6 +171,31 @@ def test_text_after_calls_that_have_no_last_mark_is_refused_beside_strict_tools(
     grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto"))
     assert accepts(grammar, example.marked(example.call), example)
     assert not accepts(grammar, f"{example.marked(example.call)}get_weather{{}}", example)
+
+
+def test_command_may_reason_before_a_demanded_call_and_answer_between_its_marks() -> None:
+    marks = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    example = replace(example_of("command"), added=(*MARKS, *marks))
+    format_ = replace(own_format("command"), added=tokenizer(example.added)[1])
+    for choice in ("required", "auto"):
+        grammar = answer_grammar(
+            format_, tools_conversation(WEATHER, choice=choice), thinking_open=False, open_schemas=False
+        )
+        reasoning = "<|START_THINKING|>I look.<|END_THINKING|>"
+        assert accepts(grammar, reasoning + example.whole(example.call), example)
+        assert not accepts(grammar, reasoning + example.whole(example.call).replace("3", "15"), example)
+        answered = accepts(grammar, "<|START_RESPONSE|>It is warm.<|END_RESPONSE|>", example)
+        assert answered == (choice == "auto")
+
+
+def test_strings_of_deepseek_may_contain_other_tags() -> None:
+    example = example_of("deepseek_v32")
+    for each in (example, replace(example, added=())):
+        grammar = grammar_of(each, tools_conversation(WEATHER))
+        for city in ("<b>Rome</b>", "null", "5", "</", "a </invoke> b"):
+            text = each.whole(each.minimal_call.replace("Rome", city))
+            assert accepts(grammar, text, each)
+            assert read_calls(each, text, WEATHER) == [("get_weather", {"city": city, "days": 3})]
 
 
 def test_reasoning_may_precede_a_constrained_answer() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.chat.call_examples import deepseek, own_format
+from tests.api.chat.call_examples import DSML, deepseek, own_format
 from tests.api.chat.formats import TOOLS, read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.answer import ChatAnswer
 from mlx_ring.api.chat.model_format import read_format
 from mlx_ring.api.chat.reader import AnswerReader
-from mlx_ring.api.chat.request import ContentText
+from mlx_ring.api.chat.request import CallArguments, ContentText, Tool
 
 
 def answer_of(name: str, pieces: Sequence[str], *, early: bool, parallel: bool = True) -> ChatAnswer:
@@ -44,10 +44,21 @@ _DEEPSEEK: list[Callable[[str, str], str]] = [
         f"{deepseek('call end')}{deepseek('calls end')}"
     ),
 ]
+
+
+def _dsml(tool: str, arguments: str) -> str:
+    inside = "".join(
+        f'<{DSML}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{value}</{DSML}parameter>\n'
+        for key, value in json.loads(arguments).items()
+    )
+    return f'<{DSML}function_calls>\n<{DSML}invoke name="{tool}">\n{inside}</{DSML}invoke>\n</{DSML}function_calls>'
+
+
 WRITTEN: dict[str, list[Callable[[str, str], str]]] = {
     "seed_oss": [_seed, lambda tool, arguments: _seed(tool, arguments).partition("\n")[2]],
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": [_dsml],
     "nemotron": [_list("<TOOLCALL>", "</TOOLCALL>")],
     "command": [_list("<|START_ACTION|>\n", "\n<|END_ACTION|>", ("tool_name", "parameters"))],
     "granite": [_list("<|tool_call|>", "")],
@@ -183,3 +194,92 @@ def test_template_without_a_known_format_has_no_calls() -> None:
     tokenizer: Any = ByteTokenizer()
     tokenizer.chat_template = "{{ tools }}{{ messages }}"
     assert read_format(tokenizer).calls is None
+
+
+_ROME = '{"city": "Rome"}'
+_LISTED = {"nemotron": ("<TOOLCALL>", "</TOOLCALL>"), "granite": ("<|tool_call|>", "")}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("name", _LISTED)
+@pytest.mark.parametrize(
+    "written",
+    [
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]',
+        '[{{"name": "get_weather", "arguments": {"city": "Rome"}}}, {{"name": "get_time", "arguments": {}}}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"arguments": {}, "name": "get_time"}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": "{}"}]',
+        '[{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}, {"name": "get_time", "arguments": {}}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}',
+        '\n[\n  {"name": "get_weather", "arguments": {"city": "Rome"}},\n  {"name": "get_time", "arguments": {}}\n]\n',
+        '```json\n[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]\n```',
+        '{"name": "get_weather", "arguments": {"city": "Rome"}}\n{"name": "get_time", "arguments": {}}',
+    ],
+)
+def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, early: bool) -> None:
+    start, end = _LISTED[name]
+    text = f"I look.\n{start}{written}{end}"
+    for pieces in ([text], list(text)):
+        answer = answer_of(name, pieces, early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [
+            ("get_weather", _ROME),
+            ("get_time", "{}"),
+        ]
+        assert answer.content == "I look."
+        alone = answer_of(name, pieces, early=early, parallel=False)
+        assert [call.name for call in alone.calls] == ["get_weather"]
+
+
+def test_listed_arguments_are_streamed_as_they_arrive() -> None:
+    reader = AnswerReader(rules(own_format("granite"), early=True))
+    reader.push('<|tool_call|>[{"name": "get_weather", "arguments": {"city":')
+    assert reader.push(' "Ro') == [CallArguments(0, ' "Ro')]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("granite", f'<tool_call>[{{"name": "get_weather", "arguments": {_ROME}}}]'),
+        (
+            "deepseek_v31",
+            f"{deepseek('call begin')}get_weather{deepseek('sep')}{_ROME}{deepseek('call end')}",
+        ),
+        (
+            "deepseek_v3",
+            f"{deepseek('call begin')}function{deepseek('sep')}get_weather\n```json\n{_ROME}\n```{deepseek('call end')}",
+        ),
+    ],
+)
+def test_calls_behind_other_first_marks_are_read(name: str, text: str, *, early: bool) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of(name, pieces, early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", _ROME)]
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize("city", ["5", "null", '"Rome"', " Rome ", "\nRome\n", "<b>Rome</b>", '{"a": 1}'])
+def test_argument_whose_tag_says_that_it_is_a_string_stays_as_it_is(city: str) -> None:
+    tool = Tool(
+        "find", parameters={"type": "object", "properties": {"where": {"type": ["integer", "string"]}}}
+    )
+    text = _dsml("find", json.dumps({"where": city}))
+    for pieces in ([text], list(text)):
+        (call,) = ChatAnswer(parts=read(pieces, rules(own_format("deepseek_v32"), tools=[tool]))).calls
+        assert json.loads(call.arguments) == {"where": city}
+    (number,) = ChatAnswer(
+        parts=read([_dsml("find", '{"where": 5}')], rules(own_format("deepseek_v32"), tools=[tool]))
+    ).calls
+    assert json.loads(number.arguments) == {"where": 5}
+
+
+def test_command_reasons_and_answers_between_marks() -> None:
+    call = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>'
+    for text, content, calls in (
+        (f"<|START_THINKING|>I look.<|END_THINKING|>{call}", "", ["get_time"]),
+        ("<|START_THINKING|>I look.<|END_THINKING|><|START_RESPONSE|>Hi.<|END_RESPONSE|>", "Hi.", []),
+    ):
+        for pieces in ([text], list(text)):
+            answer = answer_of("command", pieces, early=True)
+            assert (answer.reasoning, answer.content) == ("I look.", content)
+            assert [call.name for call in answer.calls] == calls

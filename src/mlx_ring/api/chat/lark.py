@@ -63,17 +63,19 @@ class LarkGrammar:
         """
         first, *others = self.pieces(text)
         free = ANY_TEXT
+        if others and first not in self.tokens:  # the token behind it makes it a mark
+            start = re.escape(first).replace("/", r"\/")
+            free = self._terminal(f"/(?s:.*){start}/ & {_without(first + others[0])}{_other_than(besides)}")
+            return f"{free} {self.exactly(''.join(others))}"
         if besides or first != first.strip():
-            others_than = f" & ~/{besides}/" if besides else ""
-            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{others_than}")
+            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{_other_than(besides)}")
         if first in self.tokens:
             return f"{free} {self.exactly(text)}"
-        head = self.fresh(f"{free} {json.dumps(first)}", lazy=True)
-        return f"{head} {self.exactly(''.join(others))}" if others else head
+        return self.fresh(f"{free} {json.dumps(first)}", lazy=True)
 
     def text_besides(self, pattern: str) -> str:
         """Return an expression of any text that does not match the pattern, if there is one."""
-        return self._terminal(f"{ANY_TEXT} & ~/{pattern}/") if pattern else ANY_TEXT
+        return self._terminal(f"{ANY_TEXT}{_other_than(pattern)}") if pattern else ANY_TEXT
 
     def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
         """Return an expression of any text up to a mark in any spelling. The text must match each of `within`."""
@@ -109,6 +111,10 @@ class LarkGrammar:
 def either(options: Iterable[str]) -> str:
     """Return an expression of one of several options."""
     return f"({' | '.join(options)})"
+
+
+def _other_than(pattern: str) -> str:
+    return f" & ~/{pattern}/" if pattern else ""
 
 
 def _without(text: str) -> str:

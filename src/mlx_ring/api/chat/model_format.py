@@ -15,7 +15,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -34,29 +34,19 @@ TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
     "normal": [("<|end|>", "header")],
 }
 """Marks that end each state, with the state that follows, under mlx-lm's names, as in `TokenizerWrapper`."""
-CALL_START, CALL_END = "to=functions.", "<|call|>"
-CALL_INNER = ("<|constrain|>",)
 HEADING = re.compile(
     r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|(?:message|call)\|>)[^{<]*+)*<\|message\|>\s*(?=\{)"
 )
-"""Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive,
-because the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches
-possessive groups wrongly.
+"""Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive, because
+the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches them wrongly.
 """
-_BODY = "<|message|>"
-_NAME = re.compile(r"[\w-]+")
-
-
-def is_harmony(added: Collection[str]) -> bool:
-    """Return True if a vocabulary with these added tokens uses Harmony."""
-    return set(added) >= TOKENS
 
 
 def parse_tool_call(text: str, tools: object) -> object:
     """Parse a call from its function's name on. Raise `ValueError` for text that is not a call."""
     del tools
-    heading, mark, arguments = text.strip().partition(_BODY)
-    name = _NAME.match(heading)
+    heading, mark, arguments = text.strip().partition("<|message|>")
+    name = re.match(r"[\w-]+", heading)
     if name is None or not mark:
         raise ValueError("There is no function.")
     return {"name": name[0], "arguments": json.loads(arguments or "{}")}
@@ -73,8 +63,8 @@ ParseCalls = Callable[[str, list[dict[str, object]]], object]
 
 _STATES: Mapping[str, State] = {
     "normal": "start",
-    "reasoning": "reasoning",
     "tool": "calls",
+    "reasoning": "reasoning",
     "header": "header",
 }
 """States by mlx-lm's names."""
@@ -83,6 +73,11 @@ _DEEPSEEK = tuple(
     for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
 )
 """Tokens around DeepSeek's calls, around each one, and behind its tool's name. Their bars and spaces are wide."""
+_DSML = "\uff5cDSML\uff5cfunction_calls"
+_COMMAND_MARKS = tuple(
+    f"<|{name}|>" for name in ("START_THINKING", "END_THINKING", "START_RESPONSE", "END_RESPONSE")
+)
+"""Marks of Command around reasoning, and around text."""
 INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
@@ -124,13 +119,19 @@ class CallMarks(Marks):
 
     def other_starts(self, names: Iterable[str]) -> dict[str, str]:
         """Return the marks with which models also open calls of these tools, each with its part that belongs to the call."""
-        if self.parser == "kimi_k2":
-            return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
-        if self.parser == "harmony":
-            return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
-        if self.parser == "minicpm5":
-            return {self.start: self.start}
-        return {"<tool_call>": ""} if self.parser == "granite" else {}
+        match self.parser:
+            case "kimi_k2":
+                return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
+            case "deepseek_v3" | "deepseek_v31":
+                return {_DEEPSEEK[2]: _DEEPSEEK[2]}
+            case "granite":
+                return {"<tool_call>": ""}
+            case "minicpm5":
+                return {self.start: self.start}
+            case "harmony":
+                return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
+            case _:
+                return {}
 
     @property
     def bare(self) -> tuple[str, str] | None:
@@ -173,6 +174,7 @@ def _json_heading(before: str) -> re.Pattern[str]:
 _FENCE = r"(?P<fence>```(?:json)?\s*+)?"
 _BEGIN, _SEPARATOR, _END = _DEEPSEEK[2:]
 _JSON_CALL = '{"name": "NAME", "arguments": JSON}'
+_KIMI_K2_CALL = "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"
 _COMMAND_CALL = '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": JSON}'
 _COMMAND = WrittenCalls(_COMMAND_CALL, ",\n    ", "[\n    ", "\n]")
 _JSON_TOOLS = JsonSpelling(
@@ -183,7 +185,7 @@ _JSON_TOOLS = JsonSpelling(
 )
 _JSON_LIST = JsonSpelling(
     (WrittenCalls(_JSON_CALL, ", ", "[", "]"),),
-    _json_heading(rf"{_FENCE}(?:\[\s*+)?\{{"),
+    _json_heading(rf"{_FENCE}(?:\[\s*+)?\{{{{1,2}}"),
     re.compile(r"[\s}\],]*"),
     ("{",),
     is_object=True,
@@ -225,11 +227,7 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
         following=("[TOOL_CALLS]",),
     ),
     "kimi_k2": JsonSpelling(
-        (
-            WrittenCalls(
-                "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"
-            ),
-        ),
+        (WrittenCalls(_KIMI_K2_CALL),),
         re.compile(
             r"\s*+(?:<\|tool_call_begin\|>\s*+)?(?=(?P<name>[^\s<]++))(?:(?P<id>[^\s<]{1,300}[:_]\d{1,9})(?=[\s<])|[^\s<]++)"
             r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
@@ -247,17 +245,16 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     ),
 }
 """Spellings of calls by the name of the parser: mlx-lm's, or ours."""
-
-
 _OTHER_NAME = re.compile(r"\s*(?:\[\s*|call:)(?P<name>[\w.-]+)[({]")
 """Start of a call of Gemma, or in Python."""
 
 
-def name_patterns(marks: CallMarks) -> list[re.Pattern[str]]:
-    """Return the patterns of a call's start up to the end of its tool's name, for calls without tags."""
-    if (spelling := JSON_SPELLINGS.get(marks.parser)) is None:
-        return [_OTHER_NAME]
-    return [written.name_pattern(marks.start, marks.end) for written in spelling.written]
+def begun_name(marks: CallMarks, text: str) -> str:
+    """Return the tool's name of a call that begins here, without tags; empty if it is incomplete."""
+    spelling = JSON_SPELLINGS.get(marks.parser)
+    written = () if spelling is None else spelling.written
+    patterns = (_OTHER_NAME, *(each.name_pattern(marks.start, marks.end) for each in written))
+    return next((found["name"] for pattern in patterns if (found := pattern.match(text))), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +310,14 @@ class ChatFormat:
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the format that mlx-lm's wrapper found for a tokenizer, or one that this module defines."""
     words = frozenset(_WORD.findall(_template_text(tokenizer)))
-    if is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
+    if {added.content for added in tokenizer.added_tokens_decoder.values()} >= TOKENS:
         return _with_special(_harmony(words), tokenizer)
     calls = _read_calls(tokenizer)
+    is_command = calls is not None and calls.parser == "command"
     plain = ChatFormat(
-        thinking=_read_thinking(tokenizer),
+        thinking=Marks(*_COMMAND_MARKS[:2]) if is_command else _read_thinking(tokenizer),
         calls=calls,
-        dropped=tuple(tokenizer.structural_markers),
+        dropped=_COMMAND_MARKS[2:] if is_command else tuple(tokenizer.structural_markers),
         begins=_STATES.get(tokenizer.response_initial_state or "", "start"),
         turns=_read_turns(tokenizer.response_transitions, calls),
         words=words,
@@ -328,7 +326,7 @@ def read_format(tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _harmony(words: frozenset[str]) -> ChatFormat:
-    calls = CallMarks(CALL_START, CALL_END, "harmony", parse_tool_call, CALL_INNER)
+    calls = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call, ("<|constrain|>",))
     return ChatFormat(calls=calls, begins="header", turns=_read_turns(TRANSITIONS, calls), words=words)
 
 
@@ -351,6 +349,7 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
 
 _OWN_CALLS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", "seed_oss"),
+    (("\uff5cDSML\uff5c", "function_calls"), f"<{_DSML}>", f"</{_DSML}>", "deepseek_v32"),
     ((_DEEPSEEK[0], "```json"), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek_v3"),
     ((_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek_v31"),
     (("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", "nemotron"),

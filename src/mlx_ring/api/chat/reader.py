@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from mlx_ring.api.chat.argument_values import json_opening
 from mlx_ring.api.chat.model_format import ChatFormat, State
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, ContentText, ReasoningText
-from mlx_ring.api.chat.tagged_calls import first_mark, open_end
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
-from mlx_ring.core.generation import StopMatcher
+from mlx_ring.core.generation import StopMatcher, open_end
 
 _BLOCK = re.compile(r"\s*(`{3,}|~{3,})([^`]*)$")
 """Line that opens a block of code, or closes one."""
@@ -187,7 +186,9 @@ class AnswerReader:
         return text[place + len(mark) :]
 
     def _first_mark(self, text: str, marks: Mapping[str, State]) -> tuple[int, str] | None:
-        found = first_mark(text, marks)
+        """Return the position and the text of the first mark. Of several at one position, return the longest."""
+        places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+        found = min(places, key=lambda one: (one[0], -len(one[1])), default=None)
         return self._first_bare(text if found is None else text[: found[0]]) or found
 
     def _first_bare(self, text: str) -> tuple[int, str] | None:

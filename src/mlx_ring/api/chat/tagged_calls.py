@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +29,8 @@ class Tags:
     tag: re.Pattern[str]
     """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`.
 
-    A group `cdata` is the start of a text at the beginning of an argument in which no tags count.
+    A group `cdata` is the start of a text at the beginning of an argument in which no tags count. A group `string` is
+    `true` in the tag before an argument that is a string as it stands, whatever its schema is.
     """
     openings: tuple[str, ...]
     """Starts of all tags."""
@@ -79,8 +80,8 @@ def _invocations(prefix: str, end: str, **options: bool) -> Tags:
     starts = f"<{prefix}invoke name=", f"<{prefix}parameter name="
     return Tags(
         re.compile(
-            rf"(?P<call_tag>{starts[0]}(?P<call>{_NAME})>)|(?P<key_tag>{starts[1]}(?P<key>{_NAME})>)"
-            rf"|(?P<end_call>{call})|(?P<end_value>{value})|(?P<end>{end})"
+            rf"(?P<call_tag>{starts[0]}(?P<call>{_NAME})>)|(?P<end_call>{call})|(?P<end_value>{value})|(?P<end>{end})"
+            rf'|(?P<key_tag>{starts[1]}(?P<key>{_NAME}?)(?:\s+string="(?P<string>true|false)")?>)'
         ),
         (*starts, call, value, end),
         is_trimmed=False,
@@ -99,6 +100,7 @@ TAGS: Mapping[str, Tags] = {
     "qwen3_coder": _functions("</tool_call>"),
     "seed_oss": _functions("</seed:tool_call>"),
     "minimax_m2": _invocations("", "</minimax:tool_call>"),
+    "deepseek_v32": _invocations("\uff5cDSML\uff5c", "</\uff5cDSML\uff5cfunction_calls>", untyped_json=True),
     "muse_spark": _invocations("atem:", "</atem:function_calls>", untyped_json=True, json_strings=True),
     "minicpm5": _MINICPM,
     "glm47": _glm(),
@@ -171,6 +173,8 @@ class TaggedReader:
         self._closed_inner = False
         """True if the last tag that may end the argument also closes one within it."""
         self._texts: dict[str, str] = {}
+        self._strings = set[str]()
+        """Keys of the arguments that are strings by their tags."""
         self._is_cdata = False
         """True within a text in which no tags count."""
 
@@ -305,6 +309,7 @@ class TaggedReader:
         self._last = tag.end()
         if kind == "key_tag":
             self._key = _unquoted(tag["key"])
+            self._strings |= {self._key} if tag.groupdict().get("string") == "true" else set()
             self._value = tag.end()
             self._state, self._open, self._counts = "value", [], Counter()
             return _MORE
@@ -394,6 +399,8 @@ class TaggedReader:
         ]
 
     def _trimmed(self, value: str, *, loose: bool) -> str:
+        if self._key in self._strings and not loose:
+            return value
         if self._tags.is_trimmed or (value.startswith("\n") and value.endswith("\n")):
             return value.removeprefix("\n").removesuffix("\n")
         return value.removesuffix("\n") if loose else value
@@ -402,7 +409,9 @@ class TaggedReader:
         if self._tool is None:
             return _BROKEN
         arguments = {
-            key: read_value(
+            key: text
+            if key in self._strings
+            else read_value(
                 text,
                 self._tool,
                 key,
@@ -426,24 +435,3 @@ def _without_end(tags: Tags, value: str) -> str:
 
 def _unquoted(name: str) -> str:
     return name.strip().strip("\"'")
-
-
-# ---- marks in text
-
-
-def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return the position and the text of the first mark. Of several at one position, return the longest."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
-    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
-
-
-def open_end(text: str, marks: Iterable[str]) -> int:
-    """Return the number of characters at the end of `text` that may start a mark."""
-    return max((_open_end(text, mark) for mark in marks), default=0)
-
-
-def _open_end(text: str, mark: str) -> int:
-    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while place >= 0 and not mark.startswith(text[place:]):
-        place = text.find(mark[0], place + 1)
-    return len(text) - place if place >= 0 else 0

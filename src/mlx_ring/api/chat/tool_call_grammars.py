@@ -283,10 +283,15 @@ class _Tagged:
     """True if JSON of any type but string is read as that type."""
     json_strings: bool = False
     """True if strings may be written as JSON too, so that strings that look like JSON are read back."""
+    before_json: str = ""
+    """Mark before an argument in JSON, if it is another one."""
 
 
-def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
-    """Return the writer of calls with separate marks for arguments; `{}` is replaced by the tool's name."""
+def _tagged(call_before: str, call_behind: str, argument: _Tagged, *, together: bool = False) -> _Spelling:
+    """Return the writer of calls with separate marks for arguments; `{}` is replaced by the tool's name.
+
+    Each call has its own marks, or all are `together` on lines between two marks.
+    """
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:
@@ -297,6 +302,8 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
 
         call = calls.one_of(write)
         end = calls.exactly(calls.marks.end)
+        if together:
+            return calls.marks.start, f'"\\n" {calls.repeated(call, "")} {end}'
         again = f"{SPACE}? {calls.exactly(calls.marks.start)} {call} {end}"
         more = f"({calls.grammar.fresh(again)})*" if calls.parallel else ""
         return calls.marks.start, f"{call} {end} {more}"
@@ -315,8 +322,11 @@ def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
 
 def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: _Tagged) -> str:
     before = grammar.exactly(how.before.format(name))
-    if options := [*_as_text(grammar, tool, schema, how), *_as_json(grammar, tool, schema, how)]:
-        return f"{before} {either(options)}"
+    before_json = grammar.exactly((how.before_json or how.before).format(name))
+    options = [f"{before} {text}" for text in _as_text(grammar, tool, schema, how)]
+    options += [f"{before_json} {value}" for value in _as_json(grammar, tool, schema, how)]
+    if options:
+        return either(options)
     if tool.strict:
         raise RequestError(
             f"Property '{name}' of tool '{tool.name}' cannot be enforced in this model's format, which writes strings "
@@ -374,6 +384,7 @@ _MUSE = _Tagged(
     no_string=r'\s*(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))\s*',
     json_strings=True,
 )
+_DSML = "\uff5cDSML\uff5c"
 _NULLS = "(?i:null|none|nil)"
 _SPELLINGS: Mapping[str, _Spelling] = {
     "pythonic": _pythonic,
@@ -381,6 +392,17 @@ _SPELLINGS: Mapping[str, _Spelling] = {
     "function_gemma": _gemma(gemma.FUNCTION_GEMMA_QUOTE),
     "glm47": _tagged("{}", "", _GLM),
     "laguna": _tagged("{}", "", _GLM),
+    "deepseek_v32": _tagged(
+        f'<{_DSML}invoke name="{{}}">\n',
+        f"</{_DSML}invoke>\n",
+        _Tagged(
+            f'<{_DSML}parameter name="{{}}" string="true">',
+            f"</{_DSML}parameter>\n",
+            any_json=True,
+            before_json=f'<{_DSML}parameter name="{{}}" string="false">',
+        ),
+        together=True,
+    ),
     "qwen3_coder": _tagged(
         "\n<function={}>\n",
         "</function>\n",

@@ -26,10 +26,11 @@ from mlx_ring.api.chat.argument_values import (
     python_tree,
     silence,
 )
-from mlx_ring.api.chat.model_format import JSON_SPELLINGS, CallMarks, name_patterns
+from mlx_ring.api.chat.model_format import JSON_SPELLINGS, CallMarks, begun_name
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
-from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader, open_end
+from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
+from mlx_ring.core.generation import open_end
 
 _FENCE_END = re.compile(r"[\s}\]]*```")
 _NUMBER = re.compile(r"[:_]\d{1,9}$")
@@ -87,9 +88,9 @@ class CallsReader:
     def __init__(
         self, rules: CallRules, calls: int, mark: str, *, begun: str = "", is_bare: bool = False
     ) -> None:
-        """Start after `calls` earlier calls of the answer, behind a mark, whose end may belong to the call that has `begun`.
+        """Start after `calls` earlier calls, behind a mark, whose end may belong to the call that has `begun`.
 
-        With `is_bare` it is the start of a call without a mark.
+        With `is_bare` it is the start of a call without a mark, which may still be none.
         """
         self.calls = calls
         self._first = calls
@@ -107,7 +108,7 @@ class CallsReader:
         self._members: MembersReader | None = None
         """Reader of what a call's own object has after the arguments."""
         self._is_fenced = False
-        """True if the last call began with a fence of a block of code."""
+        """True if a call began with a fence of a block of code."""
         self._searched = 0
         """Number of characters that contain no mark after calls."""
         self._parts: list[AnswerPart] = []
@@ -234,7 +235,7 @@ class CallsReader:
             return False
         opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), tool.name)
         self._call = _JsonCall(opening, is_out=self._rules.early and not self._is_bare)
-        self._is_fenced = bool(found.groupdict().get("fence"))
+        self._is_fenced |= bool(found.groupdict().get("fence"))
         if self._call.is_out:
             self._parts.append(opening)
         self._take(found.end())
@@ -321,16 +322,11 @@ class CallsReader:
         start = 0 if self.calls == self._first else self._closing_end()
         complete, left = _calls_before_cut(self._rules, self._text[start:])
         self._add(complete)
-        tool = None if complete and not self._rules.parallel else self._begun_tool(left)
-        if tool is not None:
-            self._add([(tool.name, "", None)])
+        if not complete or self._rules.parallel:
+            tool = None if self._tagged is None else self._tagged.begun_tool(left)
+            tool = tool or self._rules.find_tool(begun_name(self._rules.marks, left))
+            self._add([] if tool is None else [(tool.name, "", None)])
         return self._reading("")
-
-    def _begun_tool(self, text: str) -> Tool | None:
-        if self._tagged is not None:
-            return self._tagged.begun_tool(text)
-        found = filter(None, (pattern.match(text) for pattern in name_patterns(self._rules.marks)))
-        return next((self._rules.find_tool(each["name"]) for each in found), None)
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
         """Read the calls with mlx-lm's parser."""
