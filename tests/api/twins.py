@@ -160,7 +160,8 @@ class MarkingTokenizer(ByteTokenizer):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokens = [BOS] * add_special_tokens
         ids = {name: token for token, name in self.special.items()}
-        for piece in re.split(r"(</?(?:think|tool_call)>)", text):
+        marks = "|".join(re.escape(name) for name, token in ids.items() if token > ANSWER)
+        for piece in re.split(f"({marks})", text):
             tokens += [ids[piece]] if piece in ids else piece.encode()
         return tokens
 

@@ -6,18 +6,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_ring.api.chat.answer_grammars import GrammarChecks
-from mlx_ring.api.chat.model_format import ChatFormats
+from mlx_ring.api.chat.model_format import ChatFormat, read_format
 from mlx_ring.api.journal import Journal
 from mlx_ring.api.middleware.access_log import note_model
 from mlx_ring.api.middleware.guard import Admission
 from mlx_ring.api.prompts import PromptEncoder
 from mlx_ring.api.request_body import BODY, Body, read_body, read_bytes
-from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance
+from mlx_ring.api.service import Answering, ModelCatalog, ModelService, ServedInstance, Tokenizer
 from mlx_ring.api.settings import ApiSettings
 from mlx_ring.api.streaming import PLAYBACK, note_read, note_stream
 from mlx_ring.core.errors import NotReady, RequestError, UnknownAnswer, UnknownModel, WorkerLost, WorkerStuck
@@ -26,6 +27,19 @@ from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import WorkerInfo
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+class ChatFormats:
+    """Formats by tokenizer, each made on first use."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Tokenizer, ChatFormat] = WeakKeyDictionary()
+
+    def __getitem__(self, tokenizer: Tokenizer) -> ChatFormat:
+        known = self._known.get(tokenizer)
+        if known is None:
+            known = self._known[tokenizer] = read_format(tokenizer)
+        return known
 
 
 @dataclass(frozen=True, slots=True)

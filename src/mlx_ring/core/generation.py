@@ -260,7 +260,7 @@ class StopMatcher:
         if match is not None:
             start, stop = match
             return text[:start], stop
-        held = self._open_prefix(text)
+        held = open_end(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], None
 
@@ -277,14 +277,17 @@ class StopMatcher:
         _, start, stop = min(matches)
         return start, stop
 
-    def _open_prefix(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins some stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for length in range(longest, 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+def open_end(text: str, marks: Iterable[str]) -> int:
+    """Return the number of characters at the end of `text` that may start a mark."""
+    return max((_open_end(text, mark) for mark in marks), default=0)
+
+
+def _open_end(text: str, mark: str) -> int:
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 # ---- reports

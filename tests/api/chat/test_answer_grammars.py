@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -18,17 +19,21 @@ from tests.api.chat.call_examples import (
     END,
     FORMATS,
     IDS,
+    MARKS,
     MINIMAL_ARGUMENTS,
     SCHEMA,
+    TEMPLATES,
     WEATHER,
     CallExample,
     example_of,
+    own_format,
     tokenizer,
 )
 from tests.api.chat.formats import read, rules
 
 from mlx_ring.api.chat.answer import ChatAnswer
 from mlx_ring.api.chat.answer_grammars import answer_grammar
+from mlx_ring.api.chat.lark import NOTHING
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parse_tool_call
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.core.errors import RequestError
@@ -67,16 +72,31 @@ def accepts(grammar: Grammar | None, text: str, example: CallExample = JSON_TOOL
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+def read_calls(example: CallExample, text: str, *tools: Tool, **options: Any) -> list[tuple[str, Any]]:
+    """Return the names and arguments of the calls of an answer without other text, whole and streamed."""
+    answers = [
+        ChatAnswer(parts=read(pieces, rules(example.format(), tools=tools, early=early, **options)))
+        for pieces, early in (([text], False), (list(text), False), (list(text), True))
+    ]
+    made = [[(call.name, json.loads(call.arguments)) for call in answer.calls] for answer in answers]
+    assert [answer.content for answer in answers] == [""] * 3, text
+    assert made[0] == made[1] == made[2]
+    return made[0]
+
+
 @every_format
 def test_required_tool_call_is_accepted_and_parsed(example: CallExample) -> None:
     grammar = grammar_of(example, tools_conversation(WEATHER, CLOCK))
     tools = [WEATHER.for_template(), CLOCK.for_template()]
     for call, arguments in ((example.call, ARGUMENTS), (example.minimal_call, MINIMAL_ARGUMENTS)):
         assert accepts(grammar, example.whole(call), example)
-        parsed: Any = example.marks().parse(call, tools)
-        found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
-        assert (found["name"], found["arguments"]) == ("get_weather", json.loads(arguments))
-        jsonschema.validate(found["arguments"], SCHEMA)
+        made = read_calls(example, example.whole(call), WEATHER, CLOCK)
+        assert made == [("get_weather", json.loads(arguments))]
+        jsonschema.validate(made[0][1], SCHEMA)
+        if example.parser not in TEMPLATES:  # mlx-lm reads it too
+            parsed: Any = example.marks().parse(call, tools)
+            found: Any = cast("list[Any]", parsed)[0] if isinstance(parsed, list) else parsed
+            assert (found["name"], found["arguments"]) == made[0]
     assert not example.empty_call or accepts(grammar, example.whole(example.empty_call), example)
     assert not accepts(grammar, "Rome is warm.", example)
     assert not accepts(grammar, example.whole(example.call) + "It is warm.", example)
@@ -103,9 +123,79 @@ def test_text_is_free_until_a_strict_tool_call_starts(example: CallExample) -> N
     for parallel in (True, False):
         grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto", parallel=parallel))
         assert accepts(grammar, "Rome is <b>warm</b>\n[today].", example)
-        assert accepts(grammar, "Let me see.\n" + example.whole(example.call), example)
+        assert accepts(grammar, "Let me see.\n" + example.marked(example.call), example)
         wrong = example.call.replace("get_weather", "get_time")
-        assert not accepts(grammar, "Let me see.\n" + example.whole(wrong), example)
+        assert not accepts(grammar, "Let me see.\n" + example.marked(wrong), example)
+
+
+def test_json_that_begins_an_answer_of_llama_is_a_call_of_a_strict_tool() -> None:
+    example = example_of("llama3")
+    grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto"))
+    for before in ("", "<|python_tag|>"):
+        assert accepts(grammar, before + example.call, example)
+        assert accepts(grammar, before + example.two_calls(), example)
+        assert not accepts(grammar, before + example.call.replace("3", "15"), example)
+        assert not accepts(grammar, f"{before}{example.call} It is warm.", example)
+    assert accepts(grammar, "{}", example)
+    assert accepts(grammar, '{"name": "Rome"}', example)
+    for wrong in (
+        '\n{ "name":"get_weather"}',
+        '{"type": "function", "name": "get_weather"}',
+        '{"name": "functions.get_weather"}',
+    ):
+        assert not accepts(grammar, wrong, example)
+
+
+def test_model_whose_template_refuses_several_calls_makes_one() -> None:
+    example = example_of("llama3")
+    format_ = replace(own_format("llama"), added=tokenizer(example.added)[1])
+    for choice in ("required", "auto"):
+        grammar = answer_grammar(
+            format_, tools_conversation(WEATHER, choice=choice), thinking_open=False, open_schemas=False
+        )
+        assert accepts(grammar, example.call, example)
+        assert not accepts(grammar, example.two_calls(), example)
+
+
+def test_other_marks_that_open_calls_are_no_text_beside_strict_tools() -> None:
+    example = example_of("granite")
+    grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto"))
+    assert not accepts(grammar, f"<tool_call>{example.call}", example)
+    assert accepts(grammar, "A <tool_calls> is a call.", example)
+
+
+@pytest.mark.parametrize("parser", ["mistral", "granite", "llama3"])
+def test_text_after_calls_that_have_no_last_mark_is_refused_beside_strict_tools(parser: str) -> None:
+    """Refuse it because it might be read as a further call."""
+    example = example_of(parser)
+    grammar = grammar_of(example, tools_conversation(WEATHER, choice="auto"))
+    assert accepts(grammar, example.marked(example.call), example)
+    assert not accepts(grammar, f"{example.marked(example.call)}get_weather{{}}", example)
+
+
+def test_command_may_reason_before_a_demanded_call_and_answer_between_its_marks() -> None:
+    marks = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    example = replace(example_of("command"), added=(*MARKS, *marks))
+    format_ = replace(own_format("command"), added=tokenizer(example.added)[1])
+    for choice in ("required", "auto"):
+        grammar = answer_grammar(
+            format_, tools_conversation(WEATHER, choice=choice), thinking_open=False, open_schemas=False
+        )
+        reasoning = "<|START_THINKING|>I look.<|END_THINKING|>"
+        assert accepts(grammar, reasoning + example.whole(example.call), example)
+        assert not accepts(grammar, reasoning + example.whole(example.call).replace("3", "15"), example)
+        answered = accepts(grammar, "<|START_RESPONSE|>It is warm.<|END_RESPONSE|>", example)
+        assert answered == (choice == "auto")
+
+
+def test_strings_of_deepseek_may_contain_other_tags() -> None:
+    example = example_of("deepseek_v32")
+    for each in (example, replace(example, added=())):
+        grammar = grammar_of(each, tools_conversation(WEATHER))
+        for city in ("<b>Rome</b>", "null", "5", "</", "a </invoke> b"):
+            text = each.whole(each.minimal_call.replace("Rome", city))
+            assert accepts(grammar, text, each)
+            assert read_calls(each, text, WEATHER) == [("get_weather", {"city": city, "days": 3})]
 
 
 def test_reasoning_may_precede_a_constrained_answer() -> None:
@@ -305,16 +395,37 @@ def random_answer(grammar: Grammar | None, example: CallExample, chance: random.
     matcher = LLMatcher(known, to_llguidance(grammar.kind, grammar.text), log_level=0)
     assert matcher.get_error() == ""
     likely = {END, *ids.values(), *known.tokenize_str("]}<")}
+    closing = [*re.findall(r"\n?</[^>]+>\n?|<escape>", example.call), example.marks().end]
     mask, tokens = allocate_token_bitmask(1, known.vocab_size), list[int]()
     while not matcher.is_stopped() and len(tokens) < 3000:
         fill_next_token_bitmask(matcher, mask)
         allowed = [int(token) for token in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
+        if chance.random() < 0.1:
+            marks = known.tokenize_str(chance.choice(closing), parse_special=True)
+            if (taken := matcher.try_consume_tokens(marks)) == len(marks):
+                tokens += marks
+                continue
+            matcher.rollback(taken)
         ending = [token for token in allowed if token in likely]
         token = chance.choice(ending if ending and chance.random() < 0.3 else allowed)
+        token = END if END in allowed and len(tokens) > 500 else token
         assert matcher.consume_token(token)
         tokens.append(token)
     assert matcher.is_accepting()
     return known.decode_str([token for token in tokens if token != END])
+
+
+@every_format
+@pytest.mark.parametrize("parallel", [True, False])
+def test_random_calls_are_read_back_and_match_the_schema(example: CallExample, *, parallel: bool) -> None:
+    grammar = grammar_of(example, tools_conversation(WEATHER, CLOCK, parallel=parallel))
+    for seed in range(3):
+        text = random_answer(grammar, example, random.Random(seed))
+        made = read_calls(example, text, WEATHER, CLOCK, parallel=parallel, required=True)
+        assert made
+        assert parallel or len(made) == 1
+        for name, arguments in made:
+            jsonschema.validate(arguments, SCHEMA if name == "get_weather" else NOTHING)
 
 
 @pytest.mark.parametrize("strict", [True, False])

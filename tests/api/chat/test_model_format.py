@@ -11,8 +11,9 @@ import pytest
 from tests.api.twins import ByteTokenizer, MarkingTokenizer
 from tests.engine.small_tokenizers import TOOL, byte_fallback, byte_level
 
-from mlx_ring.api.chat.model_format import ChatFormat, ChatFormats, Marks, read_format
+from mlx_ring.api.chat.model_format import ChatFormat, Marks, read_format
 from mlx_ring.api.chat.prepare import prompts_end
+from mlx_ring.api.context import ChatFormats
 from mlx_ring.core.lean_imports import import_bare
 from mlx_ring.engine.streams import Detokenizer, Vocabulary
 from mlx_ring.head.served_model import prepare_model

@@ -9,42 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.api.chat.call_examples import DSML, deepseek, own_format
 from tests.api.chat.formats import TOOLS, read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
 from mlx_ring.api.chat.answer import ChatAnswer
-from mlx_ring.api.chat.model_format import ChatFormat, read_format
+from mlx_ring.api.chat.model_format import read_format
 from mlx_ring.api.chat.reader import AnswerReader
-from mlx_ring.api.chat.request import ContentText
-
-BAR, SPACE = "\uff5c", "\u2581"
-
-
-def deepseek(name: str) -> str:
-    return f"<{BAR}tool{SPACE}{name.replace(' ', SPACE)}{BAR}>"
-
-
-TEMPLATES = {
-    "seed_oss": "{{ tools }}<seed:tool_call>\n<function=f>\n<parameter=k>",
-    "deepseek": f"{{{{ tools }}}}{deepseek('calls begin')}",
-    "nemotron": "{{ tools }}<TOOLCALL>[",
-    "command": "{{ tools }}<|START_ACTION|>[",
-    "granite": "{{ tools }}<|start_of_role|>assistant<|tool_call|>",
-    "smollm": '{{ tools }}<tool_call>\n{"name": f, "arguments": {}}\n</tool_call>',
-    "llama": '{{ tools }}<|start_header_id|>ipython"parameters": This model only supports single tool-calls at once!',
-    "llama4": '{{ tools }}<|start_header_id|>ipython"parameters": ',
-}
-
-
-def format_of(name: str) -> ChatFormat:
-    tokenizer: Any = ByteTokenizer()
-    tokenizer.chat_template = TEMPLATES[name]
-    tokenizer.tool_call_start = tokenizer.tool_call_end = tokenizer.tool_parser = None
-    return read_format(tokenizer)
+from mlx_ring.api.chat.request import CallArguments, ContentText, Tool
 
 
 def answer_of(name: str, pieces: Sequence[str], *, early: bool, parallel: bool = True) -> ChatAnswer:
-    return ChatAnswer(parts=read(pieces, rules(format_of(name), early=early, parallel=parallel)))
+    return ChatAnswer(parts=read(pieces, rules(own_format(name), early=early, parallel=parallel)))
 
 
 def _list(start: str, end: str, names: tuple[str, str] = ("name", "arguments")) -> Callable[[str, str], str]:
@@ -58,18 +34,31 @@ def _seed(tool: str, arguments: str) -> str:
     return f"<seed:tool_call>\n<function={tool}>\n{inside}</function>\n</seed:tool_call>"
 
 
+_DEEPSEEK: list[Callable[[str, str], str]] = [
+    lambda tool, arguments: (
+        f"{deepseek('calls begin')}{deepseek('call begin')}function{deepseek('sep')}{tool}\n"
+        f"```json\n{arguments}\n```{deepseek('call end')}{deepseek('calls end')}"
+    ),
+    lambda tool, arguments: (
+        f"{deepseek('calls begin')}{deepseek('call begin')}{tool}{deepseek('sep')}{arguments}"
+        f"{deepseek('call end')}{deepseek('calls end')}"
+    ),
+]
+
+
+def _dsml(tool: str, arguments: str) -> str:
+    inside = "".join(
+        f'<{DSML}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{value}</{DSML}parameter>\n'
+        for key, value in json.loads(arguments).items()
+    )
+    return f'<{DSML}function_calls>\n<{DSML}invoke name="{tool}">\n{inside}</{DSML}invoke>\n</{DSML}function_calls>'
+
+
 WRITTEN: dict[str, list[Callable[[str, str], str]]] = {
     "seed_oss": [_seed, lambda tool, arguments: _seed(tool, arguments).partition("\n")[2]],
-    "deepseek": [
-        lambda tool, arguments: (
-            f"{deepseek('calls begin')}{deepseek('call begin')}function{deepseek('sep')}{tool}\n"
-            f"```json\n{arguments}\n```{deepseek('call end')}{deepseek('calls end')}"
-        ),
-        lambda tool, arguments: (
-            f"{deepseek('calls begin')}{deepseek('call begin')}{tool}{deepseek('sep')}{arguments}"
-            f"{deepseek('call end')}{deepseek('calls end')}"
-        ),
-    ],
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": [_dsml],
     "nemotron": [_list("<TOOLCALL>", "</TOOLCALL>")],
     "command": [_list("<|START_ACTION|>\n", "\n<|END_ACTION|>", ("tool_name", "parameters"))],
     "granite": [_list("<|tool_call|>", "")],
@@ -127,7 +116,7 @@ def test_parts_do_not_depend_on_how_the_text_is_split(
 def test_several_calls_are_read() -> None:
     call = '{{"name": "{}", "parameters": {{}}}}'
     text = f"{call.format('get_weather')}; {call.format('get_time')}"
-    assert [each.name for each in answer_of("llama4", [text], early=False).calls] == [
+    assert [each.name for each in answer_of("llama3", [text], early=False).calls] == [
         "get_weather",
         "get_time",
     ]
@@ -135,7 +124,7 @@ def test_several_calls_are_read() -> None:
         f"{deepseek('call begin')}{tool.name}{deepseek('sep')}{{}}{deepseek('call end')}" for tool in TOOLS
     )
     text = f"{deepseek('calls begin')}{calls}{deepseek('calls end')}"
-    assert [each.name for each in answer_of("deepseek", [text], early=True).calls] == [
+    assert [each.name for each in answer_of("deepseek_v31", [text], early=True).calls] == [
         "get_weather",
         "get_time",
     ]
@@ -163,7 +152,7 @@ def test_other_json_of_llama_is_content(text: str) -> None:
 
 
 def test_json_of_llama_is_held_only_while_it_may_be_a_call() -> None:
-    reader = AnswerReader(rules(format_of("llama")))
+    reader = AnswerReader(rules(own_format("llama")))
     assert reader.push('{"name": "get_weather", "par') == []
     assert reader.push('ts": 1}') == [ContentText('{"name": "get_weather", "parts": 1}')]
 
@@ -172,14 +161,14 @@ def test_json_of_llama_is_held_only_while_it_may_be_a_call() -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("llama4", '{"name": "get_weather", "parameters": {}}'),
-        ("llama4", '<|python_tag|>{"name": "get_weather", "parameters": {}}; '),
-        ("deepseek", f"{deepseek('calls begin')}get_weather{deepseek('sep')}{{}}{deepseek('call end')}"),
-        ("deepseek", f"{deepseek('calls begin')}get_weather\n```json\n{{}}\n```"),
+        ("llama3", '{"name": "get_weather", "parameters": {}}'),
+        ("llama3", '<|python_tag|>{"name": "get_weather", "parameters": {}}; '),
+        ("deepseek_v31", f"{deepseek('calls begin')}get_weather{deepseek('sep')}{{}}{deepseek('call end')}"),
+        ("deepseek_v31", f"{deepseek('calls begin')}get_weather\n```json\n{{}}\n```"),
     ],
 )
 def test_text_after_a_call_is_given_out_at_once(name: str, call: str, *, early: bool) -> None:
-    reader = AnswerReader(rules(format_of(name), early=early))
+    reader = AnswerReader(rules(own_format(name), early=early))
     reader.push(call)
     assert reader.push("\n```python") == [ContentText("```python")]
     assert reader.calls == 1
@@ -190,12 +179,12 @@ def test_text_after_a_call_is_given_out_at_once(name: str, call: str, *, early: 
 def test_long_white_space_is_read_in_linear_time(begun: str) -> None:
     """Read so much that cubic time would take hours."""
     text = deepseek("calls begin") + begun
-    answer = answer_of("deepseek", list(text + "\n" * 12_000), early=False)
+    answer = answer_of("deepseek_v31", list(text + "\n" * 12_000), early=False)
     assert answer.calls or answer.content.startswith(text)
 
 
 def test_template_that_refuses_several_calls_gets_one() -> None:
-    single, several = format_of("llama").calls, format_of("llama4").calls
+    single, several = own_format("llama").calls, own_format("llama3").calls
     assert single is not None
     assert several is not None
     assert (single.is_single, several.is_single) == (True, False)
@@ -205,3 +194,92 @@ def test_template_without_a_known_format_has_no_calls() -> None:
     tokenizer: Any = ByteTokenizer()
     tokenizer.chat_template = "{{ tools }}{{ messages }}"
     assert read_format(tokenizer).calls is None
+
+
+_ROME = '{"city": "Rome"}'
+_LISTED = {"nemotron": ("<TOOLCALL>", "</TOOLCALL>"), "granite": ("<|tool_call|>", "")}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize("name", _LISTED)
+@pytest.mark.parametrize(
+    "written",
+    [
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]',
+        '[{{"name": "get_weather", "arguments": {"city": "Rome"}}}, {{"name": "get_time", "arguments": {}}}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"arguments": {}, "name": "get_time"}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": "{}"}]',
+        '[{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}, {"name": "get_time", "arguments": {}}]',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}',
+        '\n[\n  {"name": "get_weather", "arguments": {"city": "Rome"}},\n  {"name": "get_time", "arguments": {}}\n]\n',
+        '```json\n[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]\n```',
+        '{"name": "get_weather", "arguments": {"city": "Rome"}}\n{"name": "get_time", "arguments": {}}',
+    ],
+)
+def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, early: bool) -> None:
+    start, end = _LISTED[name]
+    text = f"I look.\n{start}{written}{end}"
+    for pieces in ([text], list(text)):
+        answer = answer_of(name, pieces, early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [
+            ("get_weather", _ROME),
+            ("get_time", "{}"),
+        ]
+        assert answer.content == "I look."
+        alone = answer_of(name, pieces, early=early, parallel=False)
+        assert [call.name for call in alone.calls] == ["get_weather"]
+
+
+def test_listed_arguments_are_streamed_as_they_arrive() -> None:
+    reader = AnswerReader(rules(own_format("granite"), early=True))
+    reader.push('<|tool_call|>[{"name": "get_weather", "arguments": {"city":')
+    assert reader.push(' "Ro') == [CallArguments(0, ' "Ro')]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("granite", f'<tool_call>[{{"name": "get_weather", "arguments": {_ROME}}}]'),
+        (
+            "deepseek_v31",
+            f"{deepseek('call begin')}get_weather{deepseek('sep')}{_ROME}{deepseek('call end')}",
+        ),
+        (
+            "deepseek_v3",
+            f"{deepseek('call begin')}function{deepseek('sep')}get_weather\n```json\n{_ROME}\n```{deepseek('call end')}",
+        ),
+    ],
+)
+def test_calls_behind_other_first_marks_are_read(name: str, text: str, *, early: bool) -> None:
+    for pieces in ([text], list(text)):
+        answer = answer_of(name, pieces, early=early)
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", _ROME)]
+        assert answer.content == ""
+
+
+@pytest.mark.parametrize("city", ["5", "null", '"Rome"', " Rome ", "\nRome\n", "<b>Rome</b>", '{"a": 1}'])
+def test_argument_whose_tag_says_that_it_is_a_string_stays_as_it_is(city: str) -> None:
+    tool = Tool(
+        "find", parameters={"type": "object", "properties": {"where": {"type": ["integer", "string"]}}}
+    )
+    text = _dsml("find", json.dumps({"where": city}))
+    for pieces in ([text], list(text)):
+        (call,) = ChatAnswer(parts=read(pieces, rules(own_format("deepseek_v32"), tools=[tool]))).calls
+        assert json.loads(call.arguments) == {"where": city}
+    (number,) = ChatAnswer(
+        parts=read([_dsml("find", '{"where": 5}')], rules(own_format("deepseek_v32"), tools=[tool]))
+    ).calls
+    assert json.loads(number.arguments) == {"where": 5}
+
+
+def test_command_reasons_and_answers_between_marks() -> None:
+    call = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>'
+    for text, content, calls in (
+        (f"<|START_THINKING|>I look.<|END_THINKING|>{call}", "", ["get_time"]),
+        ("<|START_THINKING|>I look.<|END_THINKING|><|START_RESPONSE|>Hi.<|END_RESPONSE|>", "Hi.", []),
+    ):
+        for pieces in ([text], list(text)):
+            answer = answer_of("command", pieces, early=True)
+            assert (answer.reasoning, answer.content) == ("I look.", content)
+            assert [call.name for call in answer.calls] == calls

@@ -50,6 +50,15 @@ ITEMS = """
 """
 """Loop of Qwen3-Coder's and GLM's templates."""
 
+JOINED = """
+{%- for m in messages %}
+    {%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+    {{- '[' ~ m.role ~ ':' ~ m.content ~ ']' }}
+    {%- for call in m.tool_calls or [] %}{{ '<' + call.function.name + ':' + call.function.arguments + '>' }}{% endfor %}
+{%- endfor %}
+"""
+"""Template that joins arguments with other text, as DeepSeek's do, and has the rule of Qwen3.5's."""
+
 Message = Mapping[str, object]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "Hello."}
@@ -116,6 +125,15 @@ def test_ids_of_calls_have_nine_characters_where_the_template_wants_it(
     assert rendered(
         tokenizer, SHORT_IDS, [USER, called({}, "abcDEF123"), result("1", "abcDEF123")], monkeypatch
     ) == ("[call abcDEF123][result abcDEF123:1]")
+
+
+def test_arguments_are_json_where_the_template_joins_them_with_text(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = [USER, called({"city": "Zürich", "days": 2}, "abcDEF123"), result("1", "abcDEF123")]
+    text = '[user:Hello.][assistant:]<f:{"city": "Zürich", "days": 2}>[tool:1]'
+    assert rendered(tokenizer, JOINED, chat, monkeypatch) == text
+    assert rendered(tokenizer, JOINED, [*chat, REMINDER], monkeypatch) == f"{text}[user:Answer in French.]"
 
 
 def test_calls_without_ids_get_some_where_the_template_wants_it(

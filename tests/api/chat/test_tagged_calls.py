@@ -32,7 +32,7 @@ WRITE = Tool(
 ALL = (*TOOLS, WRITE)
 FORMATS = {
     parser: ChatFormat(THINKING, call_marks(parser))
-    for parser in ("qwen3_coder", "minimax_m2", "glm47", "longcat", "muse_spark")
+    for parser in ("qwen3_coder", "minimax_m2", "glm47", "longcat", "muse_spark", "minicpm5")
 }
 QWEN = FORMATS["qwen3_coder"]
 
@@ -62,6 +62,9 @@ def call_in(parser: str, name: str, **arguments: str) -> str:
             f'<{prefix}parameter name="{key}">{text}</{prefix}parameter>\n' for key, text in arguments.items()
         )
         return f'{marks.start}\n<{prefix}invoke name="{name}">\n{inside}</{prefix}invoke>\n{marks.end}'
+    if parser == "minicpm5":
+        inside = "".join(f'<param name="{key}">{text}</param>\n' for key, text in arguments.items())
+        return f'<function name="{name}">{inside}</function>'
     prefix = "longcat_" if parser == "longcat" else ""
     inside = "".join(
         f"<{prefix}arg_key>{key}</{prefix}arg_key>\n<{prefix}arg_value>{text}</{prefix}arg_value>\n"
@@ -258,7 +261,9 @@ def test_arguments_without_their_closing_tags_are_read(inside: str, arguments: d
 @pytest.mark.parametrize("parser", FORMATS)
 def test_text_between_arguments_belongs_to_none(parser: str, stray: str) -> None:
     text = call_in(parser, "write_file", path="a", content="x", mode="1")
-    end = next(each for each in ("</parameter>", "</arg_value>", "_value>", "parameter>") if each in text)
+    end = next(
+        each for each in ("</parameter>", "</arg_value>", "_value>", "parameter>", "</param>") if each in text
+    )
     place = text.index(end, text.index(">a<") if ">a<" in text else text.index("\na\n")) + len(end)
     text = f"{text[:place]}{stray}{text[place:]}"
     for pieces in ([text], list(text)):
@@ -484,3 +489,34 @@ def test_any_text_is_an_argument(value: str, places: list[int], *, is_bare: bool
     answer = answer_of(text, pieces=split_at(text, places))
     assert calls_of(answer) == [("write_file", {"path": "a", "content": value})]
     assert answer.content == ""
+
+
+# ---- arguments in CDATA
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("written", "content"),
+    [
+        ("<![CDATA[<a>\n</function>\n]]>", "<a>\n</function>\n"),
+        ('\n<![CDATA[</param><param name="mode">1</param>]]>\n', '</param><param name="mode">1</param>'),
+        ("<![CDATA[if a[0]]]]><![CDATA[> 1:]]>", "if a[0]]> 1:"),
+        ("<![CDATA[]]>", ""),
+        ("a <![CDATA[b]]>", "a <![CDATA[b]]>"),
+    ],
+)
+def test_tags_in_cdata_are_text(written: str, content: str, *, early: bool) -> None:
+    call = call_in("minicpm5", "write_file", path="a", content=written)
+    text = f"I write.\n{call}\n{call_in('minicpm5', 'get_time')}\nDone."
+    for pieces in ([text], list(text)):
+        answer = answer_of(text, FORMATS["minicpm5"], pieces=pieces, early=early)
+        assert calls_of(answer) == [("write_file", {"path": "a", "content": content}), ("get_time", {})]
+        assert answer.content == "I write.Done."
+
+
+def test_long_cdata_is_read_in_linear_time() -> None:
+    """Read so much that quadratic time would take minutes."""
+    content = "<a>]]" * 8_000
+    text = call_in("minicpm5", "write_file", path="a", content=f"<![CDATA[{content}]]>")
+    answer = answer_of(text, FORMATS["minicpm5"], pieces=list(text))
+    assert calls_of(answer) == [("write_file", {"path": "a", "content": content})]

@@ -16,6 +16,7 @@ from mlx_ring.api.chat.lark import ANY_TEXT, DEFINITIONS, SPACE, LarkGrammar, cl
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.chat.tool_call_grammars import (
+    other_openings,
     write_calls,
     write_harmony_calls,
     write_muse_calls,
@@ -239,20 +240,26 @@ def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - a
 
 def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversation, plain: str | None) -> str:
     use = conversation.tool_use
-    opening, rest = write_calls(grammar, marks, use.callable_tools, parallel=use.parallel)
+    parallel = use.parallel and not marks.is_single
+    opening, rest = write_calls(grammar, marks, use.callable_tools, parallel=parallel)
+    calls = rest if marks.is_bare_json else f"{grammar.exactly(opening)} {rest}"
     if use.choice == "required":
-        return f"{grammar.exactly(opening)} {rest}"
+        return calls
     if plain is not None:
-        return f"({plain} | {grammar.exactly(opening)} {rest})"
-    then = grammar.fresh(f"{grammar.until(opening)} {rest}")
-    return f"{then}* {ANY_TEXT}" if use.parallel else f"({then} {SPACE}? | {ANY_TEXT})"
+        return f"({plain} | {calls})"
+    others = other_openings(marks, use.callable_tools)
+    text = grammar.text_besides(others)
+    then = grammar.fresh(f"{grammar.until(opening, besides=others)} {rest}")
+    if not marks.end:  # text after such calls might continue them
+        return either([calls, then, text] if marks.is_bare_json else [then, text])
+    return f"{then}* {text}" if parallel else f"({then} {SPACE}? | {text})"
 
 
-def _harmony(grammar: LarkGrammar, _marks: CallMarks, use: ToolUse, final: str | None) -> str:
+def _harmony(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:
     """Write the rules of gpt-oss: messages that each have a channel, first reasoning, then `final` or a call."""
     start = grammar.exactly("<|start|>assistant")
     reasoning = f"{grammar.exactly('<|channel|>analysis<|message|>')} {grammar.until('<|end|>')} {start}"
-    last = write_harmony_calls(grammar, use.callable_tools)
+    last = write_harmony_calls(grammar, marks, use.callable_tools)
     if final is not None:
         last.append(f"{grammar.exactly('<|channel|>final<|message|>')} {final}")
     return f"({reasoning})* ({' | '.join(last)})"

@@ -63,13 +63,19 @@ class LarkGrammar:
         """
         first, *others = self.pieces(text)
         free = ANY_TEXT
+        if others and first not in self.tokens:  # the token behind it makes it a mark
+            start = re.escape(first).replace("/", r"\/")
+            free = self._terminal(f"/(?s:.*){start}/ & {_without(first + others[0])}{_other_than(besides)}")
+            return f"{free} {self.exactly(''.join(others))}"
         if besides or first != first.strip():
-            others_than = f" & ~/{besides}/" if besides else ""
-            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{others_than}")
+            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{_other_than(besides)}")
         if first in self.tokens:
             return f"{free} {self.exactly(text)}"
-        head = self.fresh(f"{free} {json.dumps(first)}", lazy=True)
-        return f"{head} {self.exactly(''.join(others))}" if others else head
+        return self.fresh(f"{free} {json.dumps(first)}", lazy=True)
+
+    def text_besides(self, pattern: str) -> str:
+        """Return an expression of any text that does not match the pattern, if there is one."""
+        return self._terminal(f"{ANY_TEXT}{_other_than(pattern)}") if pattern else ANY_TEXT
 
     def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
         """Return an expression of any text up to a mark in any spelling. The text must match each of `within`."""
@@ -107,10 +113,38 @@ def either(options: Iterable[str]) -> str:
     return f"({' | '.join(options)})"
 
 
+def _other_than(pattern: str) -> str:
+    return f" & ~/{pattern}/" if pattern else ""
+
+
 def _without(text: str) -> str:
     """Return an expression of every text that does not contain this one."""
     literally = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
     return f"~/(?s:.*){literally}(?s:.*)/"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCalls:
+    """Text of one or several calls, with words for its variable parts.
+
+    `NAME` is the tool's name, `JSON` the arguments, `NUMBER` any number, `START` and `END` are the marks around calls,
+    and `~` is optional white space.
+    """
+
+    call: str
+    between: str = ""
+    before: str = ""
+    behind: str = ""
+
+    def name_pattern(self, start: str, end: str) -> re.Pattern[str]:
+        """Return the pattern of a call's start up to the end of its tool's name."""
+        heading, _, rest = self.call.partition("NAME")
+        texts = (self.before.strip(), self.between.strip(), heading, rest[0])
+        before, between, heading, behind = map(re.escape, texts)
+        pattern = rf"\s*(?:{before}|{between})?\s*{heading}(?P<name>[^{behind}]+){behind}"
+        for word, text in (("START", start), ("END", end)):
+            pattern = pattern.replace(word, re.escape(text))
+        return re.compile(pattern.replace(r"\~", r"\s*").replace("NUMBER", r"\d+"))
 
 
 # ---- schemas of tools

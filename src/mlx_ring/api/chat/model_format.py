@@ -15,15 +15,15 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
 
 from mlx_ring.api.chat import gemma
 from mlx_ring.api.chat.argument_values import parse_mistral, parse_pythonic, parsed_json
+from mlx_ring.api.chat.lark import WrittenCalls
 from mlx_ring.api.service import Tokenizer
 
 TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"})
@@ -34,29 +34,19 @@ TRANSITIONS: Mapping[str, list[tuple[str, str]]] = {
     "normal": [("<|end|>", "header")],
 }
 """Marks that end each state, with the state that follows, under mlx-lm's names, as in `TokenizerWrapper`."""
-CALL_START, CALL_END = "to=functions.", "<|call|>"
-CALL_INNER = ("<|constrain|>",)
 HEADING = re.compile(
     r"(?P<name>[\w-]++)(?P<id>)[^{<]*+(?:<(?!\|(?:message|call)\|>)[^{<]*+)*<\|message\|>\s*(?=\{)"
 )
-"""Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive,
-because the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches
-possessive groups wrongly.
+"""Heading of a call up to its arguments. It is matched again after each token. So runs of characters are possessive, because
+the time of a long name would grow with its square. Groups are not, because Python before 3.11.5 matches them wrongly.
 """
-_BODY = "<|message|>"
-_NAME = re.compile(r"[\w-]+")
-
-
-def is_harmony(added: Collection[str]) -> bool:
-    """Return True if a vocabulary with these added tokens uses Harmony."""
-    return set(added) >= TOKENS
 
 
 def parse_tool_call(text: str, tools: object) -> object:
     """Parse a call from its function's name on. Raise `ValueError` for text that is not a call."""
     del tools
-    heading, mark, arguments = text.strip().partition(_BODY)
-    name = _NAME.match(heading)
+    heading, mark, arguments = text.strip().partition("<|message|>")
+    name = re.match(r"[\w-]+", heading)
     if name is None or not mark:
         raise ValueError("There is no function.")
     return {"name": name[0], "arguments": json.loads(arguments or "{}")}
@@ -73,8 +63,8 @@ ParseCalls = Callable[[str, list[dict[str, object]]], object]
 
 _STATES: Mapping[str, State] = {
     "normal": "start",
-    "reasoning": "reasoning",
     "tool": "calls",
+    "reasoning": "reasoning",
     "header": "header",
 }
 """States by mlx-lm's names."""
@@ -83,13 +73,19 @@ _DEEPSEEK = tuple(
     for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
 )
 """Tokens around DeepSeek's calls, around each one, and behind its tool's name. Their bars and spaces are wide."""
-_INNER_MARKS: Mapping[str, tuple[str, ...]] = {
+_DSML = "\uff5cDSML\uff5cfunction_calls"
+_COMMAND_MARKS = tuple(
+    f"<|{name}|>" for name in ("START_THINKING", "END_THINKING", "START_RESPONSE", "END_RESPONSE")
+)
+"""Marks of Command around reasoning, and around text."""
+INNER_MARKS: Mapping[str, tuple[str, ...]] = {
     "function_gemma": ("<escape>",),
     "gemma4": ('<|"|>',),
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
-    "deepseek": _DEEPSEEK[2:],
+    "deepseek_v3": _DEEPSEEK[2:],
+    "deepseek_v31": _DEEPSEEK[2:],
 }
 """Further special tokens that calls may contain, by the name of mlx-lm's parser."""
 _BARE_STARTS: Mapping[str, tuple[str, str]] = {
@@ -123,25 +119,43 @@ class CallMarks(Marks):
 
     def other_starts(self, names: Iterable[str]) -> dict[str, str]:
         """Return the marks with which models also open calls of these tools, each with its part that belongs to the call."""
-        if self.parser == "kimi_k2":
-            return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
-        if self.parser == "harmony":
-            return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
-        return {}
+        match self.parser:
+            case "kimi_k2":
+                return {"<|tool_call_section_begin|>": "", "<|tool_call_begin|>": "<|tool_call_begin|>"}
+            case "deepseek_v3" | "deepseek_v31":
+                return {_DEEPSEEK[2]: _DEEPSEEK[2]}
+            case "granite":
+                return {"<tool_call>": ""}
+            case "minicpm5":
+                return {self.start: self.start}
+            case "harmony":
+                return {f"to={name}{end}": f"{name}{end}" for name in names for end in " <"}
+            case _:
+                return {}
 
     @property
     def bare(self) -> tuple[str, str] | None:
         """Text before and after the tool's name where a model may leave out the mark; None if a call needs it."""
         return _BARE_STARTS.get(self.parser)
 
+    @property
+    def is_bare_json(self) -> bool:
+        """True if an answer may begin with the JSON of a call, without a mark."""
+        return self.parser == "llama3"
+
 
 @dataclass(frozen=True, slots=True)
 class JsonSpelling:
-    """Syntax of a call whose arguments are a JSON object."""
+    """Syntax of a call whose arguments are a JSON object: how a model writes it, and all that is read as one."""
 
-    heading: re.Pattern[str]
-    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one."""
-    closing: re.Pattern[str]
+    written: tuple[WrittenCalls, ...]
+    """Texts of demanded calls. The first counts whose inner marks are all tokens, else the last."""
+    heading: re.Pattern[str] = re.compile(r"(?!)")
+    """Pattern up to the object, with the groups `name`, of the tool, and `id`, of the call if it has one.
+
+    Without one, mlx-lm's parser reads the call when it is complete.
+    """
+    closing: re.Pattern[str] = re.compile(r"\s*")
     """Text that may follow the object."""
     following: tuple[str, ...] = ()
     """Starts of further calls and of marks after one. Without any, all text up to the mark after calls belongs to them."""
@@ -149,99 +163,98 @@ class JsonSpelling:
     """True if the arguments are a member of the call's own object."""
 
 
-JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
-    "harmony": JsonSpelling(HEADING, re.compile(r"\s*")),
-    "json_tools": JsonSpelling(
-        re.compile(
-            r'\s*+(?P<fence>```(?:json)?\s*+)?\{{1,2}\s*+"name"\s*+:\s*+"(?P<name>[^"\\]*+)"\s*+,'
-            r'\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)(?P<id>)'
-        ),
-        re.compile(r"[\s}]*"),
-        is_object=True,
+def _json_heading(before: str) -> re.Pattern[str]:
+    """Return the heading of a call that is an object itself, with a pattern of the text before its members."""
+    return re.compile(
+        rf'\s*+{before}\s*+(?:"(?:type|id|tool_call_id)"\s*+:\s*+"[^"\\]*+"\s*+,\s*+)?"(?:tool_)?name"\s*+:'
+        r'\s*+"(?P<name>[^"\\]*+)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)(?P<id>)'
+    )
+
+
+_FENCE = r"(?P<fence>```(?:json)?\s*+)?"
+_BEGIN, _SEPARATOR, _END = _DEEPSEEK[2:]
+_JSON_CALL = '{"name": "NAME", "arguments": JSON}'
+_KIMI_K2_CALL = "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"
+_COMMAND_CALL = '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": JSON}'
+_COMMAND = WrittenCalls(_COMMAND_CALL, ",\n    ", "[\n    ", "\n]")
+_JSON_TOOLS = JsonSpelling(
+    (WrittenCalls(f"~{_JSON_CALL}~", "END~START"),),
+    _json_heading(rf"{_FENCE}\{{{{1,2}}"),
+    re.compile(r"[\s}]*"),
+    is_object=True,
+)
+_JSON_LIST = JsonSpelling(
+    (WrittenCalls(_JSON_CALL, ", ", "[", "]"),),
+    _json_heading(rf"{_FENCE}(?:\[\s*+)?\{{{{1,2}}"),
+    re.compile(r"[\s}\],]*"),
+    ("{",),
+    is_object=True,
+)
+_DEEPSEEK_V31 = JsonSpelling(
+    (WrittenCalls(f"{_BEGIN}NAME{_SEPARATOR}JSON{_END}"),),
+    re.compile(
+        rf"\s*+(?:{re.escape(_BEGIN)}\s*+)?(?:function{re.escape(_SEPARATOR)})?(?P<name>[\w.-]++)(?P<id>)"
+        rf"\s*+(?:{re.escape(_SEPARATOR)}\s*+)?{_FENCE}(?=\{{)"
     ),
+    re.compile(rf"\s*(?:{re.escape(_END)})?\s*"),
+    (_BEGIN, _END, f"function{_SEPARATOR}"),
+)
+JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
+    "harmony": JsonSpelling((WrittenCalls("NAME <|constrain|>json<|message|>JSON"),), HEADING),
+    "json_tools": _JSON_TOOLS,
+    "longcat": _JSON_TOOLS,
+    "nemotron": _JSON_LIST,
+    "granite": _JSON_LIST,
+    "command": replace(_JSON_LIST, written=(_COMMAND,)),
     "llama3": JsonSpelling(
-        re.compile(
-            r'\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"(?P<name>[^"\\]*+)"\s*+,'
-            r'\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)(?P<id>)'
-        ),
+        (WrittenCalls('{"name": "NAME", "parameters": JSON}', "; "),),
+        _json_heading(r"\{"),
         re.compile(r"[\s};]*"),
         ("<|python_tag|>",),
         is_object=True,
     ),
-    "deepseek": JsonSpelling(
-        re.compile(
-            rf"\s*+(?:{re.escape(_DEEPSEEK[2])}\s*+)?(?:function{re.escape(_DEEPSEEK[3])})?(?P<name>[\w.-]++)(?P<id>)"
-            rf"\s*+(?:{re.escape(_DEEPSEEK[3])}\s*+)?(?P<fence>```(?:json)?\s*+)?(?=\{{)"
-        ),
-        re.compile(rf"\s*(?:{re.escape(_DEEPSEEK[4])})?\s*"),
-        (_DEEPSEEK[2], _DEEPSEEK[4], f"function{_DEEPSEEK[3]}"),
+    "deepseek_v31": _DEEPSEEK_V31,
+    "deepseek_v3": replace(
+        _DEEPSEEK_V31,
+        written=(WrittenCalls(f"{_BEGIN}function{_SEPARATOR}NAME\n```json\nJSON\n```{_END}", "\n"),),
     ),
     "mistral": JsonSpelling(
+        (WrittenCalls("NAME[ARGS]JSON", "START"), WrittenCalls(_JSON_CALL, ",~", "~[", "]")),
         re.compile(
             r"\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w-]++)\s*+"
             r"(?:\[CALL_ID\]\s*+(?P<id>\w++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
         ),
-        re.compile(r"\s*"),
-        ("[TOOL_CALLS]",),
+        following=("[TOOL_CALLS]",),
     ),
     "kimi_k2": JsonSpelling(
+        (WrittenCalls(_KIMI_K2_CALL),),
         re.compile(
             r"\s*+(?:<\|tool_call_begin\|>\s*+)?(?=(?P<name>[^\s<]++))(?:(?P<id>[^\s<]{1,300}[:_]\d{1,9})(?=[\s<])|[^\s<]++)"
             r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
         ),
         re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
+        tuple(f"<|tool_call_{name}|>" for name in ("begin", "end", "section_end", "section_begin")),
+    ),
+    "kimi_k3": JsonSpelling(
         (
-            "<|tool_call_begin|>",
-            "<|tool_call_end|>",
-            "<|tool_call_section_end|>",
-            "<|tool_call_section_begin|>",
-        ),
+            WrittenCalls(
+                '<|open|>call tool="NAME" index="NUMBER"<|sep|><|open|>json type="object"<|sep|>JSON'
+                "<|close|>json<|sep|><|close|>call<|sep|>"
+            ),
+        )
     ),
 }
+"""Spellings of calls by the name of the parser: mlx-lm's, or ours."""
+_OTHER_NAME = re.compile(r"\s*(?:\[\s*|call:)(?P<name>[\w.-]+)[({]")
+"""Start of a call of Gemma, or in Python."""
 
 
-_JSON_CALL = r'\s*+(?:\[\s*+)?\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"'
-CALL_NAMES: Mapping[str, re.Pattern[str]] = {
-    parser: re.compile(pattern)
-    for parser, pattern in {
-        "harmony": r"\s*(?P<name>[\w-]+)(?=[^\w-])",
-        "json_tools": _JSON_CALL,
-        "llama3": _JSON_CALL,
-        "longcat": _JSON_CALL,
-        "mistral": r'\s*(?:\[TOOL_CALLS\]\s*)?(?:\[?\s*\{\s*"name"\s*:\s*")?(?P<name>[\w-]+)(?=[\["])',
-        "kimi_k2": r"\s*(?:<\|tool_call_begin\|>\s*)?(?:functions\.)?(?P<name>[^\n:]+):",
-        "kimi_k3": r'\s*<\|open\|>call tool="(?P<name>[^"]+)"',
-        "pythonic": r"\s*\[\s*(?P<name>[\w.]+)\(",
-        "gemma4": r"\s*call:(?P<name>[\w-]+)\{",
-        "function_gemma": r"\s*call:(?P<name>[\w-]+)\{",
-        "glm47": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "laguna": r"\s*(?P<name>[^\s<]+)(?=[\s<])",
-        "qwen3_coder": r"\s*<function=(?P<name>[^>]+)>",
-        "seed_oss": r"\s*<function=(?P<name>[^>]+)>",
-        "minimax_m2": r'\s*<invoke name="(?P<name>[^"]+)"',
-        "minicpm5": r'\s*"(?P<name>[^"]+)"',
-        "muse_spark": r'\s*<atem:invoke name="(?P<name>[^"]+)"',
-    }.items()
-}
-"""Patterns of a call's start up to the end of its tool's name, for formats whose calls can be required."""
-
-
-def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return the position and the text of the first mark. Of several at one position, return the longest."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
-    return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
-
-
-def open_end(text: str, marks: Iterable[str]) -> int:
-    """Return the number of characters at the end of `text` that may start a mark."""
-    return max((_open_end(text, mark) for mark in marks), default=0)
-
-
-def _open_end(text: str, mark: str) -> int:
-    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while place >= 0 and not mark.startswith(text[place:]):
-        place = text.find(mark[0], place + 1)
-    return len(text) - place if place >= 0 else 0
+def begun_name(marks: CallMarks, text: str) -> str:
+    """Return the tool's name of a call that begins here, without tags; empty if it is incomplete."""
+    spelling = JSON_SPELLINGS.get(marks.parser)
+    written = () if spelling is None else spelling.written
+    patterns = (_OTHER_NAME, *(each.name_pattern(marks.start, marks.end) for each in written))
+    return next((found["name"] for pattern in patterns if (found := pattern.match(text))), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,29 +307,17 @@ class ChatFormat:
         return marks
 
 
-class ChatFormats:
-    """Formats by tokenizer, each made on first use."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Tokenizer, ChatFormat] = WeakKeyDictionary()
-
-    def __getitem__(self, tokenizer: Tokenizer) -> ChatFormat:
-        known = self._known.get(tokenizer)
-        if known is None:
-            known = self._known[tokenizer] = read_format(tokenizer)
-        return known
-
-
 def read_format(tokenizer: Tokenizer) -> ChatFormat:
     """Return the format that mlx-lm's wrapper found for a tokenizer, or one that this module defines."""
     words = frozenset(_WORD.findall(_template_text(tokenizer)))
-    if is_harmony([added.content for added in tokenizer.added_tokens_decoder.values()]):
+    if {added.content for added in tokenizer.added_tokens_decoder.values()} >= TOKENS:
         return _with_special(_harmony(words), tokenizer)
     calls = _read_calls(tokenizer)
+    is_command = calls is not None and calls.parser == "command"
     plain = ChatFormat(
-        thinking=_read_thinking(tokenizer),
+        thinking=Marks(*_COMMAND_MARKS[:2]) if is_command else _read_thinking(tokenizer),
         calls=calls,
-        dropped=tuple(tokenizer.structural_markers),
+        dropped=_COMMAND_MARKS[2:] if is_command else tuple(tokenizer.structural_markers),
         begins=_STATES.get(tokenizer.response_initial_state or "", "start"),
         turns=_read_turns(tokenizer.response_transitions, calls),
         words=words,
@@ -325,7 +326,7 @@ def read_format(tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _harmony(words: frozenset[str]) -> ChatFormat:
-    calls = CallMarks(CALL_START, CALL_END, "harmony", parse_tool_call, CALL_INNER)
+    calls = CallMarks("to=functions.", "<|call|>", "harmony", parse_tool_call, ("<|constrain|>",))
     return ChatFormat(calls=calls, begins="header", turns=_read_turns(TRANSITIONS, calls), words=words)
 
 
@@ -342,16 +343,18 @@ def _read_calls(tokenizer: Tokenizer) -> CallMarks | None:
     if not start or parse is None:
         return _own_calls(_template_for_tools(tokenizer) or _template_text(tokenizer))
     parser = parse.__module__.rpartition(".")[2]
-    inner = _INNER_MARKS.get(parser, ())
+    inner = INNER_MARKS.get(parser, ())
     return CallMarks(start, end or "", parser, parser_of(parser, parse), inner)
 
 
 _OWN_CALLS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", "seed_oss"),
-    ((_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek"),
-    (("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", "json_list"),
-    (("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", "json_list"),
-    (("<|tool_call|>", "<|start_of_role|>"), "<|tool_call|>", "", "json_list"),
+    (("\uff5cDSML\uff5c", "function_calls"), f"<{_DSML}>", f"</{_DSML}>", "deepseek_v32"),
+    ((_DEEPSEEK[0], "```json"), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek_v3"),
+    ((_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK[1], "deepseek_v31"),
+    (("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", "nemotron"),
+    (("<|START_ACTION|>",), "<|START_ACTION|>", "<|END_ACTION|>", "command"),
+    (("<|tool_call|>", "<|start_of_role|>"), "<|tool_call|>", "", "granite"),
     (("<tool_call>", '"name"', '"arguments"'), "<tool_call>", "</tool_call>", "json_tools"),
     (("<|start_header_id|>", "ipython", '"parameters"'), "<|python_tag|>", "", "llama3"),
 )
@@ -363,13 +366,9 @@ def _own_calls(template: str) -> CallMarks | None:
     for texts, start, end, parser in _OWN_CALLS:
         if all(text in template for text in texts):
             is_single = "single tool-calls" in template
-            return CallMarks(start, end, parser, _parse_json, _INNER_MARKS.get(parser, ()), is_single)
+            inner = INNER_MARKS.get(parser, ())
+            return CallMarks(start, end, parser, lambda text, _: parsed_json(text), inner, is_single)
     return None
-
-
-def _parse_json(text: str, tools: list[dict[str, object]]) -> object:
-    del tools
-    return parsed_json(text)
 
 
 def _template_for_tools(tokenizer: Tokenizer) -> str:

@@ -7,18 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mlx_ring.api.chat.argument_values import json_opening
-from mlx_ring.api.chat.model_format import ChatFormat, State, first_mark, open_end
+from mlx_ring.api.chat.model_format import ChatFormat, State
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, ContentText, ReasoningText
 from mlx_ring.api.chat.tool_calls import CallRules, CallsReader, ReadCalls
-from mlx_ring.core.generation import StopMatcher
+from mlx_ring.core.generation import StopMatcher, open_end
 
 _BLOCK = re.compile(r"\s*(`{3,}|~{3,})([^`]*)$")
 """Line that opens a block of code, or closes one."""
 _MOST_INDENT = 3
 """Number of spaces before a line that do not make it code."""
 _LONGEST_START = 256
-_JSON_ANSWERS = frozenset({"llama3"})
-"""Parsers of formats whose answers may begin with the JSON of a call, without a mark."""
 _MOST_NO_CALLS = 64
 """Limit of call marks without a call in one answer. After more of them, marks are plain text."""
 
@@ -106,7 +104,7 @@ class AnswerReader:
         self._marks = _marks_by_state(rules.format, with_calls=calls is not None, others=self._other_starts)
         self._bare = None if calls is None else calls.marks.bare
         """Text around the tool's name where a call begins without a mark. It counts at the start of a line of content."""
-        self._may_be_call = calls is not None and calls.marks.parser in _JSON_ANSWERS
+        self._may_be_call = calls is not None and calls.marks.is_bare_json
         """True if an answer that begins as JSON may be a call."""
         self._names = frozenset(_written_names(rules.calls))
         self._place = _TextPlace()
@@ -188,7 +186,9 @@ class AnswerReader:
         return text[place + len(mark) :]
 
     def _first_mark(self, text: str, marks: Mapping[str, State]) -> tuple[int, str] | None:
-        found = first_mark(text, marks)
+        """Return the position and the text of the first mark. Of several at one position, return the longest."""
+        places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+        found = min(places, key=lambda one: (one[0], -len(one[1])), default=None)
         return self._first_bare(text if found is None else text[: found[0]]) or found
 
     def _first_bare(self, text: str) -> tuple[int, str] | None:
@@ -253,6 +253,8 @@ class AnswerReader:
             self._before_calls = self._state
             is_bare = mark not in self._marks[self._state]
             begun = mark if is_bare else self._other_starts.get(mark, "")
+            # A demanded call is one from its start, also without a mark.
+            is_bare = is_bare and not self._rules.must_call
             self._calls = CallsReader(self._rules.calls, self.calls, mark, begun=begun, is_bare=is_bare)
         else:
             self._flush_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -271,13 +272,10 @@ def simpler_forms(messages: Sequence[Mapping[str, object]]) -> Iterator[Sequence
     """
     plain = list(_with_simple_calls(messages))
     leading = list(itertools.takewhile(lambda message: message["role"] == "system", plain))
-    forms = (
-        plain,
-        _without_system(plain, kept=len(leading)),
-        _without_system(plain, kept=0),
-    )
+    simple = (plain, _without_system(plain, kept=len(leading)), _without_system(plain, kept=0))
+    written = map(_with_text_arguments, simple if any(map(_calls, messages)) else ())
     last = list(map(dict, messages))
-    for form in forms:
+    for form in itertools.chain(simple, written):
         if form != last:
             yield form
         last = form
@@ -306,6 +304,19 @@ def _with_simple_calls(messages: Iterable[Mapping[str, object]]) -> Iterator[dic
             following = waiting.popleft() if waiting else str(place)
             changed["tool_call_id"] = _short_id(following if given is None else str(given))
         yield changed
+
+
+def _with_text_arguments(messages: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return the messages with JSON as arguments, which DeepSeek's templates join with other text."""
+    written: list[dict[str, object]] = []
+    for message in messages:
+        calls = [dict(call) for call in cast("Sequence[Mapping[str, object]]", _calls(message) or ())]
+        for call in calls:
+            function = cast("Mapping[str, object]", call["function"])
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call["function"] = {**function, "arguments": text}
+        written.append({**message, "tool_calls": calls} if calls else dict(message))
+    return written
 
 
 def _simple_call(call: Mapping[str, object], place: str) -> dict[str, object]:

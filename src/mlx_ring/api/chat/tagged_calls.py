@@ -19,6 +19,7 @@ from mlx_ring.api.chat.request import Tool, properties_of
 _NAME = r"[^<>\n]{1,200}"
 """Pattern of a name. It is limited, so that a long text after its start is no tag."""
 _LONGEST_TAG = 512
+_CDATA, _CDATA_END = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL), "]]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class Tags:
     """Tags of one format."""
 
     tag: re.Pattern[str]
-    """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`."""
+    """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`.
+
+    A group `cdata` is the start of a text at the beginning of an argument in which no tags count. A group `string` is
+    `true` in the tag before an argument that is a string as it stands, whatever its schema is.
+    """
     openings: tuple[str, ...]
     """Starts of all tags."""
     is_trimmed: bool = True
@@ -75,8 +80,8 @@ def _invocations(prefix: str, end: str, **options: bool) -> Tags:
     starts = f"<{prefix}invoke name=", f"<{prefix}parameter name="
     return Tags(
         re.compile(
-            rf"(?P<call_tag>{starts[0]}(?P<call>{_NAME})>)|(?P<key_tag>{starts[1]}(?P<key>{_NAME})>)"
-            rf"|(?P<end_call>{call})|(?P<end_value>{value})|(?P<end>{end})"
+            rf"(?P<call_tag>{starts[0]}(?P<call>{_NAME})>)|(?P<end_call>{call})|(?P<end_value>{value})|(?P<end>{end})"
+            rf'|(?P<key_tag>{starts[1]}(?P<key>{_NAME}?)(?:\s+string="(?P<string>true|false)")?>)'
         ),
         (*starts, call, value, end),
         is_trimmed=False,
@@ -84,11 +89,20 @@ def _invocations(prefix: str, end: str, **options: bool) -> Tags:
     )
 
 
+_MINICPM = Tags(
+    re.compile(
+        rf"(?P<call_tag><function name=(?P<call>{_NAME})>)|(?P<key_tag><param name=(?P<key>{_NAME})>)"
+        r"|(?P<end_call></function>)|(?P<end_value></param>)|(?P<cdata><!\[CDATA\[)"
+    ),
+    ("<function name=", "<param name=", "</function>", "</param>"),
+)
 TAGS: Mapping[str, Tags] = {
     "qwen3_coder": _functions("</tool_call>"),
     "seed_oss": _functions("</seed:tool_call>"),
     "minimax_m2": _invocations("", "</minimax:tool_call>"),
+    "deepseek_v32": _invocations("\uff5cDSML\uff5c", "</\uff5cDSML\uff5cfunction_calls>", untyped_json=True),
     "muse_spark": _invocations("atem:", "</atem:function_calls>", untyped_json=True, json_strings=True),
+    "minicpm5": _MINICPM,
     "glm47": _glm(),
     "laguna": _glm(),
     "longcat": _glm("longcat_"),
@@ -159,15 +173,27 @@ class TaggedReader:
         self._closed_inner = False
         """True if the last tag that may end the argument also closes one within it."""
         self._texts: dict[str, str] = {}
+        self._strings = set[str]()
+        """Keys of the arguments that are strings by their tags."""
+        self._is_cdata = False
+        """True within a text in which no tags count."""
 
     def read(self, text: str) -> Progress:
         """Read all text so far, which begins where this reader began."""
-        while (tag := self._tags.tag.search(text, self._at)) is not None:
+        while not self._is_in_cdata(text) and (tag := self._tags.tag.search(text, self._at)) is not None:
             self._at = tag.end()
             if (progress := self._take(text, tag)) is not _MORE:
                 return progress
-        self._at = self._open_tag(text)
+        self._at = self._at if self._is_cdata else self._open_tag(text)
         return self._look_between(text)
+
+    def _is_in_cdata(self, text: str) -> bool:
+        """Skip a text in which no tags count. Return True if it has not ended."""
+        if self._is_cdata:
+            place = text.find(_CDATA_END, self._at)
+            self._is_cdata = place < 0
+            self._at = max(self._at, len(text) - len(_CDATA_END)) if place < 0 else place + len(_CDATA_END)
+        return self._is_cdata
 
     def finish(self, text: str, *, cut_off: bool) -> Progress:
         """Read all text after the answer has ended, by the model or cut off."""
@@ -187,12 +213,16 @@ class TaggedReader:
 
     def has_begun(self, text: str, *, cut_off: bool) -> bool:
         """Return True if the text is a call of this format, complete or not."""
-        if self._tool is not None:
-            return True
-        if self._tags.has_call_tags:
+        if self._tool is None and self._tags.has_call_tags:
             return text.lstrip().startswith(self._tags.openings[0])
+        return self.begun_tool(f"{text}<" if cut_off else text) is not None
+
+    def begun_tool(self, text: str) -> Tool | None:
+        """Return the tool of the call if its name is complete."""
+        if self._tool is not None or self._tags.has_call_tags:
+            return self._tool
         name, bracket, _ = text.partition("<")
-        return (bool(bracket) or cut_off) and self._find_tool(name) is not None
+        return self._find_tool(name) if bracket else None
 
     def _is_whole(self, text: str) -> bool:
         """Return True if only closing tags of the call are missing."""
@@ -225,7 +255,8 @@ class TaggedReader:
             return _MORE
         if self._state == "after":
             return Progress("end", self._last)
-        return _MORE if self._state == "heading" and not self._tags.has_call_tags else _BROKEN
+        is_name = self._state == "heading" and not self._tags.has_call_tags and not rest.startswith("{")
+        return _MORE if is_name else _BROKEN
 
     def _may_open(self, rest: str) -> bool:
         is_long = len(rest) > _LONGEST_TAG or ("\n" in rest and self._tags.most_brackets == 1)
@@ -238,6 +269,11 @@ class TaggedReader:
     def _take(self, text: str, tag: re.Match[str]) -> Progress:
         kind = str(tag.lastgroup)
         is_next = not text[self._last : tag.start()].strip()
+        if kind == "cdata":
+            self._is_cdata = (
+                self._state == "value" and not self._is_flat and self._value == self._last and is_next
+            )
+            return _MORE
         match self._state:
             case "heading":
                 return self._begin(text, tag, kind, is_next=is_next)
@@ -273,6 +309,7 @@ class TaggedReader:
         self._last = tag.end()
         if kind == "key_tag":
             self._key = _unquoted(tag["key"])
+            self._strings |= {self._key} if tag.groupdict().get("string") == "true" else set()
             self._value = tag.end()
             self._state, self._open, self._counts = "value", [], Counter()
             return _MORE
@@ -339,6 +376,9 @@ class TaggedReader:
         """Keep an argument, or several whose closing tags are missing."""
         value = text[self._value : self._close]
         key, start = self._key, 0
+        if "cdata" in self._tags.tag.groupindex and value.lstrip().startswith("<![CDATA["):
+            self._texts[key] = _CDATA.sub(r"\1", value.strip())
+            return
         for tag in self._missed(value):
             self._texts[key] = self._trimmed(_without_end(self._tags, value[start : tag.start()]), loose=True)
             key, start = _unquoted(tag["key"]), tag.end()
@@ -359,6 +399,8 @@ class TaggedReader:
         ]
 
     def _trimmed(self, value: str, *, loose: bool) -> str:
+        if self._key in self._strings and not loose:
+            return value
         if self._tags.is_trimmed or (value.startswith("\n") and value.endswith("\n")):
             return value.removeprefix("\n").removesuffix("\n")
         return value.removesuffix("\n") if loose else value
@@ -367,7 +409,9 @@ class TaggedReader:
         if self._tool is None:
             return _BROKEN
         arguments = {
-            key: read_value(
+            key: text
+            if key in self._strings
+            else read_value(
                 text,
                 self._tool,
                 key,

@@ -23,7 +23,7 @@ from mlx_ring.api.chat.lark import (
     either,
     options_of,
 )
-from mlx_ring.api.chat.model_format import CallMarks
+from mlx_ring.api.chat.model_format import INNER_MARKS, JSON_SPELLINGS, CallMarks, JsonSpelling
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
 
@@ -52,13 +52,29 @@ def write_calls(
     Raises:
         RequestError: the format has no grammar, or a tool's schema cannot be enforced in it.
     """
+    calls = _Calls(grammar, marks, tools, parallel)
+    if (spelling := JSON_SPELLINGS.get(marks.parser)) is not None:
+        return _json_calls(calls, spelling)
     spell = _SPELLINGS.get(marks.parser)
     if spell is None:
         raise RequestError(
             f"Calls in this model's format ({marks.parser}) cannot be enforced: leave 'strict' out and tool_choice at 'auto'.",
             param="tool_choice",
         )
-    return spell(_Calls(grammar, marks, tools, parallel))
+    return spell(calls)
+
+
+def other_openings(marks: CallMarks, tools: Sequence[Tool]) -> str:
+    """Return the pattern of texts that open a call otherwise than with the first mark; empty if there are none."""
+    names = [tool.name for tool in tools]
+    found = [
+        rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names) if start != marks.start
+    ]
+    if marks.is_bare_json:
+        known = "|".join(map(re.escape, names))
+        kind = r'("type"\s*:\s*"function"\s*,\s*)?'
+        found.append(rf'[\s\x1c-\x1f]*\{{\s*{kind}"name"\s*:\s*"(functions\.)?({known})"(?s:.*)')
+    return "|".join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +100,34 @@ class _Calls:
     def exactly(self, text: str) -> str:
         return self.grammar.exactly(text)
 
+    def written(self, text: str, tool: Tool | None = None) -> str:
+        """Return a rule of a text with the words of `WrittenCalls` for its variable parts."""
+        name = "" if tool is None else tool.name
+        known = {"NAME": name, "START": self.marks.start, "END": self.marks.end}
+        rules, literal = list[str](), ""
+        for word in re.split("(NAME|JSON|NUMBER|START|END|~)", text):
+            if word in ("JSON", "NUMBER", "~"):
+                rules += [self.exactly(literal), self._variable(word, tool)]
+                literal = ""
+            else:
+                literal += known.get(word, word)
+        return " ".join(filter(None, [*rules, self.exactly(literal)]))
 
-def write_harmony_calls(grammar: LarkGrammar, tools: Sequence[Tool]) -> list[str]:
+    def _variable(self, word: str, tool: Tool | None) -> str:
+        if word == "JSON" and tool is not None:
+            return self.arguments(tool)
+        return f"{SPACE}?" if word == "~" else "/[0-9]{1,4}/"
+
+
+def write_harmony_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool]) -> list[str]:
     """Write gpt-oss's call: a message to a function, which ends the answer.
 
     Its last mark may be a token that ends answers.
     """
-    return [
-        grammar.fresh(
-            f"{grammar.exactly(f'<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>')} "
-            f"{grammar.json(tool.parameters or NOTHING, **options_of(tool))} ({grammar.exactly('<|call|>')})?"
-        )
-        for tool in tools
-    ]
+    calls = _Calls(grammar, marks, tools, parallel=False)
+    (written,) = JSON_SPELLINGS[marks.parser].written
+    text = f"<|channel|>commentary START{written.call}"
+    return [grammar.fresh(f"{calls.written(text, tool)} ({calls.written('END')})?") for tool in tools]
 
 
 def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -131,51 +162,18 @@ def _require_muse_names(tool: Tool) -> None:
 _Spelling = Callable[[_Calls], tuple[str, str]]
 
 
-def _json_tools(calls: _Calls) -> tuple[str, str]:
-    r"""Write `<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>`, each call with its own marks."""
-    inside = calls.one_of(lambda tool: f"{calls.exactly(_json_heading(tool))} {calls.arguments(tool)}")
-    end = f'"}}" {SPACE}? {calls.exactly(calls.marks.end)}'
-    again = f"{calls.exactly(calls.marks.start)} {SPACE}? {inside} {end}"
-    more = f"({SPACE}? {calls.grammar.fresh(again)})*" if calls.parallel else ""
-    return calls.marks.start, f"{SPACE}? {inside} {end} {more}"
-
-
-def _json_heading(tool: Tool) -> str:
-    return f'{{"name": {json.dumps(tool.name)}, "arguments": '
-
-
-def _mistral(calls: _Calls) -> tuple[str, str]:
-    """Write `[TOOL_CALLS]f[ARGS]{}`, or `[TOOL_CALLS][{"name": "f", "arguments": {}}]` where there is no such mark."""
-    if "[ARGS]" not in calls.grammar.tokens:
-        call = calls.one_of(lambda tool: f'{calls.exactly(_json_heading(tool))} {calls.arguments(tool)} "}}"')
-        return calls.marks.start, f'{SPACE}? "[" {calls.repeated(call, _COMMA)} "]"'
-    call = calls.one_of(lambda tool: f"{calls.exactly(f'{tool.name}[ARGS]')} {calls.arguments(tool)}")
-    return calls.marks.start, calls.repeated(call, calls.exactly(calls.marks.start))
-
-
-def _kimi_k2(calls: _Calls) -> tuple[str, str]:
-    """Write `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>`, all between two marks."""
-
-    def write(tool: Tool) -> str:
-        begin = calls.exactly(f"<|tool_call_begin|>functions.{tool.name}:")
-        middle, end = calls.exactly("<|tool_call_argument_begin|>"), calls.exactly("<|tool_call_end|>")
-        return f"{begin} /[0-9]{{1,4}}/ {middle} {calls.arguments(tool)} {end}"
-
-    call = calls.one_of(write)
-    return calls.marks.start, f"{calls.repeated(call, '')} {calls.exactly(calls.marks.end)}"
-
-
-def _kimi_k3(calls: _Calls) -> tuple[str, str]:
-    """Write arguments as one JSON block, which this format has beside those that come one by one."""
-
-    def write(tool: Tool) -> str:
-        begin = calls.exactly(f'<|open|>call tool="{tool.name}" index="')
-        middle = calls.exactly('"<|sep|><|open|>json type="object"<|sep|>')
-        end = calls.exactly("<|close|>json<|sep|><|close|>call<|sep|>")
-        return f"{begin} /[0-9]{{1,4}}/ {middle} {calls.arguments(tool)} {end}"
-
-    call = calls.one_of(write)
-    return calls.marks.start, f"{calls.repeated(call, '')} {calls.exactly(calls.marks.end)}"
+def _json_calls(calls: _Calls, spelling: JsonSpelling) -> tuple[str, str]:
+    """Write calls whose arguments are JSON, in the first spelling whose inner marks are all tokens, else the last."""
+    marks, tokens = calls.marks, calls.grammar.tokens
+    inner = INNER_MARKS.get(marks.parser, ())
+    known = (each for each in spelling.written if tokens.keys() >= set(filter(each.call.count, inner)))
+    text = next(known, spelling.written[-1])
+    call = calls.one_of(lambda tool: calls.written(text.call, tool))
+    between = calls.written(text.between)
+    return (
+        marks.start,
+        f"{calls.written(text.before)} {calls.repeated(call, between)} {calls.written(f'{text.behind}END')}",
+    )
 
 
 def _pythonic(calls: _Calls) -> tuple[str, str]:
@@ -285,10 +283,15 @@ class _Tagged:
     """True if JSON of any type but string is read as that type."""
     json_strings: bool = False
     """True if strings may be written as JSON too, so that strings that look like JSON are read back."""
+    before_json: str = ""
+    """Mark before an argument in JSON, if it is another one."""
 
 
-def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
-    """Return the writer of calls with separate marks for arguments; `{}` is replaced by the tool's name."""
+def _tagged(call_before: str, call_behind: str, argument: _Tagged, *, together: bool = False) -> _Spelling:
+    """Return the writer of calls with separate marks for arguments; `{}` is replaced by the tool's name.
+
+    Each call has its own marks, or all are `together` on lines between two marks.
+    """
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:
@@ -299,6 +302,8 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged) -> _Spelling:
 
         call = calls.one_of(write)
         end = calls.exactly(calls.marks.end)
+        if together:
+            return calls.marks.start, f'"\\n" {calls.repeated(call, "")} {end}'
         again = f"{SPACE}? {calls.exactly(calls.marks.start)} {call} {end}"
         more = f"({calls.grammar.fresh(again)})*" if calls.parallel else ""
         return calls.marks.start, f"{call} {end} {more}"
@@ -317,8 +322,11 @@ def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
 
 def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: _Tagged) -> str:
     before = grammar.exactly(how.before.format(name))
-    if options := [*_as_text(grammar, tool, schema, how), *_as_json(grammar, tool, schema, how)]:
-        return f"{before} {either(options)}"
+    before_json = grammar.exactly((how.before_json or how.before).format(name))
+    options = [f"{before} {text}" for text in _as_text(grammar, tool, schema, how)]
+    options += [f"{before_json} {value}" for value in _as_json(grammar, tool, schema, how)]
+    if options:
+        return either(options)
     if tool.strict:
         raise RequestError(
             f"Property '{name}' of tool '{tool.name}' cannot be enforced in this model's format, which writes strings "
@@ -376,18 +384,25 @@ _MUSE = _Tagged(
     no_string=r'\s*(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))\s*',
     json_strings=True,
 )
+_DSML = "\uff5cDSML\uff5c"
 _NULLS = "(?i:null|none|nil)"
 _SPELLINGS: Mapping[str, _Spelling] = {
-    "json_tools": _json_tools,
-    "longcat": _json_tools,
-    "mistral": _mistral,
-    "kimi_k2": _kimi_k2,
-    "kimi_k3": _kimi_k3,
     "pythonic": _pythonic,
     "gemma4": _gemma(gemma.QUOTE),
     "function_gemma": _gemma(gemma.FUNCTION_GEMMA_QUOTE),
     "glm47": _tagged("{}", "", _GLM),
     "laguna": _tagged("{}", "", _GLM),
+    "deepseek_v32": _tagged(
+        f'<{_DSML}invoke name="{{}}">\n',
+        f"</{_DSML}invoke>\n",
+        _Tagged(
+            f'<{_DSML}parameter name="{{}}" string="true">',
+            f"</{_DSML}parameter>\n",
+            any_json=True,
+            before_json=f'<{_DSML}parameter name="{{}}" string="false">',
+        ),
+        together=True,
+    ),
     "qwen3_coder": _tagged(
         "\n<function={}>\n",
         "</function>\n",

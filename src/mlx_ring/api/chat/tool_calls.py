@@ -1,7 +1,6 @@
 """Tool calls in an answer's text, from their first mark to their last.
 
-mlx-lm's parsers read a call when it is complete. Arguments that are JSON anyway are streamed after the tool's name as they
-arrive. Only the heading before them has to be parsed for that.
+mlx-lm's parsers read a call when it is complete. Arguments that are JSON are streamed as they arrive, after the tool's name.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from mlx_ring.api.chat.argument_values import (
     python_tree,
     silence,
 )
-from mlx_ring.api.chat.model_format import CALL_NAMES, JSON_SPELLINGS, CallMarks, open_end
+from mlx_ring.api.chat.model_format import JSON_SPELLINGS, CallMarks, begun_name
 from mlx_ring.api.chat.request import AnswerPart, CallArguments, CallOpening, Tool
 from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
+from mlx_ring.core.generation import open_end
 
-_FENCE_END = re.compile(r"[\s}]*```")
+_FENCE_END = re.compile(r"[\s}\]]*```")
 _NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
@@ -88,9 +88,9 @@ class CallsReader:
     def __init__(
         self, rules: CallRules, calls: int, mark: str, *, begun: str = "", is_bare: bool = False
     ) -> None:
-        """Start after `calls` earlier calls of the answer, behind a mark, whose end may belong to the call that has `begun`.
+        """Start after `calls` earlier calls, behind a mark, whose end may belong to the call that has `begun`.
 
-        With `is_bare` it is the start of a call without a mark.
+        With `is_bare` it is the start of a call without a mark, which may still be none.
         """
         self.calls = calls
         self._first = calls
@@ -108,7 +108,7 @@ class CallsReader:
         self._members: MembersReader | None = None
         """Reader of what a call's own object has after the arguments."""
         self._is_fenced = False
-        """True if the last call began with a fence of a block of code."""
+        """True if a call began with a fence of a block of code."""
         self._searched = 0
         """Number of characters that contain no mark after calls."""
         self._parts: list[AnswerPart] = []
@@ -235,7 +235,7 @@ class CallsReader:
             return False
         opening = CallOpening(self.calls, found["id"] or self._rules.new_id(), tool.name)
         self._call = _JsonCall(opening, is_out=self._rules.early and not self._is_bare)
-        self._is_fenced = bool(found.groupdict().get("fence"))
+        self._is_fenced |= bool(found.groupdict().get("fence"))
         if self._call.is_out:
             self._parts.append(opening)
         self._take(found.end())
@@ -310,21 +310,22 @@ class CallsReader:
             return self._reading(rest, self._raw + self._text + end)
         if self.calls > self._first:
             left = self._text[self._closing_end() :]
+            if self._rules.parallel and left.startswith("{"):
+                parsed = parse_calls(self._rules, f"[{left.rstrip().removesuffix(']')}]")
+                self._add(parsed)
+                left = "" if parsed else left
             return self._reading(rest, left + end if left.strip() else "")
         return self._parse(rest, end)
 
     def _end_in_heading(self) -> ReadCalls:
         """Return the call that was cut off before its arguments, if its name is complete."""
-        pattern = CALL_NAMES.get(self._rules.marks.parser)
         start = 0 if self.calls == self._first else self._closing_end()
         complete, left = _calls_before_cut(self._rules, self._text[start:])
         self._add(complete)
-        is_last = bool(complete) and not self._rules.parallel
-        found = None if pattern is None or is_last else pattern.match(left)
-        if found is not None and (tool := self._rules.find_tool(found["name"])) is not None:
-            opening = CallOpening(self.calls, self._rules.new_id(), tool.name)
-            self._parts += [opening, CallArguments(self.calls, "")]
-            self.calls += 1
+        if not complete or self._rules.parallel:
+            tool = None if self._tagged is None else self._tagged.begun_tool(left)
+            tool = tool or self._rules.find_tool(begun_name(self._rules.marks, left))
+            self._add([] if tool is None else [(tool.name, "", None)])
         return self._reading("")
 
     def _parse(self, rest: str, end: str) -> ReadCalls:
@@ -398,8 +399,7 @@ _READ_LIST: Mapping[str, Callable[[str], object]] = {
 
 def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall], str]:
     """Return the complete calls of a list that was cut off, and the rest as if the list began there."""
-    read, pattern = _READ_LIST.get(rules.marks.parser), CALL_NAMES.get(rules.marks.parser)
-    if read is None or pattern is None:
+    if (read := _READ_LIST.get(rules.marks.parser)) is None:
         return [], text
     for end in (len(text), last_comma(rules.marks.parser, text)):
         whole = f"{text[:end]}]"
@@ -414,9 +414,8 @@ def _calls_before_cut(rules: CallRules, text: str) -> tuple[Sequence[_ParsedCall
 
 def parse_calls(rules: CallRules, text: str) -> list[_ParsedCall]:
     """Return all calls between marks; none if one of them is not a call."""
-    return _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read)) or _read_calls(
-        rules, lambda: parsed_json(text)
-    )
+    own = _read_calls(rules, lambda: rules.marks.parse(text, rules.as_templates_read))
+    return own or _read_calls(rules, lambda: parsed_json(text))
 
 
 def _read_calls(rules: CallRules, parse: Callable[[], object]) -> list[_ParsedCall]:
