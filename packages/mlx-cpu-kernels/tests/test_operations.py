@@ -64,6 +64,17 @@ def test_a_compiled_function_without_shapes_takes_others(name: str) -> None:
         assert_close(compiled(x), exact(compute(x)), mx.float32)
 
 
+def test_what_this_host_has_compared_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, kept = list[int](), list[int]()
+    monkeypatch.setattr(operations, "_checked", set())
+    monkeypatch.setattr(operations, "compared_threads", lambda _: (1, 3))
+    monkeypatch.setattr(operations, "check", lambda kernels, _: compared.append(id(kernels)))
+    monkeypatch.setattr(operations, "keep_comparison", lambda _, threads: kept.append(threads))
+    for threads in (1, 3, 2, 2, 1):
+        assert operations.install(threads).active
+    assert (len(compared), kept) == (1, [2])
+
+
 def _is_half(x: mx.array) -> bool:
     return x.dtype in UNITS
 
