@@ -52,7 +52,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a server of another split has read of the saved prompt, and what it says of it."""
+    """Tokens that a server of another split has read of the saved prompt, and what it says of them."""
 
     answer: tuple[str, int]
     """Its text, and the number of cached tokens of its prompt."""
@@ -182,7 +182,7 @@ def change_weights(file: Path) -> None:
 
 
 RESTORED = {"sliding": 1024, "recurrent": 768}
-"""Tokens restored of a conversation: windows at the last end of a block in the first answer, and states at the last one
+"""Tokens restored of a conversation. Windows are saved at ends of blocks in the first answer, too, states only at those
 in the first prompt."""
 
 
