@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import pytest
@@ -143,3 +143,13 @@ def large_model(shared: Path) -> Path:
 
     once(shared / "large", lambda: str(write_large_model(shared / "large" / "model")))
     return shared / "large" / "model"
+
+
+@pytest.fixture
+def uncompiled() -> Generator[None]:
+    """Let MLX compute operations one by one. On a CPU it would have a compiler join some of them, for seconds each."""
+    import mlx.core as mx
+
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

@@ -41,7 +41,7 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
     )
     options = ("--cluster", "mine.yaml", *SMALL, "--add", "m4-mac-mini-16", "--price", "m4-mac-mini-16=700")
     watts = ("--watts", "m4-mac-mini-16=40/4")
-    done = run_in_process("capacity", "llama-1b", *options, *watts, folder=tmp_path)
+    done = run_in_process("capacity", "llama-1b", *options, *watts, "--rate", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "with m4-mac-mini-16" in done.stdout
     assert "per 1,000 of price" in done.stdout
@@ -59,8 +59,9 @@ def test_the_short_list_is_compared_at_a_rate(tmp_path: Path) -> None:
         "machines:\n  - {name: one, machine: m4-max-64}\n  - {name: two, machine: m4-max-64}\n"
         "links:\n  - {between: [one, two], link: tb5}\n"
     )
-    level = ("--first-token-within", "60s", "--between-tokens-within", "1s", "--answer", "32")
-    options = ("llama-70b", "--cluster", "mine.yaml", *level, "--rate", "0.02", "--what-to-add")
+    level = ("--first-token-within", "60s", "--between-tokens-within", "1s")
+    load = ("--prompt", "256", "--answer", "8")
+    options = ("llama-70b", "--cluster", "mine.yaml", *level, *load, "--rate", "0.02", "--what-to-add")
     found = json.loads(run_in_process("capacity", *options, "--json", folder=tmp_path).stdout)["capacities"]
     labels = ["now", "with m4-pro-64", "with m4-max-128", "with m3-ultra-256", "with nvidia-dgx-spark"]
     assert [row["label"] for row in found] == labels

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +19,7 @@ from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
 
 PROMPT = " ".join(f"word{number}" for number in range(240))
+OTHER_PROMPT = " ".join(f"name{number}" for number in range(240))
 FLAGS = ("--kv-disk", "1GiB", "--kv-disk-dir")
 
 
@@ -36,9 +39,43 @@ def prefix_stats(server: Server) -> dict[str, int]:
     return server.http.get("/cache/stats").raise_for_status().json()["prefix_cache"]
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A prompt whose KV a server has saved, and the greedy answer to it."""
+
+    folder: Path
+    text: str
+    tokens: int
+    """Tokens of the prompt except the last, which is always computed."""
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Tokens that a server of another split has read of the saved prompt, and what it says of them."""
+
+    answer: tuple[str, int]
+    """Its text, and the number of cached tokens of its prompt."""
+    restored_tokens: int
+    metrics: str
+    log: str
+
+    def check(self, saved: Saved) -> None:
+        """Check that the whole prompt was read from the disk, and that the ways back show it."""
+        assert self.answer == (saved.text, saved.tokens)
+        assert self.restored_tokens == saved.tokens
+        label = '{instance="0",model_name="demo"}'
+        assert f"mlx_ring_kv_disk_restored_tokens_total{label} {saved.tokens}.0" in self.metrics
+        labels = '{instance="0",model_name="demo",way="disk"}'
+        assert f"mlx_ring_way_back_taken_seconds_count{labels} 1.0" in self.metrics
+        assert f"mlx_ring_way_back_predicted_seconds_count{labels} 1.0" in self.metrics
+        blocks = rf"\({saved.tokens // 256 * 256} tokens; "
+        assert re.search(rf"Ways back of \S+: disk \(1\), predicted .* took .* {blocks}", self.log)
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """Return a folder in which two stages have saved a prompt, the answer, and the prompt's tokens except the last."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Save a prompt in two stages."""
     folder = tmp_path_factory.mktemp("kv")
     with serving(
         "demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path_factory.mktemp("first")
@@ -49,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
         # The ranks write behind the steps.
         eventually(lambda: whole_blocks(folder), lambda blocks: blocks == -(-(prompt_tokens + 23) // 256))
         assert server.stop() == 0
-    return folder, text, prompt_tokens - 1
+    return Saved(folder, text, prompt_tokens - 1)
 
 
 def whole_blocks(folder: Path) -> int:
@@ -57,74 +94,85 @@ def whole_blocks(folder: Path) -> int:
     return sum({file.name for file in path.iterdir()} == {"0-5", "5-8"} for path in folder.glob("*/*"))
 
 
-@pytest.mark.parametrize(
-    "flags", [pytest.param(("--stages", "3"), marks=pytest.mark.thorough), ("--tp", "2")]
-)
-def test_prompt_is_restored_by_another_split_of_the_layers_or_heads(
-    saved: tuple[Path, str, int], tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    folder, text, tokens = saved
-    with serving("demo", *flags, *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, tokens)
-        assert prefix_stats(server)["restored_tokens"] == tokens
-        metrics = server.http.get("/metrics").text
-        log = (tmp_path / "logs" / "head.log").read_text()
-    assert f'mlx_ring_kv_disk_restored_tokens_total{{instance="0",model_name="demo"}} {tokens}.0' in metrics
-    labels = '{instance="0",model_name="demo",way="disk"}'
-    assert f"mlx_ring_way_back_taken_seconds_count{labels} 1.0" in metrics
-    assert f"mlx_ring_way_back_predicted_seconds_count{labels} 1.0" in metrics
-    assert re.search(
-        rf"Ways back of \S+: disk \(1\), predicted .* took .* \({tokens // 256 * 256} tokens; ", log
+def restore(server: Server) -> Restored:
+    """Ask the saved prompt of a server that has just started."""
+    text, _, cached = ask(server)
+    return Restored(
+        (text, cached),
+        prefix_stats(server)["restored_tokens"],
+        server.http.get("/metrics").text,
+        (server.folder / "logs" / "head.log").read_text(),
     )
 
 
-def test_shares_of_the_heads_are_restored_by_stages(saved: tuple[Path, str, int], tmp_path: Path) -> None:
-    _, text, tokens = saved
-    folder = tmp_path / "kv"
-    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, 0)
+@pytest.mark.thorough
+def test_prompt_is_restored_by_another_split_of_the_layers(saved: Saved, tmp_path: Path) -> None:
+    with serving("demo", "--stages", "3", *FLAGS, str(saved.folder), folder=tmp_path) as server:
+        restore(server).check(saved)
+
+
+@pytest.fixture(scope="module")
+def ranks(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> tuple[Restored, Saved]:
+    """Restore the prompt in two ranks, and save another one there, each rank its share of the heads."""
+    folder, before = saved.folder, {*saved.folder.glob("*/*")}
+
+    def new_files() -> list[str]:
+        return [
+            file.name
+            for block in {*folder.glob("*/*")} - before
+            for file in block.iterdir()
+            if "-" in file.name
+        ]
+
+    with serving("demo", "--tp", "2", *FLAGS, str(folder), folder=tmp_path_factory.mktemp("ranks")) as server:
+        restored = restore(server)
+        text, prompt_tokens, cached = ask(server, OTHER_PROMPT)
+        assert cached == 0
         expected = logprobs(server)
-        eventually(lambda: saved_files(folder), lambda files: len(files) >= 2 * (tokens // 256))
+        eventually(new_files, lambda files: len(files) >= 2 * (prompt_tokens // 256))
         assert server.stop() == 0
-    assert {name.partition(".heads-")[2][-5:] for name in saved_files(folder)} == {"-of-4"}
-    with serving("demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server)[::2] == (text, tokens)
-        differences = [abs(one - other) for one, other in zip(expected, logprobs(server), strict=True)]
-        assert max(differences) < 1e-4
+    assert {name.partition(".heads-")[2][-5:] for name in new_files()} == {"-of-4"}
+    return restored, Saved(folder, text, prompt_tokens - 1, expected)
 
 
-def logprobs(server: Server) -> list[float]:
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+def logprobs(server: Server) -> tuple[float, ...]:
+    body = {"model": "demo", "prompt": OTHER_PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 1}
     answer: dict[str, Any] = server.http.post("/v1/completions", json=body).raise_for_status().json()
-    return answer["choices"][0]["logprobs"]["token_logprobs"]
+    return tuple(answer["choices"][0]["logprobs"]["token_logprobs"])
 
 
-def test_damaged_block_is_computed_again(saved: tuple[Path, str, int], tmp_path: Path) -> None:
-    folder, text, tokens = saved
-    blocks = sorted((path for path in folder.glob("*/*/5-8")), key=lambda path: -path.parent.stat().st_mtime)
+def test_prompt_is_restored_by_another_split_of_the_heads(
+    saved: Saved, ranks: tuple[Restored, Saved]
+) -> None:
+    ranks[0].check(saved)
+
+
+@pytest.fixture(scope="module")
+def damaged(
+    saved: Saved, ranks: tuple[Restored, Saved], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Server]:
+    """Damage the second block of the prompt, and serve in two stages again."""
+    del ranks  # it has read the whole prompt
+    written = saved.folder.glob("*/*/5-8")
+    blocks = sorted(written, key=lambda path: -path.parent.stat().st_mtime)
     kept = blocks[1].read_bytes()
     blocks[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    with serving("demo", "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        answer, _, cached = ask(server)
-    assert answer == text
-    assert cached == 256 < tokens
+    folder = tmp_path_factory.mktemp("damaged")
+    with serving("demo", "--stages", "2", *FLAGS, str(saved.folder), folder=folder) as server:
+        yield server
 
 
-def test_kv_of_a_model_is_not_used_for_another_one_of_the_same_structure(tmp_path: Path) -> None:
-    """Serve two models in turn that differ in their weights alone, as one that was trained further does."""
-    first, second, folder = (
-        write_model(tmp_path / "model", "dense"),
-        tmp_path / "trained" / "model",
-        tmp_path / "kv",
-    )
-    shutil.copytree(first, second)
-    change_weights(second / "model.safetensors")
-    saved = PROMPT[:800]
-    for model in (first, second):
-        with serving(model, *FLAGS, str(folder), folder=tmp_path) as server:
-            assert ask(server, saved, "model")[2] == 0
-            eventually(partial(listed_files, folder), lambda files: len(files) > 0)
-            assert server.stop() == 0
+def test_shares_of_the_heads_are_restored_by_stages(ranks: tuple[Restored, Saved], damaged: Server) -> None:
+    _, shares = ranks
+    assert ask(damaged, OTHER_PROMPT)[::2] == (shares.text, shares.tokens)
+    differences = [abs(one - other) for one, other in zip(shares.logprobs, logprobs(damaged), strict=True)]
+    assert max(differences) < 1e-4
+
+
+def test_damaged_block_is_computed_again(saved: Saved, damaged: Server) -> None:
+    answer, _, cached = ask(damaged)
+    assert answer == saved.text
+    assert cached == 256 < saved.tokens
 
 
 def change_weights(file: Path) -> None:
@@ -133,19 +181,61 @@ def change_weights(file: Path) -> None:
     mx.save_safetensors(str(file), {name: array * 1.01 for name, array in weights.items()}, {"format": "mlx"})
 
 
-@pytest.mark.parametrize(("kind", "restored"), [("sliding", 1024), ("recurrent", 768)])
-def test_conversation_of_a_model_that_forgets_continues_after_a_restart(
-    tmp_path: Path, kind: str, restored: int
+RESTORED = {"sliding": 1024, "recurrent": 768}
+"""Tokens restored of a conversation. Windows are saved at ends of blocks in the first answer, too, states only at those
+in the first prompt."""
+
+
+def test_conversations_of_models_that_forget_continue_after_a_restart_and_those_of_changed_weights_do_not(
+    tmp_path: Path,
 ) -> None:
-    """Restore windows at the last end of a block in the first answer, and states at the last one in the first prompt."""
-    model, folder, first = write_model(tmp_path / "model", kind), tmp_path / "kv", PROMPT[:800]
-    with serving(model, "--stages", "2", *FLAGS, str(folder), folder=tmp_path) as server:
-        second = f"{first}{ask(server, first, 'model', 300)[0]} And then?"
-        answer, *_ = ask(server, second, "model")
-        eventually(lambda: prefix_stats(server)["saved_tokens"], lambda saved: saved >= 1024)
-        assert server.stop() == 0
-    with serving(model, "--stages", "3", *FLAGS, str(folder), folder=tmp_path) as server:
-        assert ask(server, second, "model")[::2] == (answer, restored)
+    """Serve three models, and then two of them with one that differs in its weights alone, as if trained further."""
+    kinds, kv, first = tmp_path / "kinds", tmp_path / "kv", PROMPT[:800]
+    models = [write_model(kinds / kind, kind) for kind in RESTORED]
+    model, trained = write_model(tmp_path / "model", "dense"), tmp_path / "trained" / "model"
+    shutil.copytree(model, trained)
+    change_weights(trained / "model.safetensors")
+
+    def run(stages: str, dense: Path, use: Callable[[Server], None]) -> None:
+        flags = (*map(str, models[1:]), str(dense), "--stages", stages, *FLAGS, str(kv))
+        with serving(models[0], *flags, folder=tmp_path) as server:
+            # A server is ready with its first model.
+            eventually(lambda: model_states(server), lambda states: states == 3 * ["ready"])
+            use(server)
+            assert server.stop() == 0
+
+    asked: dict[str, tuple[str, str]] = {}
+
+    def converse(server: Server) -> None:
+        assert ask(server, first, "model")[2] == 0
+        for kind in RESTORED:
+            second = f"{first}{ask(server, first, kind, 300)[0]} And then?"
+            asked[kind] = second, ask(server, second, kind)[0]
+        for kind in ("model", *RESTORED):
+            least = 768 if kind == "model" else 1024
+            eventually(partial(saved_tokens, server, kind), lambda saved, least=least: saved >= least)
+
+    def continue_all(server: Server) -> None:
+        assert ask(server, first, "model")[2] == 0
+        for kind, (second, answer) in asked.items():
+            assert ask(server, second, kind)[::2] == (answer, RESTORED[kind])
+
+    run("2", model, converse)
+    run("3", trained, continue_all)
+
+
+def model_states(server: Server) -> list[str]:
+    return [model["state"] for model in server.http.get("/v1/models").json()["data"]]
+
+
+def saved_tokens(server: Server, model: str) -> float:
+    """Return the number of a model's tokens whose KV was saved."""
+    found = re.search(
+        rf'^mlx_ring_kv_disk_saved_tokens_total{{[^}}]*model_name="{model}"[^}}]*}} (\S+)$',
+        server.http.get("/metrics").text,
+        re.MULTILINE,
+    )
+    return float(found[1]) if found else 0.0
 
 
 def saved_files(folder: Path) -> list[str]:

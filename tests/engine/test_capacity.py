@@ -358,7 +358,7 @@ BOTH = [WHOLE, instance(b=8)]
 @pytest.mark.slow
 def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_is_named() -> None:
     """Let a machine that is several times as fast keep the time between tokens with many more requests."""
-    load, level = Load(Lengths(400, 400), Lengths(12, 12)), ServiceLevel(1.0, 0.02)
+    load, level = Load(Lengths(400, 400), Lengths(6, 6)), ServiceLevel(1.0, 0.02)
     found = measured(UNLIKE, load=load, level=level, most_running=None, loaded=BOTH)
     given = measured(UNLIKE, load=load, level=level, most_running=found.max_num_seqs, loaded=BOTH)
     assert found.holds
@@ -369,7 +369,7 @@ def test_unlike_replicas_serve_as_many_with_the_number_of_running_requests_that_
 @pytest.mark.slow
 def test_unlike_replicas_serve_what_the_router_gives_them() -> None:
     """Take a machine that is much slower. The router counts tokens, not seconds, so it gives that one too many."""
-    load, level = Load(Lengths(200, 200), Lengths(20, 20)), ServiceLevel(0.6, 0.2)
+    load, level = Load(Lengths(200, 200), Lengths(8, 8)), ServiceLevel(0.6, 0.2)
     slow, fast = (
         measured(cluster_of(node), load=load, level=level, most_running=32) for node in UNLIKE.nodes
     )
@@ -406,7 +406,7 @@ def test_one_machine_serves_no_more_with_several_workers(
 @pytest.mark.slow
 @given(
     prompt=st.integers(8, 200),
-    answer=st.integers(2, 20),
+    answer=st.integers(2, 8),
     between_s=st.floats(0.05, 0.5),
     layers=st.lists(st.sampled_from([[8], [4, 4], [2, 6], [3, 2, 3]]), min_size=1, max_size=2),
 )
@@ -428,12 +428,13 @@ def test_everything_on_one_machine_serves_at_most_as_many_as_that_machine_alone(
 def test_power_and_price_of_a_machine_count_once_however_many_workers_it_has() -> None:
     upkeep = {name: Upkeep(watts=100, idle_watts=20, price=3000) for name in "ab"}
     for loaded in ([WHOLE] * 2, [SPLIT], [SPLIT, WHOLE]):
-        found = measured(rate=5.0, upkeep=upkeep, loaded=loaded)
+        found = measured(load=SHORT, rate=5.0, upkeep=upkeep, loaded=loaded)
         (use,) = found.uses
         assert found.price == 3000
         assert use.prefill < use.busy <= 1
         assert found.watts == pytest.approx(20 + 80 * use.busy)
-    both = measured(TWO, rate=5.0, upkeep=upkeep, loaded=[WHOLE, instance(b=8), instance(a=4, b=4)])
+    all_three = [WHOLE, instance(b=8), instance(a=4, b=4)]
+    both = measured(TWO, load=SHORT, rate=5.0, upkeep=upkeep, loaded=all_three)
     assert both.price == 6000
     assert both.watts == pytest.approx(40 + 80 * sum(use.busy for use in both.uses))
     assert [use.machine for use in both.uses] == ["a", "b"]

@@ -17,6 +17,8 @@ _TRANSPOSED = 112
 
 # Entries lie within [-1, 1] and no product here sums more than 48 of them.
 _TOLERANCE = 1e-4
+_PERIOD = 251
+"""Number of different entries of a matrix, a prime: rows that are equal lie no whole number of blocks apart."""
 
 _SGEMM = ctypes.CFUNCTYPE(
     None,
@@ -150,5 +152,12 @@ def _stored(rows: int, columns: int, padding: int, seed: int, *, transposed: boo
     """Return a matrix with entries from a formula."""
     stored_rows, stored_columns = (columns, rows) if transposed else (rows, columns)
     stride = max(1, stored_columns + padding)
-    numbers = array("f", [math.sin(seed + 0.7 * index) for index in range(max(1, stored_rows * stride))])
+    count = max(1, stored_rows * stride)
+    numbers = (_numbers(seed) * (count // _PERIOD + 1))[:count]
     return _Stored(numbers, stride, rows, columns, transposed)
+
+
+@cache
+def _numbers(seed: int) -> array[float]:
+    """Return the entries that large matrices repeat: a process that starts compares with them."""
+    return array("f", [math.sin(seed + 0.7 * index) for index in range(_PERIOD)])
