@@ -406,7 +406,7 @@ def test_one_machine_serves_no_more_with_several_workers(
 @pytest.mark.slow
 @given(
     prompt=st.integers(8, 200),
-    answer=st.integers(2, 8),
+    answer=st.integers(2, 20),
     between_s=st.floats(0.05, 0.5),
     layers=st.lists(st.sampled_from([[8], [4, 4], [2, 6], [3, 2, 3]]), min_size=1, max_size=2),
 )
