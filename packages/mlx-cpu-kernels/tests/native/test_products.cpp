@@ -49,8 +49,8 @@ struct Case {
   std::string text() const {
     char text[200];
     std::snprintf(text, sizeof text,
-                  "mode %d, %d bits, groups of %d, scales %d, x %d, %ld rows, n %ld, k %ld, %d threads", int(mode), bits,
-                  group_size, int(type), int(x_type), long(rows), long(n), long(k), threads);
+                  "mode %d, %d bits, groups of %d, scales %d, x %d, %ld rows, n %ld, k %ld, %d threads", int(mode),
+                  bits, group_size, int(type), int(x_type), long(rows), long(n), long(k), threads);
     return text;
   }
 };
@@ -132,8 +132,8 @@ void test_straight(Case c) {
 void test_gather(Case c, bool transposed) {
   if (!transposed) std::swap(c.n, c.k);
   constexpr int64_t kExperts = 5;
-  RandomMatrix w(c.random, transposed ? c.n : c.k, transposed ? c.k : c.n, c.bits, c.group_size, c.type, 0, 0,
-                 kExperts, c.mode);
+  RandomMatrix w(c.random, transposed ? c.n : c.k, transposed ? c.k : c.n, c.bits, c.group_size, c.type, 0, 0, kExperts,
+                 c.mode);
   Values x(c.random, c.x_type, c.rows * c.k);
   std::vector<GatherPair> pairs;
   for (int64_t i = 0; i < 2 * c.rows; i++)

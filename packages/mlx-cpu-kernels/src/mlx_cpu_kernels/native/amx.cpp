@@ -227,9 +227,9 @@ class Strip {
         Int words[kTile];
         for (int j = 0; j < kTile; j++) {
           const int64_t from = row(i + j) * w_.row_groups + g;
-          words[j] = V::words_of_float(groups - g >= V::kLanes
-                                           ? V::load_values(values, w_.type, from)
-                                           : V::load_some_values(values, w_.type, from, groups - g));
+          words[j] =
+              V::words_of_float(groups - g >= V::kLanes ? V::load_values(values, w_.type, from)
+                                                        : V::load_some_values(values, w_.type, from, groups - g));
         }
         V::transpose(words);
         for (int j = 0; j < kTile; j++) V::store_words(to + (g + j) * kStrip + i, words[j]);

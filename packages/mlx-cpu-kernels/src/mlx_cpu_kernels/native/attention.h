@@ -3,8 +3,8 @@
 // are scaled.
 //
 // Both products are tiles of panels. A block of keys becomes panels [head_size][keys], and a block of values panels
-// [keys][value_size]. Quantized ones become the same panels as any quantized matrix. A few rows, as in decode, read keys and
-// values where they are.
+// [keys][value_size]. Quantized ones become the same panels as any quantized matrix. A few rows, as in decode, read
+// keys and values where they are.
 #pragma once
 
 #include "fused_rows.h"
@@ -13,8 +13,8 @@
 namespace mlx_cpu_kernels {
 namespace {
 
-constexpr int64_t kKeys = kDepth;    // keys of a block
-constexpr int64_t kQueryRows = 384;  // rows of a unit of work, which prepares the blocks for itself
+constexpr int64_t kKeys = kDepth;       // keys of a block
+constexpr int64_t kQueryRows = 384;     // rows of a unit of work, which prepares the blocks for itself
 constexpr int64_t kMostDirectRows = 8;  // that read keys and values where they are
 constexpr int kDirectTile = 3;          // of these, whose sums are in registers together
 constexpr float kHidden = -3.4e38f;  // a score that is not seen; not infinity: nothing seen gives the mean, as in MLX
@@ -62,7 +62,12 @@ template <class V>
 class QueryBlock {
  public:
   QueryBlock(const Attention& a, int64_t batch, int64_t kv_head, int64_t first, int64_t rows)
-      : a_(a), batch_(batch), kv_head_(kv_head), first_(first), rows_(rows), group_(a.heads / a.kv_heads),
+      : a_(a),
+        batch_(batch),
+        kv_head_(kv_head),
+        first_(first),
+        rows_(rows),
+        group_(a.heads / a.kv_heads),
         keys_(a.lengths ? a.lengths[batch] : a.keys) {
     width_ = round_up(a.value_size, kWidth<V>);
     depth_ = round_up(a.head_size, kSteps);  // a tile takes whole steps
@@ -296,8 +301,8 @@ class QueryBlock {
   float *queries_, *sums_, *largest_, *totals_, *scores_, *key_panels_, *value_panels_;
 };
 
-// The work of threads is blocks of rows. Where a block is read directly, which prepares nothing, it is rows: three heads of
-// keys are two equal shares then.
+// The work of threads is blocks of rows. Where a block is read directly, which prepares nothing, it is rows: three
+// heads of keys are two equal shares then.
 template <class V>
 void attend(const Attention& a, Threads& threads) {
   int64_t rows = a.heads / a.kv_heads * a.queries, blocks = (rows + kQueryRows - 1) / kQueryRows;

@@ -261,8 +261,8 @@ struct Avx2 {
   // Adds to each lane of 32 bits its two products of 16 bits.
   static Int multiply_add_halves(Int sums, Int a, Int b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 
-  // The first `count` words of a block, so that each half of a lane ends with the `values` that it holds. With 3, 5 and 6
-  // bits it fetches the two bytes in which they are, and is shifted up.
+  // The first `count` words of a block, so that each half of a lane ends with the `values` that it holds. With 3, 5 and
+  // 6 bits it fetches the two bytes in which they are, and is shifted up.
   template <int bits, int values>
   static void load_halves(const uint32_t* from, int64_t count, Int (&out)[1]) {
     if constexpr (bits == 8) {
@@ -333,8 +333,8 @@ struct Avx2 {
     }
   };
 
-  // The first `count` bytes, then zeros, by loads that overlap. A copy byte by byte would be stored first, and a load of
-  // the whole would wait for it.
+  // The first `count` bytes, then zeros, by loads that overlap. A copy byte by byte would be stored first, and a load
+  // of the whole would wait for it.
   static uint64_t first_bytes(const void* from, int64_t count) {
     auto overlapping = [&]<class T>(T) {
       T begin, end;

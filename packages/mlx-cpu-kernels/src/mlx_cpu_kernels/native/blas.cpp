@@ -4,8 +4,8 @@
 // OpenBLAS packs both operands of every product. When A has one row, as in decode, packing reads and writes the weights
 // before they are used once, at a third of memory speed. cblas_sgemv reads them in place. With 2 to 8 rows OpenBLAS has
 // kernels that do not pack, on AVX-512, but uses them only for small products. So a wide product is cut into blocks of
-// columns of that size. The bounds are those of kernel/x86_64/sgemm_small_kernel_permit_skylakex.c in OpenBLAS 0.3.34. If
-// they change, the blocks get slower, never wrong.
+// columns of that size. The bounds are those of kernel/x86_64/sgemm_small_kernel_permit_skylakex.c in OpenBLAS 0.3.34.
+// If they change, the blocks get slower, never wrong.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,8 +23,8 @@ constexpr int kLeastColumns = 16;         // smaller blocks cost more in calls t
 
 using Sgemm = void (*)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
                        const float* b, int ldb, float beta, float* c, int ldc);
-using Sgemv = void (*)(int order, int trans, int m, int n, float alpha, const float* a, int lda, const float* x, int incx,
-                       float beta, float* y, int incy);
+using Sgemv = void (*)(int order, int trans, int m, int n, float alpha, const float* a, int lda, const float* x,
+                       int incx, float beta, float* y, int incy);
 
 Sgemm sgemm = nullptr;
 Sgemv sgemv = nullptr;
@@ -49,18 +49,18 @@ EXPORTED void mlx_cpu_kernels_use_openblas(Sgemm gemm, Sgemv gemv, int most_rows
   most_rows_in_blocks = most_rows;
 }
 
-EXPORTED void mlx_cpu_kernels_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a,
-                                    int lda, const float* b, int ldb, float beta, float* c, int ldc) {
+EXPORTED void mlx_cpu_kernels_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha,
+                                    const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
   // Only sgemm scales C by beta where there is nothing to add; what else is no plain product is OpenBLAS's to judge.
   if (order == kRowMajor && is_plain(trans_a) && is_plain(trans_b) && k > 0) {
     const bool a_is_plain = trans_a == kAsStored, b_is_plain = trans_b == kAsStored;
     if (m == 1) {  // the matrix is B, as stored (N, K) if it is transposed; x is A
-      return sgemv(kRowMajor, b_is_plain ? kTransposed : kAsStored, b_is_plain ? k : n, b_is_plain ? n : k, alpha, b, ldb, a,
-                   a_is_plain ? 1 : lda, beta, c, 1);
+      return sgemv(kRowMajor, b_is_plain ? kTransposed : kAsStored, b_is_plain ? k : n, b_is_plain ? n : k, alpha, b,
+                   ldb, a, a_is_plain ? 1 : lda, beta, c, 1);
     }
     if (n == 1) {  // the matrix is A; x is B, and y the only column of C
-      return sgemv(kRowMajor, trans_a, a_is_plain ? m : k, a_is_plain ? k : m, alpha, a, lda, b, b_is_plain ? ldb : 1, beta, c,
-                   ldc);
+      return sgemv(kRowMajor, trans_a, a_is_plain ? m : k, a_is_plain ? k : m, alpha, a, lda, b, b_is_plain ? ldb : 1,
+                   beta, c, ldc);
     }
     // Only the layout of a Linear's weight, (N, K), gains by blocks.
     const int step = m >= 2 && !b_is_plain ? columns_of_block(m, n, k) : 0;

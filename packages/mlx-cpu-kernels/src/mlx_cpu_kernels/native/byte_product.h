@@ -14,8 +14,8 @@
 // block has as many values as a vector has bytes, in order. Each lane of 32 bits covers neighbouring columns.
 //
 // Some instruction sets multiply bytes in pairs only, into 16 bits, or have no fast way from 3, 5 and 6 bits to bytes.
-// They take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits. Each half of a lane of 32 bits fetches
-// the bytes that hold two neighbours (four of 3 bits). Value i of every half becomes vector i.
+// They take two digits of 12 bits, x = high * 4096 + low, and weights of 16 bits. Each half of a lane of 32 bits
+// fetches the bytes that hold two neighbours (four of 3 bits). Value i of every half becomes vector i.
 #pragma once
 
 #include <type_traits>
@@ -54,8 +54,8 @@ struct Block {
 };
 
 // Sums of the products of a block's integers, for several rows of the matrix and one of x, each lane its own. They are
-// those of the first digits, and of the last ones where both do not fit into 32 bits. A vector of x is loaded once for all rows, and
-// their sums do not wait for one another.
+// those of the first digits, and of the last ones where both do not fit into 32 bits. A vector of x is loaded once for
+// all rows, and their sums do not wait for one another.
 template <class V, int bits, int rows>
 inline void sum_block(const typename V::Int (&weights)[rows][Block<V, bits>::kKept],
                       const typename Block<V, bits>::Digit* x, typename V::Int (&sums)[rows],
@@ -119,8 +119,7 @@ class ByteRows {
     planes_ = scratch<Digit>(Slot::x, x.count * row_size());
     scales_ = scratch<float>(Slot::x_scales, x.count * groups_);
     if constexpr (format.is_affine()) sums_ = scratch<float>(Slot::x_sums, x.count * groups_);
-    if constexpr (kOffset<V, format> != 0)
-      offsets_ = scratch<uint32_t>(Slot::x_offsets, x.count * blocks_ * V::kLanes);
+    if constexpr (kOffset<V, format> != 0) offsets_ = scratch<uint32_t>(Slot::x_offsets, x.count * blocks_ * V::kLanes);
     for (int64_t row = 0; row < x.count && fits_; row++) fits_ = convert(x.row(row), x.type, columns, group_size, row);
   }
 
@@ -145,7 +144,7 @@ class ByteRows {
   // Returns false where the row does not fit.
   [[gnu::flatten]] bool convert(const void* x, Type type, int64_t columns, int group_size, int64_t row) {
     float* magnitudes = scratch<float>(Slot::values, groups_);  // the largest ones of the groups
-    Digit* digits[B::kPlanes];  // in the columns' order
+    Digit* digits[B::kPlanes];                                  // in the columns' order
     int64_t padded = blocks_ * B::kColumns;
     digits[0] = scratch<Digit>(Slot::rows, B::kPlanes * padded);
     for (int p = 1; p < B::kPlanes; p++) digits[p] = digits[p - 1] + padded;
@@ -233,7 +232,8 @@ inline void multiply_block(const typename V::Int (&weights)[rows][Block<V, forma
 }
 
 // Begins the sums of kByteRows rows from n on with their biases, and joins the rows' scales with those of x. Then
-// only one multiplication a lane and block is left. Compiled for each type of the scales, so that no row asks for it again.
+// only one multiplication a lane and block is left. Compiled for each type of the scales, so that no row asks for it
+// again.
 template <class V, Format format, Type type, int m>
 [[gnu::flatten]] void begin_rows(const ByteRows<V, format>& x, const Quantized& w, int64_t n, int64_t first,
                                  typename V::Float (&sums)[kByteRows][m], float* scales) {
@@ -248,9 +248,7 @@ template <class V, Format format, Type type, int m>
       });
       if constexpr (format.is_affine()) {
         auto bias = load(w.biases, from);
-        unroll<m>([&]<int j>() {
-          sums[r][j] = V::multiply_add(bias, V::load(x.sums(first + j) + g), sums[r][j]);
-        });
+        unroll<m>([&]<int j>() { sums[r][j] = V::multiply_add(bias, V::load(x.sums(first + j) + g), sums[r][j]); });
       }
     });
   };
@@ -353,7 +351,8 @@ class ByteTile {
         multiply_block<V, format, at_once>(weights, x_, first + j, b, products);
         unroll<at_once>([&]<int i>() {
           constexpr int r = begin + i;
-          auto scale = V::template choose<B::kColumns / kLeastGroup>(scales + (r * m + j) * padded_groups_, lane_groups_);
+          auto scale =
+              V::template choose<B::kColumns / kLeastGroup>(scales + (r * m + j) * padded_groups_, lane_groups_);
           sums[r][j] = V::multiply_add(products[i], scale, sums[r][j]);
         });
       });

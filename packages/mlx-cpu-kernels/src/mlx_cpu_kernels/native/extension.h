@@ -22,9 +22,7 @@ namespace mlx_cpu_kernels {
 
 namespace mx = mlx::core;
 
-inline bool is_float(mx::Dtype type) {
-  return type == mx::float32 || type == mx::float16 || type == mx::bfloat16;
-}
+inline bool is_float(mx::Dtype type) { return type == mx::float32 || type == mx::float16 || type == mx::bfloat16; }
 
 inline Type type_of(mx::Dtype type) {
   if (type == mx::float32) return Type::float32;
@@ -64,7 +62,8 @@ inline mx::array copied(const mx::array& source, mx::cpu::CommandEncoder& encode
       if (step == 1) {
         std::memcpy(to, begin, columns * size);
       } else {
-        for (int64_t column = 0; column < columns; ++column) std::memcpy(to + column * size, begin + column * step * size, size);
+        for (int64_t column = 0; column < columns; ++column)
+          std::memcpy(to + column * size, begin + column * step * size, size);
       }
     }
   });

@@ -31,7 +31,9 @@ struct Plane {
   int64_t heads, capacity, bytes;  // bytes of a position of a head
 
   Plane(mx::array& array)
-      : values(array.data<char>()), heads(array.shape(1)), capacity(array.shape(2)),
+      : values(array.data<char>()),
+        heads(array.shape(1)),
+        capacity(array.shape(2)),
         bytes(array.shape(3) * static_cast<int64_t>(array.itemsize())) {}
 
   char* at(int64_t slot, int64_t head, int64_t position) const {
@@ -47,7 +49,8 @@ struct Plane {
 mx::array stock_appended(const mx::array& plane, const mx::array& rows, int slot, int begin, const mx::Stream& stream) {
   const mx::Shape first{slot, 0, begin, 0};
   return mx::slice_update(plane, rows, first,
-                          mx::Shape{slot + rows.shape(0), plane.shape(1), begin + rows.shape(2), plane.shape(3)}, stream);
+                          mx::Shape{slot + rows.shape(0), plane.shape(1), begin + rows.shape(2), plane.shape(3)},
+                          stream);
 }
 
 // A plane, and the rows to write.
@@ -60,9 +63,9 @@ class Append : public CpuPrimitive {
     take(inputs[0], outputs[0], encoder);
     if (inputs[1].size() == 0) return;
     const auto rows = with_dense_rows(inputs[1], encoder);
-    encoder.dispatch([plane = Plane(outputs[0]), from = rows.data<char>(), slots = rows.shape(0), tokens = rows.shape(2),
-                      strides = rows.strides(), itemsize = static_cast<int64_t>(rows.itemsize()), slot = slot_,
-                      begin = begin_] {
+    encoder.dispatch([plane = Plane(outputs[0]), from = rows.data<char>(), slots = rows.shape(0),
+                      tokens = rows.shape(2), strides = rows.strides(),
+                      itemsize = static_cast<int64_t>(rows.itemsize()), slot = slot_, begin = begin_] {
       for (int64_t row = 0; row < slots; ++row) {
         for (int64_t head = 0; head < plane.heads; ++head) {
           const char* source = from + (row * strides[0] + head * strides[1]) * itemsize;
@@ -107,7 +110,8 @@ struct TokenTask {
   }
 
   // Appends to the planes of row i's slot, from `slot` on, at begins[i]. With a gated layer, y may be x.
-  void compute(const void* x, void* y, const Plane& keys, const Plane& values, int slot, const std::vector<int>& begins) {
+  void compute(const void* x, void* y, const Plane& keys, const Plane& values, int slot,
+               const std::vector<int>& begins) {
     if (!gated) return attend(x, x, y, keys, values, slot, begins);
     const Buffer hidden(heads.batch * heads.products.columns * size_of(output.type));
     attend(x, x, hidden.data(), keys, values, slot, begins);
@@ -127,7 +131,8 @@ struct TokenTask {
       lengths[row] = begins[row] + 1;
       for (int64_t head = 0; head < keys.heads; ++head) {
         const int64_t from = row * keys.heads + head;
-        std::memcpy(keys.at(slot + row, head, begins[row]), static_cast<char*>(k.data()) + from * keys.bytes, keys.bytes);
+        std::memcpy(keys.at(slot + row, head, begins[row]), static_cast<char*>(k.data()) + from * keys.bytes,
+                    keys.bytes);
         std::memcpy(values.at(slot + row, head, begins[row]), static_cast<char*>(v.data()) + from * values.bytes,
                     values.bytes);
       }
@@ -135,10 +140,19 @@ struct TokenTask {
     const Buffer attended(rows * output.columns * item);
     const int64_t size = heads.size(0), value = heads.size(2);
     const Attention attention{
-        .batches = rows, .heads = heads.heads[0], .kv_heads = keys.heads, .queries = 1,
-        .keys = *std::max_element(lengths.begin(), lengths.end()), .head_size = size, .value_size = value,
-        .type = output.type, .q = {q.data(), {heads.width(0), size, heads.width(0)}}, .k = keys.from(slot, item),
-        .v = values.from(slot, item), .y = {attended.data(), {output.columns, value, output.columns}}, .scale = scale,
+        .batches = rows,
+        .heads = heads.heads[0],
+        .kv_heads = keys.heads,
+        .queries = 1,
+        .keys = *std::max_element(lengths.begin(), lengths.end()),
+        .head_size = size,
+        .value_size = value,
+        .type = output.type,
+        .q = {q.data(), {heads.width(0), size, heads.width(0)}},
+        .k = keys.from(slot, item),
+        .v = values.from(slot, item),
+        .y = {attended.data(), {output.columns, value, output.columns}},
+        .scale = scale,
         .lengths = lengths.data(),
     };
     if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
@@ -163,7 +177,8 @@ struct TokenOptions {
     ++next;
     std::optional<GatedTask> gated_task;
     if (gated) {
-      ProductTask gate_and_up{.rows = products.rows, .columns = products.columns, .type = products.type}, down = gate_and_up;
+      ProductTask gate_and_up{.rows = products.rows, .columns = products.columns, .type = products.type},
+          down = gate_and_up;
       gate_and_up.add(gated->epsilon, {gated->linears[0], gated->linears[1]}, others, next, encoder);
       down.add(gated->linears[2], others, next, encoder);
       down.columns = gate_and_up.products[0].w.rows;
@@ -178,9 +193,11 @@ struct TokenOptions {
 // Further inputs: those of a token's options, and the planes of keys and values.
 class AttendedToken : public FusedProducts {
  public:
-  AttendedToken(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, TokenOptions options, int slot,
-                std::vector<int> begins)
-      : FusedProducts(stream, epsilon, std::move(linears)), options_(std::move(options)), slot_(slot),
+  AttendedToken(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, TokenOptions options,
+                int slot, std::vector<int> begins)
+      : FusedProducts(stream, epsilon, std::move(linears)),
+        options_(std::move(options)),
+        slot_(slot),
         begins_(std::move(begins)) {}
 
   int output_count() const override { return 3; }
@@ -195,14 +212,14 @@ class AttendedToken : public FusedProducts {
     outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));  // the planes keep their memory
   }
 
-  void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
+  void finish(ProductTask task, const Arrays& others, Arrays& outputs,
+              mx::cpu::CommandEncoder& encoder) const override {
     const size_t last = others.size() - 1;
     take(others[last - 1], outputs[1], encoder);
     take(others[last], outputs[2], encoder);
-    encoder.dispatch([token = options_.task(task, others, encoder), keys = Plane(outputs[1]), values = Plane(outputs[2]),
-                      x = task.x, y = outputs[0].data<void>(), slot = slot_, begins = begins_]() mutable {
-      token.compute(x, y, keys, values, slot, begins);
-    });
+    encoder.dispatch([token = options_.task(task, others, encoder), keys = Plane(outputs[1]),
+                      values = Plane(outputs[2]), x = task.x, y = outputs[0].data<void>(), slot = slot_,
+                      begins = begins_]() mutable { token.compute(x, y, keys, values, slot, begins); });
   }
 
   Arrays stock_end(Arrays products, const Arrays& others) override {
@@ -219,10 +236,12 @@ class AttendedToken : public FusedProducts {
       values = stock_appended(values, row_of(products[2], row, 0, 1), slot_ + row, begins_[row], stream());
       rows.push_back(mx::fast::scaled_dot_product_attention(
           row_of(products[0], row, 0, 1), row_of(keys, row, slot_, begins_[row] + 1),
-          row_of(values, row, slot_, begins_[row] + 1), options_.scale, "", std::nullopt, std::nullopt, false, stream()));
+          row_of(values, row, slot_, begins_[row] + 1), options_.scale, "", std::nullopt, std::nullopt, false,
+          stream()));
     }
     const auto attended = mx::concatenate(std::move(rows), 0, stream());
-    const auto flat = mx::reshape(mx::transpose(attended, {0, 2, 1, 3}, stream()), {attended.shape(0), 1, -1}, stream());
+    const auto flat =
+        mx::reshape(mx::transpose(attended, {0, 2, 1, 3}, stream()), {attended.shape(0), 1, -1}, stream());
     size_t next = options_.heads.inputs();
     const auto result = stock_product(options_.output, flat, others, next);
     const auto hidden = mx::add(others[next++], result, stream());
@@ -245,12 +264,12 @@ class AttendedToken : public FusedProducts {
 };
 
 // Whether rows of heads go into a plane.
-bool takes(const mx::array& plane, int64_t heads, int64_t size, mx::Dtype type, int slot, const std::vector<int>& begins) {
+bool takes(const mx::array& plane, int64_t heads, int64_t size, mx::Dtype type, int slot,
+           const std::vector<int>& begins) {
   if (plane.ndim() != 4 || plane.dtype() != type || plane.shape(1) != heads || plane.shape(3) != size) return false;
   const bool has_slots = slot >= 0 && slot + static_cast<int64_t>(begins.size()) <= plane.shape(0);
-  return has_slots && size <= kMostHeadSize && std::all_of(begins.begin(), begins.end(), [&](int begin) {
-    return begin >= 0 && begin < plane.shape(2);
-  });
+  return has_slots && size <= kMostHeadSize &&
+         std::all_of(begins.begin(), begins.end(), [&](int begin) { return begin >= 0 && begin < plane.shape(2); });
 }
 
 // The inputs of a token's layer and what it is, but for the planes.
@@ -300,7 +319,8 @@ class PreparedLayer {
  public:
   PreparedLayer(mx::Dtype type, int columns, Arrays held, const TokenTask& task, std::optional<Ranks> ranks)
       : type_(type), columns_(columns), held_(std::move(held)), task_(task), ranks_(std::move(ranks)) {
-    if (ranks_) late_ = {std::exchange(task_.output.addends[0], nullptr), std::exchange(task_.gated->down.addends[0], nullptr)};
+    if (ranks_)
+      late_ = {std::exchange(task_.output.addends[0], nullptr), std::exchange(task_.gated->down.addends[0], nullptr)};
   }
 
   const TokenTask& task() const { return task_; }
@@ -362,7 +382,9 @@ class AttendedLayers : public mx::Primitive {
     });
   }
 
-  void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error(std::string(name()) + " computes on a CPU only"); }
+  void eval_gpu(const Arrays&, Arrays&) override {
+    throw std::runtime_error(std::string(name()) + " computes on a CPU only");
+  }
 
   const char* name() const override { return "CpuAttendedLayers"; }
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
@@ -434,25 +456,28 @@ class AttendedLayers : public mx::Primitive {
 }  // namespace
 
 std::optional<std::vector<mx::array>> make_attended_token(const mx::array& x, const TokenLayer& layer,
-                                                          const std::variant<int, mx::array>& offset, const Places& places) {
+                                                          const std::variant<int, mx::array>& offset,
+                                                          const Places& places) {
   const auto stream = mx::to_stream({});
   const auto& [keys, values, slot, begins] = places;
   if (begins.empty() || x.ndim() != 3 || x.shape(0) != static_cast<int>(begins.size())) return std::nullopt;
   auto inputs = gather_token(stream, x, layer, offset);
   if (!inputs) return std::nullopt;
   const auto fits = [&](const mx::array& plane, int i) {
-    return takes(plane, layer.heads[i], std::get<0>(layer.linears[i]).shape(0) / layer.heads[i], x.dtype(), slot, begins);
+    return takes(plane, layer.heads[i], std::get<0>(layer.linears[i]).shape(0) / layer.heads[i], x.dtype(), slot,
+                 begins);
   };
   if (!fits(keys, 1) || !fits(values, 2)) return std::nullopt;
   auto& [products, options] = *inputs;
   products.arrays.insert(products.arrays.end(), {keys, values});
-  auto attended = std::make_shared<AttendedToken>(stream, products.epsilon, std::move(products.linears), std::move(options),
-                                                  slot, begins);
+  auto attended = std::make_shared<AttendedToken>(stream, products.epsilon, std::move(products.linears),
+                                                  std::move(options), slot, begins);
   return mx::array::make_arrays({x.shape(), keys.shape(), values.shape()}, {3, x.dtype()}, attended,
                                 std::move(products.arrays));
 }
 
-std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer, std::optional<Ranks> ranks) {
+std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const TokenLayer& layer,
+                                                   std::optional<Ranks> ranks) {
   const auto stream = mx::to_stream({});
   if (!layer.gated || !layer.rotation) return nullptr;
   if (ranks && ranks->size() == 1) ranks = std::nullopt;
@@ -476,17 +501,16 @@ std::shared_ptr<const PreparedLayer> prepare_layer(const mx::array& x, const Tok
                                          std::move(ranks));
 }
 
-std::optional<std::vector<mx::array>> make_attended_layers(
-    const mx::array& x, PreparedLayers layers, const std::vector<mx::array>& planes, int slot, const std::vector<int>& begins,
-    const std::variant<int, mx::array>& offset) {
+std::optional<std::vector<mx::array>> make_attended_layers(const mx::array& x, PreparedLayers layers,
+                                                           const std::vector<mx::array>& planes, int slot,
+                                                           const std::vector<int>& begins,
+                                                           const std::variant<int, mx::array>& offset) {
   const auto stream = mx::to_stream({});
   if (!is_on_cpu(stream) || x.ndim() != 3 || x.shape(1) != 1 || begins.empty() || layers.empty() || x.is_tracer() ||
       x.shape(0) != static_cast<int>(begins.size()) || planes.size() != 2 * layers.size()) {
     return std::nullopt;
   }
-  const auto group_of = [](const auto& layer) {
-    return layer->ranks() ? layer->ranks()->raw_group() : nullptr;
-  };
+  const auto group_of = [](const auto& layer) { return layer->ranks() ? layer->ranks()->raw_group() : nullptr; };
   for (size_t i = 0; i < layers.size(); ++i) {
     const bool is_beside = group_of(layers[i]) == group_of(layers[0]);
     if (!is_beside || !layers[i]->applies(x, planes[2 * i], planes[2 * i + 1], slot, begins)) return std::nullopt;
@@ -508,7 +532,8 @@ std::optional<std::vector<mx::array>> make_attended_layers(
   }
   const std::vector<mx::Dtype> types(shapes.size(), x.dtype());
   return mx::array::make_arrays(std::move(shapes), types,
-                                std::make_shared<AttendedLayers>(stream, std::move(layers), slot, begins, same), inputs);
+                                std::make_shared<AttendedLayers>(stream, std::move(layers), slot, begins, same),
+                                inputs);
 }
 
 mx::array make_appended(const mx::array& plane, const mx::array& rows, int slot, int begin) {

@@ -38,7 +38,8 @@ class HeadProducts : public FusedProducts {
     }
   }
 
-  void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
+  void finish(ProductTask task, const Arrays& others, Arrays& outputs,
+              mx::cpu::CommandEncoder& encoder) const override {
     HeadTask heads(std::move(task), outputs[0].shape(0), options_, others, encoder);
     encoder.dispatch([heads = std::move(heads), q = outputs[0].data<void>(), k = outputs[1].data<void>(),
                       v = outputs[2].data<void>()]() mutable {
@@ -59,21 +60,21 @@ class HeadProducts : public FusedProducts {
 // Linear layers: gate and up. Further inputs: the parts of the layer down, and x again.
 class GatedLayer : public FusedProducts {
  public:
-  GatedLayer(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, Linear down, bool has_residual)
+  GatedLayer(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears, Linear down,
+             bool has_residual)
       : FusedProducts(stream, epsilon, std::move(linears)), down_(down), has_residual_(has_residual) {}
 
   const char* name() const override { return "CpuGatedLayer"; }
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override { return {inputs[0].shape()}; }
 
  protected:
-  void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
+  void finish(ProductTask task, const Arrays& others, Arrays& outputs,
+              mx::cpu::CommandEncoder& encoder) const override {
     ProductTask down{.rows = task.rows, .columns = task.products[0].w.rows, .type = task.type};
     size_t next = 0;
     down.add(down_, others, next, encoder);
     encoder.dispatch([x = task.x, gated = GatedTask{std::move(task), std::move(down)}, y = outputs[0].data<void>(),
-                      has_residual = has_residual_]() mutable {
-      gated.compute(x, y, has_residual);
-    });
+                      has_residual = has_residual_]() mutable { gated.compute(x, y, has_residual); });
   }
 
   Arrays stock_end(Arrays products, const Arrays& others) override {
@@ -118,7 +119,8 @@ class AddedProduct : public FusedProducts {
     return mx::reshape(mx::transpose(x, {0, 2, 1, 3}, stream()), {x.shape(0), x.shape(2), -1}, stream());
   }
 
-  void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const override {
+  void finish(ProductTask task, const Arrays& others, Arrays& outputs,
+              mx::cpu::CommandEncoder& encoder) const override {
     const auto residual = dense(others[0], encoder);
     encoder.dispatch([task = std::move(task), residual = residual.data<void>(), y = outputs[0].data<void>()]() mutable {
       task.multiply_and_add(residual, y);
@@ -131,13 +133,14 @@ class AddedProduct : public FusedProducts {
 };
 
 // Sets the rotation, and adds its inputs. False if it is none of the kernels'.
-bool add_rotation(const Rotation& rotation, const std::variant<int, mx::array>& offset, int size, const mx::Stream& stream,
-                  HeadOptions& options, Arrays& arrays) {
+bool add_rotation(const Rotation& rotation, const std::variant<int, mx::array>& offset, int size,
+                  const mx::Stream& stream, HeadOptions& options, Arrays& arrays) {
   const auto& [dims, is_traditional, base, scale, frequencies] = rotation;
   const auto* offsets = std::get_if<mx::array>(&offset);
   const int batch = arrays[0].shape(0);
   if (dims <= 0 || dims % 2 || dims > size || base.has_value() == frequencies.has_value()) return false;
-  if (frequencies && (frequencies->dtype() != mx::float32 || frequencies->ndim() != 1 || frequencies->shape(0) != dims / 2)) {
+  if (frequencies &&
+      (frequencies->dtype() != mx::float32 || frequencies->ndim() != 1 || frequencies->shape(0) != dims / 2)) {
     return false;
   }
   if (offsets && !are_offsets(*offsets, batch)) return false;
@@ -154,10 +157,10 @@ bool add_rotation(const Rotation& rotation, const std::variant<int, mx::array>& 
 
 }  // namespace
 
-std::optional<HeadOptions> add_heads(
-    const mx::Stream& stream, const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
-    const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset, Arrays& arrays) {
+std::optional<HeadOptions> add_heads(const mx::Stream& stream, const std::vector<LinearLayer>& linears,
+                                     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms,
+                                     const std::optional<Rotation>& rotation,
+                                     const std::variant<int, mx::array>& offset, Arrays& arrays) {
   if (linears.size() != 3 || heads.size() != 3 || (!head_norms.empty() && head_norms.size() != 2)) return std::nullopt;
   int sizes[3];
   for (size_t i = 0; i < 3; ++i) {
@@ -177,17 +180,19 @@ std::optional<HeadOptions> add_heads(
   return options;
 }
 
-std::optional<std::vector<mx::array>> make_heads(
-    const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
-    const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset) {
+std::optional<std::vector<mx::array>> make_heads(const mx::array& x, const std::optional<NormLayer>& norm,
+                                                 const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
+                                                 const std::vector<NormLayer>& head_norms,
+                                                 const std::optional<Rotation>& rotation,
+                                                 const std::variant<int, mx::array>& offset) {
   const auto stream = mx::to_stream({});
   if (x.ndim() != 3) return std::nullopt;
   auto inputs = gather(stream, x, x.shape(-1), norm, linears);
   if (!inputs) return std::nullopt;
   auto options = add_heads(stream, linears, heads, head_norms, rotation, offset, inputs->arrays);
   if (!options) return std::nullopt;
-  auto products = std::make_shared<HeadProducts>(stream, inputs->epsilon, std::move(inputs->linears), std::move(*options));
+  auto products =
+      std::make_shared<HeadProducts>(stream, inputs->epsilon, std::move(inputs->linears), std::move(*options));
   auto shapes = products->output_shapes(inputs->arrays);
   return mx::array::make_arrays(std::move(shapes), {3, x.dtype()}, products, std::move(inputs->arrays));
 }
@@ -205,9 +210,10 @@ std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optiona
   const auto last = inputs->linears.back();
   inputs->linears.pop_back();
   if (has_residual) inputs->arrays.push_back(x);
-  return mx::array(x.shape(), x.dtype(),
-                   std::make_shared<GatedLayer>(stream, inputs->epsilon, std::move(inputs->linears), last, has_residual),
-                   std::move(inputs->arrays));
+  return mx::array(
+      x.shape(), x.dtype(),
+      std::make_shared<GatedLayer>(stream, inputs->epsilon, std::move(inputs->linears), last, has_residual),
+      std::move(inputs->arrays));
 }
 
 std::optional<mx::array> make_added(const mx::array& x, const LinearLayer& linear, const mx::array& residual) {

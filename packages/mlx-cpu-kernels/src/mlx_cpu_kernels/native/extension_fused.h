@@ -24,12 +24,13 @@ using Rotation = std::tuple<int, bool, std::optional<float>, float, std::optiona
 
 // Each function returns nothing where the kernels do not apply to its arguments.
 
-// Queries, keys and values (batch, heads, tokens, size) of x (batch, tokens, K), which is normalized before. Queries and
-// keys are then normalized by head, and rotated from `offset` on, where a norm and a rotation are given.
-std::optional<std::vector<mx::array>> make_heads(
-    const mx::array& x, const std::optional<NormLayer>& norm, const std::vector<LinearLayer>& linears,
-    const std::vector<int>& heads, const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset);
+// Queries, keys and values (batch, heads, tokens, size) of x (batch, tokens, K), which is normalized before. Queries
+// and keys are then normalized by head, and rotated from `offset` on, where a norm and a rotation are given.
+std::optional<std::vector<mx::array>> make_heads(const mx::array& x, const std::optional<NormLayer>& norm,
+                                                 const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
+                                                 const std::vector<NormLayer>& head_norms,
+                                                 const std::optional<Rotation>& rotation,
+                                                 const std::variant<int, mx::array>& offset);
 
 // x + down(silu(gate(y)) * up(y)), of x (..., K), where y is x normalized; without the residual, no x is added.
 std::optional<mx::array> make_gated_layer(const mx::array& x, const std::optional<NormLayer>& norm,

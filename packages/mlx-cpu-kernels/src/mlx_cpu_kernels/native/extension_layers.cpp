@@ -36,8 +36,14 @@ class Norm : public CpuPrimitive {
     const auto x = dense(inputs[0], encoder);
     const int64_t size = x.shape(-1);
     RmsNorm norm{
-        .rows = static_cast<int64_t>(x.size()) / size, .columns = size, .x = {x.data<void>(), type_of(x.dtype()), size},
-        .weight = nullptr, .weight_type = Type::float32, .epsilon = epsilon_, .y = y.data<void>(), .y_stride = size,
+        .rows = static_cast<int64_t>(x.size()) / size,
+        .columns = size,
+        .x = {x.data<void>(), type_of(x.dtype()), size},
+        .weight = nullptr,
+        .weight_type = Type::float32,
+        .epsilon = epsilon_,
+        .y = y.data<void>(),
+        .y_stride = size,
     };
     if (inputs.size() > 1) {
       norm.weight = dense(inputs[1], encoder).data<void>();
@@ -75,9 +81,15 @@ class LayerNormalization : public CpuPrimitive {
     const auto x = dense(inputs[0], encoder);
     const int64_t size = x.shape(-1);
     LayerNorm norm{
-        .rows = static_cast<int64_t>(x.size()) / size, .columns = size, .x = {x.data<void>(), type_of(x.dtype()), size},
-        .weight = nullptr, .bias = nullptr, .weight_type = type_of(inputs.back().dtype()), .epsilon = epsilon_,
-        .y = y.data<void>(), .y_stride = size,
+        .rows = static_cast<int64_t>(x.size()) / size,
+        .columns = size,
+        .x = {x.data<void>(), type_of(x.dtype()), size},
+        .weight = nullptr,
+        .bias = nullptr,
+        .weight_type = type_of(inputs.back().dtype()),
+        .epsilon = epsilon_,
+        .y = y.data<void>(),
+        .y_stride = size,
     };
     if (has_weight_) norm.weight = dense(inputs[1], encoder).data<void>();
     if (has_bias_) norm.bias = dense(inputs.back(), encoder).data<void>();
@@ -129,10 +141,9 @@ class GatedActivation : public CpuPrimitive {
     const auto gate = dense(inputs[0], encoder);
     const void* up = inputs.size() > 1 ? dense(inputs[1], encoder).data<void>() : nullptr;
     const int64_t size = y.shape(-1), rows = size ? static_cast<int64_t>(y.size()) / size : 0;
-    encoder.dispatch([=, activation = activation_, gate = Matrix{gate.data<void>(), type_of(gate.dtype()), size},
-                      y = y.data<void>()] {
-      gated_activation(activation, gate, up, size, rows, size, y, size, threads());
-    });
+    encoder.dispatch(
+        [=, activation = activation_, gate = Matrix{gate.data<void>(), type_of(gate.dtype()), size},
+         y = y.data<void>()] { gated_activation(activation, gate, up, size, rows, size, y, size, threads()); });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
@@ -172,24 +183,29 @@ class Rotate : public CpuPrimitive {
     const auto x = with_dense_rows(inputs[0], encoder), frequencies = dense(inputs[1], encoder);
     const auto offsets = dense(inputs[2], encoder);
     const Rope rotation{
-        .batches = x.shape(0), .heads = x.shape(1), .length = x.shape(2), .head_size = x.shape(3),
+        .batches = x.shape(0),
+        .heads = x.shape(1),
+        .length = x.shape(2),
+        .head_size = x.shape(3),
         .type = type_of(x.dtype()),
         .x = {x.data<void>(), {x.strides(0), x.strides(1), x.strides(2)}},
         .y = {y.data<void>(), {y.strides(0), y.strides(1), y.strides(2)}},
-        .dims = options_.dims, .traditional = options_.is_traditional,
-        .frequencies = frequencies.data<float>(), .scale = options_.scale,
-        .offsets = offsets.data<int32_t>(), .offset_stride = offsets.size() > 1 ? 1 : 0,
+        .dims = options_.dims,
+        .traditional = options_.is_traditional,
+        .frequencies = frequencies.data<float>(),
+        .scale = options_.scale,
+        .offsets = offsets.data<int32_t>(),
+        .offset_stride = offsets.size() > 1 ? 1 : 0,
     };
     encoder.dispatch([rotation] { rope(rotation, threads()); });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     const auto periods = mx::reciprocal(inputs[1], stream());
-    return {options_.has_frequencies
-               ? mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, std::nullopt, options_.scale, inputs[2],
-                                periods, stream())
-               : mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, options_.base, options_.scale, inputs[2],
-                                std::nullopt, stream())};
+    return {options_.has_frequencies ? mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, std::nullopt,
+                                                      options_.scale, inputs[2], periods, stream())
+                                     : mx::fast::rope(inputs[0], options_.dims, options_.is_traditional, options_.base,
+                                                      options_.scale, inputs[2], std::nullopt, stream())};
   }
 
   const char* name() const override { return "CpuRotate"; }
@@ -202,8 +218,8 @@ class Rotate : public CpuPrimitive {
   RotationOptions options_;
 };
 
-// queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks. Keys and
-// values are three inputs each where they are quantized.
+// queries (batch, heads, tokens, size), keys and values (batch, KV heads, length, size), then a mask and sinks. Keys
+// and values are three inputs each where they are quantized.
 class ScaledAttention : public CpuPrimitive {
  public:
   using Mask = Attention::Mask;
@@ -222,11 +238,20 @@ class ScaledAttention : public CpuPrimitive {
     out.set_data(mx::allocator::malloc(out.nbytes()), out.size(), strides, {true, is_plain, out.size() <= 1});
     if (out.size() == 0) return;
     Attention attention{
-        .batches = batch, .heads = heads, .kv_heads = inputs[1].shape(1), .queries = tokens, .keys = inputs[1].shape(2),
-        .head_size = queries.shape(3), .value_size = width, .type = type_of(queries.dtype()),
-        .q = heads_of(queries), .k = {}, .v = {},
+        .batches = batch,
+        .heads = heads,
+        .kv_heads = inputs[1].shape(1),
+        .queries = tokens,
+        .keys = inputs[1].shape(2),
+        .head_size = queries.shape(3),
+        .value_size = width,
+        .type = type_of(queries.dtype()),
+        .q = heads_of(queries),
+        .k = {},
+        .v = {},
         .y = {out.data<void>(), {strides[0], strides[1], strides[2]}},
-        .scale = scale_, .mask = mask_,
+        .scale = scale_,
+        .mask = mask_,
     };
     Quantized keys, values;
     if (kv_) {
@@ -249,7 +274,8 @@ class ScaledAttention : public CpuPrimitive {
         attention.k_quantized = &keys;
         attention.v_quantized = &values;
       }
-      if (!mlx_cpu_kernels::attention(attention, threads())) throw std::logic_error("attention of an unexpected layout");
+      if (!mlx_cpu_kernels::attention(attention, threads()))
+        throw std::logic_error("attention of an unexpected layout");
     });
   }
 
@@ -262,8 +288,8 @@ class ScaledAttention : public CpuPrimitive {
     };
     return {mx::fast::scaled_dot_product_attention(
         inputs[0], dense(1), dense(kv_ ? 4 : 2), scale_, mask_ == Attention::Mask::causal ? "causal" : "",
-        has_mask ? std::optional(inputs[mask_input()]) : std::nullopt, has_sinks_ ? std::optional(inputs.back()) : std::nullopt,
-        false, stream())};
+        has_mask ? std::optional(inputs[mask_input()]) : std::nullopt,
+        has_sinks_ ? std::optional(inputs.back()) : std::nullopt, false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -301,9 +327,9 @@ class ScaledAttention : public CpuPrimitive {
 };
 
 // Attention of queries over `length` keys, with values of `width` numbers.
-mx::array attend(
-    std::vector<mx::array> inputs, int length, int width, float scale, bool is_causal, const mx::array* mask,
-    const std::optional<mx::array>& sinks, const std::optional<Quantization>& kv, const mx::Stream& stream) {
+mx::array attend(std::vector<mx::array> inputs, int length, int width, float scale, bool is_causal,
+                 const mx::array* mask, const std::optional<mx::array>& sinks, const std::optional<Quantization>& kv,
+                 const mx::Stream& stream) {
   auto kind = is_causal ? Attention::Mask::causal : Attention::Mask::none;
   const auto type = inputs[0].dtype();
   auto shape = inputs[0].shape();
@@ -323,7 +349,8 @@ bool see_keys(bool is_causal, int queries, int keys) { return keys > 0 && (!is_c
 
 // Whether a mask is one for all heads of each entry, in which mlx-lm's function and MLX's own broadcast alike.
 bool is_mask_of_queries(const mx::array& mask, const mx::array& queries) {
-  const bool is_known = mask.dtype() == mx::bool_ || (is_float(mask.dtype()) && mx::result_type(mask, queries) == queries.dtype());
+  const bool is_known =
+      mask.dtype() == mx::bool_ || (is_float(mask.dtype()) && mx::result_type(mask, queries) == queries.dtype());
   return is_known && mask.ndim() >= 1 && mask.ndim() <= 4 && (mask.ndim() < 3 || mask.shape(-3) == 1);
 }
 
@@ -344,9 +371,11 @@ mx::array frequencies_of(float base, int pairs, const mx::Stream& stream) {
   return found->second;
 }
 
-mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon, mx::StreamOrDevice where) {
+mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float epsilon,
+                        mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
-  const bool is_weighted = weight && is_float(weight->dtype()) && mx::result_type(x, *weight) == x.dtype() && weight->ndim() == 1 && x.ndim() > 0 && weight->shape(0) == x.shape(-1);
+  const bool is_weighted = weight && is_float(weight->dtype()) && mx::result_type(x, *weight) == x.dtype() &&
+                           weight->ndim() == 1 && x.ndim() > 0 && weight->shape(0) == x.shape(-1);
   if (!is_on_cpu(stream) || !is_float(x.dtype()) || x.ndim() == 0 || (weight && !is_weighted)) {
     return mx::fast::rms_norm(x, weight, epsilon, stream);
   }
@@ -355,16 +384,19 @@ mx::array make_rms_norm(const mx::array& x, const std::optional<mx::array>& weig
   return mx::array(x.shape(), x.dtype(), std::make_shared<Norm>(stream, epsilon), std::move(inputs));
 }
 
-mx::array make_rotated(
-    const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
-    const std::variant<int, mx::array>& offset, const std::optional<mx::array>& frequencies, mx::StreamOrDevice where) {
+mx::array make_rotated(const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
+                       const std::variant<int, mx::array>& offset, const std::optional<mx::array>& frequencies,
+                       mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
   const auto* position = std::get_if<mx::array>(&offset);
-  const bool is_known = !position || (mx::issubdtype(position->dtype(), mx::integer) &&
-                                      (position->size() == 1 || (position->ndim() == 1 && x.ndim() > 0 && position->shape(0) == x.shape(0))));
-  const bool applies = is_on_cpu(stream) && is_float(x.dtype()) && x.ndim() == 4 && dims > 0 && dims % 2 == 0 && dims <= x.shape(3) &&
-                       is_known && base.has_value() != frequencies.has_value() &&
-                       (!frequencies || (frequencies->dtype() == mx::float32 && frequencies->ndim() == 1 && frequencies->shape(0) == dims / 2));
+  const bool is_known =
+      !position ||
+      (mx::issubdtype(position->dtype(), mx::integer) &&
+       (position->size() == 1 || (position->ndim() == 1 && x.ndim() > 0 && position->shape(0) == x.shape(0))));
+  const bool applies = is_on_cpu(stream) && is_float(x.dtype()) && x.ndim() == 4 && dims > 0 && dims % 2 == 0 &&
+                       dims <= x.shape(3) && is_known && base.has_value() != frequencies.has_value() &&
+                       (!frequencies || (frequencies->dtype() == mx::float32 && frequencies->ndim() == 1 &&
+                                         frequencies->shape(0) == dims / 2));
   if (!applies) {
     return position ? mx::fast::rope(x, dims, traditional, base, scale, *position, frequencies, stream)
                     : mx::fast::rope(x, dims, traditional, base, scale, std::get<int>(offset), frequencies, stream);
@@ -375,30 +407,35 @@ mx::array make_rotated(
   return mx::array(x.shape(), x.dtype(), std::make_shared<Rotate>(stream, options), {x, used, first});
 }
 
-mx::array make_attention(
-    const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
-    const std::variant<std::monostate, std::string, mx::array>& mask, const std::optional<mx::array>& sinks,
-    bool force_fused, mx::StreamOrDevice where) {
+mx::array make_attention(const mx::array& queries, const mx::array& keys, const mx::array& values, float scale,
+                         const std::variant<std::monostate, std::string, mx::array>& mask,
+                         const std::optional<mx::array>& sinks, bool force_fused, mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
   const auto* mode = std::get_if<std::string>(&mask);
   const auto* given = std::get_if<mx::array>(&mask);
   const auto is_alike = [&](const mx::array& array) { return array.dtype() == queries.dtype() && array.ndim() == 4; };
-  const bool applies = is_on_cpu(stream) && !force_fused && is_float(queries.dtype()) && is_alike(queries) && is_alike(keys) && is_alike(values) &&
-                       (!mode || *mode == "causal") && (!given || ((given->dtype() == mx::bool_ || given->dtype() == queries.dtype()) && given->ndim() <= 4)) &&
-                       keys.shape(0) == queries.shape(0) && values.shape(0) == queries.shape(0) &&
-                       keys.shape(1) == values.shape(1) && keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0 &&
-                       keys.shape(2) == values.shape(2) && see_keys(mode != nullptr, queries.shape(2), keys.shape(2)) && keys.shape(3) == queries.shape(3) && queries.shape(3) <= kMostHeadSize && values.shape(3) <= kMostHeadSize &&
-                       (!sinks || (sinks->dtype() == mx::float32 && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
+  const bool applies =
+      is_on_cpu(stream) && !force_fused && is_float(queries.dtype()) && is_alike(queries) && is_alike(keys) &&
+      is_alike(values) && (!mode || *mode == "causal") &&
+      (!given || ((given->dtype() == mx::bool_ || given->dtype() == queries.dtype()) && given->ndim() <= 4)) &&
+      keys.shape(0) == queries.shape(0) && values.shape(0) == queries.shape(0) && keys.shape(1) == values.shape(1) &&
+      keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0 && keys.shape(2) == values.shape(2) &&
+      see_keys(mode != nullptr, queries.shape(2), keys.shape(2)) && keys.shape(3) == queries.shape(3) &&
+      queries.shape(3) <= kMostHeadSize && values.shape(3) <= kMostHeadSize &&
+      (!sinks || (sinks->dtype() == mx::float32 && sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1)));
   if (!applies) {
-    return mx::fast::scaled_dot_product_attention(
-        queries, keys, values, scale, mode ? *mode : "", given ? std::optional(*given) : std::nullopt, sinks, force_fused, stream);
+    return mx::fast::scaled_dot_product_attention(queries, keys, values, scale, mode ? *mode : "",
+                                                  given ? std::optional(*given) : std::nullopt, sinks, force_fused,
+                                                  stream);
   }
-  return attend({queries, keys, values}, keys.shape(2), values.shape(3), scale, mode != nullptr, given, sinks, {}, stream);
+  return attend({queries, keys, values}, keys.shape(2), values.shape(3), scale, mode != nullptr, given, sinks, {},
+                stream);
 }
 
-std::optional<mx::array> make_quantized_attention(
-    const mx::array& queries, const std::vector<mx::array>& keys, const std::vector<mx::array>& values, float scale,
-    const std::variant<std::monostate, std::string, mx::array>& mask, int group_size, int bits) {
+std::optional<mx::array> make_quantized_attention(const mx::array& queries, const std::vector<mx::array>& keys,
+                                                  const std::vector<mx::array>& values, float scale,
+                                                  const std::variant<std::monostate, std::string, mx::array>& mask,
+                                                  int group_size, int bits) {
   const auto stream = mx::to_stream({});
   const auto* mode = std::get_if<std::string>(&mask);
   const auto* given = std::get_if<mx::array>(&mask);
@@ -409,18 +446,20 @@ std::optional<mx::array> make_quantized_attention(
   };
   if (!is_float(queries.dtype()) || queries.ndim() != 4 || !is_known(keys) || !is_known(values)) return std::nullopt;
   const int heads = queries.shape(1), kv_heads = keys[0].shape(1), length = keys[0].shape(2);
-  const bool applies = kv_heads > 0 && heads % kv_heads == 0 && values[0].shape(1) == kv_heads && see_keys(mode != nullptr, queries.shape(2), length) &&
-                       values[0].shape(2) == length && keys[1].shape(3) * group_size == queries.shape(3) &&
-                       (!mode || *mode == "causal") && (!given || is_mask_of_queries(*given, queries));
+  const bool applies = kv_heads > 0 && heads % kv_heads == 0 && values[0].shape(1) == kv_heads &&
+                       see_keys(mode != nullptr, queries.shape(2), length) && values[0].shape(2) == length &&
+                       keys[1].shape(3) * group_size == queries.shape(3) && (!mode || *mode == "causal") &&
+                       (!given || is_mask_of_queries(*given, queries));
   if (!applies) return std::nullopt;
   std::vector<mx::array> inputs{queries};
   for (const auto* parts : {&keys, &values}) inputs.insert(inputs.end(), parts->begin(), parts->end());
   const int width = values[1].shape(3) * group_size;
-  return attend(std::move(inputs), length, width, scale, mode != nullptr, given, {}, Quantization{bits, group_size}, stream);
+  return attend(std::move(inputs), length, width, scale, mode != nullptr, given, {}, Quantization{bits, group_size},
+                stream);
 }
 
-mx::array make_layer_norm(const mx::array& x, const std::optional<mx::array>& weight, const std::optional<mx::array>& bias,
-                          float epsilon, mx::StreamOrDevice where) {
+mx::array make_layer_norm(const mx::array& x, const std::optional<mx::array>& weight,
+                          const std::optional<mx::array>& bias, float epsilon, mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
   const auto is_known = [&](const std::optional<mx::array>& one) {
     return !one || (is_float(one->dtype()) && mx::result_type(x, *one) == x.dtype() && one->ndim() == 1 &&
@@ -439,7 +478,8 @@ mx::array make_layer_norm(const mx::array& x, const std::optional<mx::array>& we
 
 mx::array make_swiglu(const mx::array& gate, const mx::array& up) {
   const auto stream = mx::to_stream({});
-  if (!is_on_cpu(stream) || !is_float(gate.dtype()) || up.dtype() != gate.dtype() || gate.shape() != up.shape() || gate.ndim() == 0) {
+  if (!is_on_cpu(stream) || !is_float(gate.dtype()) || up.dtype() != gate.dtype() || gate.shape() != up.shape() ||
+      gate.ndim() == 0) {
     return gate * mx::sigmoid(gate, stream) * up;
   }
   return mx::array(gate.shape(), gate.dtype(), std::make_shared<GatedActivation>(stream, Activation::silu), {gate, up});

@@ -34,7 +34,8 @@ const NamedMode* find_mode(const std::string& name) {
 }
 
 std::string name_of(Mode mode) {
-  return std::find_if(std::begin(kModes), std::end(kModes), [&](auto& each) { return each.defaults.mode == mode; })->name;
+  return std::find_if(std::begin(kModes), std::end(kModes), [&](auto& each) { return each.defaults.mode == mode; })
+      ->name;
 }
 
 bool is_supported(const Quantization& quantization, const Quantization& defaults) {
@@ -69,19 +70,20 @@ std::optional<mx::array> biases_of(const std::vector<mx::array>& inputs, size_t 
 
 }  // namespace
 
-std::optional<Quantization> applicable(
-    const mx::Stream& stream, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
-    std::optional<int> group_size, std::optional<int> bits, const std::string& mode) {
+std::optional<Quantization> applicable(const mx::Stream& stream, const mx::array& weights, const mx::array& scales,
+                                       const std::optional<mx::array>& biases, std::optional<int> group_size,
+                                       std::optional<int> bits, const std::string& mode) {
   const auto* named = find_mode(mode);
   if (!named) return std::nullopt;
   const auto& defaults = named->defaults;
-  const Quantization quantization{bits.value_or(defaults.bits), group_size.value_or(defaults.group_size), defaults.mode};
-  const bool applies = is_on_cpu(stream) && is_supported(quantization, defaults) &&
-                       have_types(scales, biases, quantization.mode) && weights.dtype() == mx::uint32 &&
-                       weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
-                       std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
-                       int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits &&
-                       int64_t{scales.shape(-1)} * quantization.group_size % 32 == 0;
+  const Quantization quantization{bits.value_or(defaults.bits), group_size.value_or(defaults.group_size),
+                                  defaults.mode};
+  const bool applies =
+      is_on_cpu(stream) && is_supported(quantization, defaults) && have_types(scales, biases, quantization.mode) &&
+      weights.dtype() == mx::uint32 && weights.ndim() >= 2 && scales.ndim() == weights.ndim() &&
+      std::equal(weights.shape().begin(), weights.shape().end() - 1, scales.shape().begin()) &&
+      int64_t{weights.shape(-1)} * 32 == int64_t{scales.shape(-1)} * quantization.group_size * quantization.bits &&
+      int64_t{scales.shape(-1)} * quantization.group_size % 32 == 0;
   return applies ? std::optional(quantization) : std::nullopt;
 }
 
@@ -102,11 +104,17 @@ Quantized first_matrix(const mx::array& weights, const mx::array& scales, const 
                        const Quantization& quantization) {
   const Type byte = quantization.mode == Mode::nvfp4 ? Type::e4m3 : Type::e8m0;
   return {
-      .weights = weights.data<uint32_t>(), .scales = scales.data<char>(),
+      .weights = weights.data<uint32_t>(),
+      .scales = scales.data<char>(),
       .biases = biases ? biases->data<char>() : nullptr,
-      .type = scales.dtype() == mx::uint8 ? byte : type_of(scales.dtype()), .bits = quantization.bits, .group_size = quantization.group_size,
-      .rows = weights.shape(-2), .columns = static_cast<int64_t>(scales.shape(-1)) * quantization.group_size,
-      .row_words = weights.strides(-2), .row_groups = scales.strides(-2), .mode = quantization.mode,
+      .type = scales.dtype() == mx::uint8 ? byte : type_of(scales.dtype()),
+      .bits = quantization.bits,
+      .group_size = quantization.group_size,
+      .rows = weights.shape(-2),
+      .columns = static_cast<int64_t>(scales.shape(-1)) * quantization.group_size,
+      .row_words = weights.strides(-2),
+      .row_groups = scales.strides(-2),
+      .mode = quantization.mode,
   };
 }
 
@@ -145,14 +153,17 @@ Offsets leading_offsets(const mx::array& array, const mx::Shape& leading) {
   return {leading, spread(array, array.ndim() - 2, leading), static_cast<int>(leading.size())};
 }
 
-// Weights, scales and biases of one matrix, the `index`th of the axes to which theirs are broadcast. They are the inputs
-// from the `first`th on.
+// Weights, scales and biases of one matrix, the `index`th of the axes to which theirs are broadcast. They are the
+// inputs from the `first`th on.
 class Matrices {
  public:
-  Matrices(const std::vector<mx::array>& inputs, size_t first, const Quantization& quantization, const mx::Shape& leading)
+  Matrices(const std::vector<mx::array>& inputs, size_t first, const Quantization& quantization,
+           const mx::Shape& leading)
       : first_(first_matrix(inputs[first], inputs[first + 1], biases_of(inputs, first, quantization), quantization)),
-        weights_(leading_offsets(inputs[first], leading)), scales_(leading_offsets(inputs[first + 1], leading)),
-        biases_(leading_offsets(inputs[first + quantization.parts() - 1], leading)), size_(inputs[first + 1].itemsize()) {}
+        weights_(leading_offsets(inputs[first], leading)),
+        scales_(leading_offsets(inputs[first + 1], leading)),
+        biases_(leading_offsets(inputs[first + quantization.parts() - 1], leading)),
+        size_(inputs[first + 1].itemsize()) {}
 
   Matrices(const std::vector<mx::array>& inputs, size_t first, const Quantization& quantization)
       : Matrices(inputs, first, quantization, leading_axes(inputs[first])) {}
@@ -217,14 +228,14 @@ class QuantizedProduct : public CpuPrimitive {
                       x_offsets = Offsets(leading, x_strides, axes), matrix_step = matrix_step(leading, axes)] {
       for (int64_t index = 0; index < count; ++index) {
         compute(transpose, x + x_offsets[index] * type_size, type, stride, rows, matrices[index * matrix_step],
-                 y + index * rows * columns * type_size, columns);
+                y + index * rows * columns * type_size, columns);
       }
     });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     return {mx::quantized_matmul(inputs[0], inputs[1], inputs[2], biases_of(inputs, 1, quantization_), transpose_,
-                                quantization_.group_size, quantization_.bits, name_of(quantization_.mode), stream())};
+                                 quantization_.group_size, quantization_.bits, name_of(quantization_.mode), stream())};
   }
 
   const char* name() const override { return "QuantizedProduct"; }
@@ -245,8 +256,8 @@ class QuantizedProduct : public CpuPrimitive {
     return {shape};
   }
 
-  static void compute(bool transpose, const void* x, Type type, int64_t stride, int64_t rows,
-                       const Quantized& matrix, void* y, int64_t y_stride) {
+  static void compute(bool transpose, const void* x, Type type, int64_t stride, int64_t rows, const Quantized& matrix,
+                      void* y, int64_t y_stride) {
     if (transpose) {
       multiply_transposed(x, type, stride, rows, matrix, y, y_stride, threads());
     } else {
@@ -296,24 +307,26 @@ class GatheredProduct : public CpuPrimitive {
     const auto leading = leading_axes(y);
     const Experts experts{matrices[0], dense[1].strides(0), dense[2].strides(0)};
     const auto multiply = transpose_ ? gather_multiply_transposed : gather_multiply;
-    encoder.dispatch([=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
-                      rows = y.size() / y.shape(-1), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
-                      x_offsets = leading_offsets(x, leading),
-                      at = Offsets(leading, spread(indices, indices.ndim(), leading), static_cast<int>(leading.size()))] {
-      std::vector<GatherPair> pairs(rows);
-      for (size_t row = 0; row < rows; ++row) {
-        const auto expert = static_cast<int64_t>(indices[at[row]]);
-        if (expert >= count) throw std::out_of_range("gather_qmm: no matrix has the index " + std::to_string(expert));
-        pairs[row] = {x_offsets[row], expert, static_cast<int64_t>(row)};  // with a stride of 1, an offset is a row
-      }
-      multiply(x, type, 1, pairs.data(), rows, experts, y, columns, threads());
-    });
+    encoder.dispatch(
+        [=, x = x.data<void>(), y = y.data<void>(), type = type_of(y.dtype()), columns = y.shape(-1),
+         rows = y.size() / y.shape(-1), indices = indices.data<uint32_t>(), count = dense[1].shape(0),
+         x_offsets = leading_offsets(x, leading),
+         at = Offsets(leading, spread(indices, indices.ndim(), leading), static_cast<int>(leading.size()))] {
+          std::vector<GatherPair> pairs(rows);
+          for (size_t row = 0; row < rows; ++row) {
+            const auto expert = static_cast<int64_t>(indices[at[row]]);
+            if (expert >= count)
+              throw std::out_of_range("gather_qmm: no matrix has the index " + std::to_string(expert));
+            pairs[row] = {x_offsets[row], expert, static_cast<int64_t>(row)};  // with a stride of 1, an offset is a row
+          }
+          multiply(x, type, 1, pairs.data(), rows, experts, y, columns, threads());
+        });
   }
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     return {mx::gather_qmm(inputs[0], inputs[1], inputs[2], biases_of(inputs, 1, quantization_), std::nullopt,
-                          inputs.back(), transpose_, quantization_.group_size, quantization_.bits,
-                          name_of(quantization_.mode), std::nullopt, false, stream())};
+                           inputs.back(), transpose_, quantization_.group_size, quantization_.bits,
+                           name_of(quantization_.mode), std::nullopt, false, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -360,7 +373,7 @@ class Dequantization : public CpuPrimitive {
 
   std::vector<mx::array> stock(const std::vector<mx::array>& inputs) override {
     return {mx::dequantize(inputs[0], inputs[1], biases_of(inputs, 0, quantization_), quantization_.group_size,
-                          quantization_.bits, name_of(quantization_.mode), std::nullopt, type_, stream())};
+                           quantization_.bits, name_of(quantization_.mode), std::nullopt, type_, stream())};
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -383,10 +396,9 @@ class Dequantization : public CpuPrimitive {
 
 }  // namespace
 
-mx::array make_product(
-    const mx::array& x, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
-    bool transpose, std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
-    mx::StreamOrDevice stream_or_device) {
+mx::array make_product(const mx::array& x, const mx::array& weights, const mx::array& scales,
+                       const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
+                       std::optional<int> bits, const std::string& mode, mx::StreamOrDevice stream_or_device) {
   const auto stream = mx::to_stream(stream_or_device);
   const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
   const bool is_plain = quantization && is_float(x.dtype()) && x.ndim() >= 1 && (weights.ndim() == 2 || x.ndim() > 2);
@@ -403,16 +415,17 @@ mx::array make_product(
   return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
 }
 
-mx::array make_gathered_product(
-    const mx::array& x, const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
-    const std::optional<mx::array>& lhs_indices, const std::optional<mx::array>& rhs_indices, bool transpose,
-    std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
-    const std::optional<mx::array>& global_scale, bool sorted_indices, mx::StreamOrDevice stream_or_device) {
+mx::array make_gathered_product(const mx::array& x, const mx::array& weights, const mx::array& scales,
+                                const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs_indices,
+                                const std::optional<mx::array>& rhs_indices, bool transpose,
+                                std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                                const std::optional<mx::array>& global_scale, bool sorted_indices,
+                                mx::StreamOrDevice stream_or_device) {
   const auto stream = mx::to_stream(stream_or_device);
   const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
   const int columns = quantization ? scales.shape(-1) * quantization->group_size : 0;
-  const bool is_plain = quantization && !lhs_indices && rhs_indices && !global_scale &&
-                        is_float(x.dtype()) && weights.ndim() == 3 && x.ndim() >= 2 && x.shape(-2) == 1 &&
+  const bool is_plain = quantization && !lhs_indices && rhs_indices && !global_scale && is_float(x.dtype()) &&
+                        weights.ndim() == 3 && x.ndim() >= 2 && x.shape(-2) == 1 &&
                         mx::issubdtype(rhs_indices->dtype(), mx::integer) &&
                         x.shape(-1) == (transpose ? columns : weights.shape(-2));
   if (!is_plain) {
@@ -428,10 +441,10 @@ mx::array make_gathered_product(
   return mx::array(std::move(shape), type, std::move(product), std::move(inputs));
 }
 
-mx::array make_dequantized(
-    const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
-    std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
-    const std::optional<mx::array>& global_scale, std::optional<mx::Dtype> dtype, mx::StreamOrDevice stream_or_device) {
+mx::array make_dequantized(const mx::array& weights, const mx::array& scales, const std::optional<mx::array>& biases,
+                           std::optional<int> group_size, std::optional<int> bits, const std::string& mode,
+                           const std::optional<mx::array>& global_scale, std::optional<mx::Dtype> dtype,
+                           mx::StreamOrDevice stream_or_device) {
   const auto stream = mx::to_stream(stream_or_device);
   const auto quantization = applicable(stream, weights, scales, biases, group_size, bits, mode);
   const auto type = dtype.value_or(mode == "affine" ? scales.dtype() : mx::bfloat16);

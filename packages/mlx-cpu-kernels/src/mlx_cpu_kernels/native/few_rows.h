@@ -66,8 +66,8 @@ bool multiply_by_spans(const Rows& x, const RowsProduct* products, int count, Th
   const SpanRows<V, vectors> rows(x, products[0].w.columns, products[0].w.group_size);
   if (!rows.fits()) return false;
   multiply_pieces(products, count, x.count, threads, [&] {
-    return [tile = SpanTile<V, vectors, groups>(rows, products[0].w.group_size)](const RowsProduct& product, int64_t first,
-                                                                      int64_t last) {
+    return [tile = SpanTile<V, vectors, groups>(rows, products[0].w.group_size)](const RowsProduct& product,
+                                                                                 int64_t first, int64_t last) {
       float results[kMostByteRows * kSpanRows];
       for (int64_t n = first; n < last; n += kSpanRows) {
         const int64_t height = smaller(kSpanRows, last - n);
@@ -85,11 +85,11 @@ template <class V>
 bool multiply_by_spans(const Rows& x, const RowsProduct* products, int count, Threads& threads) {
   const int64_t columns = products[0].w.columns, group_size = products[0].w.group_size;
   const int64_t by_four = round_up(columns, Span<V, 4>::kColumns), by_two = round_up(columns, Span<V, 2>::kColumns);
-  auto multiply = group_size == 32                   ? multiply_by_spans<V, 2, 4>
-                  : (by_four - by_two) * 16 > by_two ? group_size == 64 ? multiply_by_spans<V, 2, 2>
-                                                                        : multiply_by_spans<V, 2, 1>
-                  : group_size == 64                 ? multiply_by_spans<V, 4, 4>
-                                                     : multiply_by_spans<V, 4, 2>;
+  auto multiply = group_size == 32 ? multiply_by_spans<V, 2, 4>
+                  : (by_four - by_two) * 16 > by_two
+                      ? group_size == 64 ? multiply_by_spans<V, 2, 2> : multiply_by_spans<V, 2, 1>
+                  : group_size == 64 ? multiply_by_spans<V, 4, 4>
+                                     : multiply_by_spans<V, 4, 2>;
   return multiply(x, products, count, threads);
 }
 
@@ -104,7 +104,7 @@ bool multiply_by_bytes(const Rows& x, const RowsProduct* products, int count, Th
     if (!bytes.fits()) return false;
     multiply_pieces(products, count, x.count, threads, [&] {
       return [tile = ByteTile<V, format>(bytes, group_size), rows = x.count](const RowsProduct& product, int64_t first,
-                                                                            int64_t last) {
+                                                                             int64_t last) {
         multiply_piece<V, format>(tile, rows, product, first, last);
       };
     });

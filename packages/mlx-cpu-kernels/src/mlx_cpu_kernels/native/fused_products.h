@@ -94,8 +94,15 @@ struct ProductTask {
   void multiply() const {
     if (!epsilon) return multiply_all(x);
     const Buffer normalized(rows * columns * size_of(type));
-    rms_norm({.rows = rows, .columns = columns, .x = {x, type, columns}, .weight = norm, .weight_type = norm_type,
-              .epsilon = *epsilon, .y = normalized.data(), .y_stride = columns}, threads());
+    rms_norm({.rows = rows,
+              .columns = columns,
+              .x = {x, type, columns},
+              .weight = norm,
+              .weight_type = norm_type,
+              .epsilon = *epsilon,
+              .y = normalized.data(),
+              .y_stride = columns},
+             threads());
     multiply_all(normalized.data());
   }
 
@@ -137,8 +144,8 @@ struct GatedTask {
   }
 };
 
-// Products of one x (..., K). The inputs are x, then the norm's weight where there is an epsilon. Weights, scales, biases
-// and addend of each linear layer follow, and then the further inputs of a derived operation.
+// Products of one x (..., K). The inputs are x, then the norm's weight where there is an epsilon. Weights, scales,
+// biases and addend of each linear layer follow, and then the further inputs of a derived operation.
 class FusedProducts : public CpuPrimitive {
  public:
   FusedProducts(mx::Stream stream, std::optional<float> epsilon, std::vector<Linear> linears)
@@ -149,8 +156,10 @@ class FusedProducts : public CpuPrimitive {
     allocate(outputs);
     if (outputs[0].size() == 0) return;
     const auto x = rows_of(inputs[0], encoder);
-    ProductTask task{.rows = static_cast<int64_t>(x.size()) / columns(inputs), .columns = columns(inputs),
-                     .type = type_of(x.dtype()), .x = x.data<void>()};
+    ProductTask task{.rows = static_cast<int64_t>(x.size()) / columns(inputs),
+                     .columns = columns(inputs),
+                     .type = type_of(x.dtype()),
+                     .x = x.data<void>()};
     size_t next = 1;
     task.add(epsilon_, linears_, inputs, next, encoder);
     finish(std::move(task), Arrays(inputs.begin() + next, inputs.end()), outputs, encoder);
@@ -175,7 +184,8 @@ class FusedProducts : public CpuPrimitive {
   virtual mx::array rows_of(const mx::array& x, mx::cpu::CommandEncoder& encoder) const { return dense(x, encoder); }
   // The same for MLX's own operations.
   virtual mx::array flat(const mx::array& x) { return x; }
-  virtual void finish(ProductTask task, const Arrays& others, Arrays& outputs, mx::cpu::CommandEncoder& encoder) const = 0;
+  virtual void finish(ProductTask task, const Arrays& others, Arrays& outputs,
+                      mx::cpu::CommandEncoder& encoder) const = 0;
   virtual Arrays stock_end(Arrays products, const Arrays& others) = 0;
 
   // The product with a linear layer, whose arrays begin at `next`.
@@ -239,8 +249,14 @@ struct HeadTask {
 
   HeadTask(ProductTask task, int64_t batch, const HeadOptions& options, const Arrays& inputs,
            mx::cpu::CommandEncoder& encoder)
-      : products(task), batch(batch), heads{options.heads[0], options.heads[1], options.heads[2]}, dims(options.dims),
-        is_traditional(options.is_traditional), is_inverse(!options.base), scale(options.scale), offset(options.offset) {
+      : products(task),
+        batch(batch),
+        heads{options.heads[0], options.heads[1], options.heads[2]},
+        dims(options.dims),
+        is_traditional(options.is_traditional),
+        is_inverse(!options.base),
+        scale(options.scale),
+        offset(options.offset) {
     const size_t count = options.epsilons.size();
     for (size_t i = 0; i < count; ++i)
       norms.push_back({dense(inputs[i], encoder).data<void>(), type_of(inputs[i].dtype()), options.epsilons[i]});
@@ -263,9 +279,15 @@ struct HeadTask {
     }
     products.multiply();
     for (size_t i = 0; i < norms.size(); ++i) {
-      rms_norm({.rows = products.rows * heads[i], .columns = size(i), .x = {results[i], products.type, size(i)},
-                .weight = norms[i].weight, .weight_type = norms[i].type, .epsilon = norms[i].epsilon, .y = results[i],
-                .y_stride = size(i)}, threads());
+      rms_norm({.rows = products.rows * heads[i],
+                .columns = size(i),
+                .x = {results[i], products.type, size(i)},
+                .weight = norms[i].weight,
+                .weight_type = norms[i].type,
+                .epsilon = norms[i].epsilon,
+                .y = results[i],
+                .y_stride = size(i)},
+               threads());
     }
     if (dims) rotate(results);
   }
@@ -280,11 +302,21 @@ struct HeadTask {
     const int64_t tokens = products.rows / batch;
     for (int i = 0; i < 2; ++i) {
       const int64_t token = width(i), sequence = tokens * token;
-      rope({.batches = batch, .heads = heads[i], .length = tokens, .head_size = size(i), .type = products.type,
-            .x = {results[i], {sequence, size(i), token}}, .y = {results[i], {sequence, size(i), token}},
-            .dims = *dims, .traditional = is_traditional, .base = 0,
-            .frequencies = is_inverse ? used.data() : frequencies, .scale = scale,
-            .offsets = offsets ? offsets : &offset, .offset_stride = offset_stride}, threads());
+      rope({.batches = batch,
+            .heads = heads[i],
+            .length = tokens,
+            .head_size = size(i),
+            .type = products.type,
+            .x = {results[i], {sequence, size(i), token}},
+            .y = {results[i], {sequence, size(i), token}},
+            .dims = *dims,
+            .traditional = is_traditional,
+            .base = 0,
+            .frequencies = is_inverse ? used.data() : frequencies,
+            .scale = scale,
+            .offsets = offsets ? offsets : &offset,
+            .offset_stride = offset_stride},
+           threads());
     }
   }
 };
@@ -293,7 +325,8 @@ struct HeadTask {
 inline mx::array stock_heads(const mx::array& product, const HeadOptions& options, size_t index, const Arrays& inputs,
                              const mx::Stream& stream) {
   auto heads = mx::reshape(product, {product.shape(0), product.shape(1), options.heads[index], -1}, stream);
-  if (index < options.epsilons.size()) heads = mx::fast::rms_norm(heads, inputs[index], options.epsilons[index], stream);
+  if (index < options.epsilons.size())
+    heads = mx::fast::rms_norm(heads, inputs[index], options.epsilons[index], stream);
   heads = mx::transpose(heads, {0, 2, 1, 3}, stream);
   if (index == 2 || !options.dims) return heads;
   const size_t count = options.epsilons.size();
@@ -356,9 +389,9 @@ inline bool are_offsets(const mx::array& offsets, int batch) {
 }
 
 // Operations on heads, whose inputs are added. Nothing if it is none of the kernels'.
-std::optional<HeadOptions> add_heads(
-    const mx::Stream& stream, const std::vector<LinearLayer>& linears, const std::vector<int>& heads,
-    const std::vector<NormLayer>& head_norms, const std::optional<Rotation>& rotation,
-    const std::variant<int, mx::array>& offset, Arrays& arrays);
+std::optional<HeadOptions> add_heads(const mx::Stream& stream, const std::vector<LinearLayer>& linears,
+                                     const std::vector<int>& heads, const std::vector<NormLayer>& head_norms,
+                                     const std::optional<Rotation>& rotation,
+                                     const std::variant<int, mx::array>& offset, Arrays& arrays);
 
 }  // namespace mlx_cpu_kernels

@@ -79,8 +79,8 @@ template <class V>
   V::store(minus_means, V::broadcast(-mean));
   each_vector<V>(n.columns, [&](int64_t i, auto load, auto) {
     const int64_t left = n.columns - i;  // the lanes beyond the end stay zeros
-    auto minus_mean = left >= V::kLanes ? V::load(minus_means)
-                                        : V::load_some_values(minus_means, Type::float32, 0, left);
+    auto minus_mean =
+        left >= V::kLanes ? V::load(minus_means) : V::load_some_values(minus_means, Type::float32, 0, left);
     auto value = V::add(load(x, type), minus_mean);
     squares = V::multiply_add(value, value, squares);
   });
@@ -159,9 +159,8 @@ void add_to_rows(const Matrix& added, int64_t rows, int64_t columns, void* y, in
     for (int64_t row = begin; row < end; row++) {
       const void* from = at(added.values, type, row * added.stride);
       void* to = at(y, type, row * y_stride);
-      each_vector<V>(columns, [&](int64_t, auto load, auto store) {
-        store(to, type, V::add(load(to, type), load(from, type)));
-      });
+      each_vector<V>(
+          columns, [&](int64_t, auto load, auto store) { store(to, type, V::add(load(to, type), load(from, type))); });
     }
   });
 }
@@ -176,8 +175,7 @@ inline Angles compute_angles(const Rope& rope, int32_t offset) {
   float* cosines = scratch<float>(Slot::x_scales, rope.length * half);
   float* sines = scratch<float>(Slot::x_sums, rope.length * half);
   for (int64_t i = 0; i < half; i++) {
-    float frequency =
-        rope.frequencies ? rope.frequencies[i] : ::exp2f(-float(i) / float(half) * ::log2f(rope.base));
+    float frequency = rope.frequencies ? rope.frequencies[i] : ::exp2f(-float(i) / float(half) * ::log2f(rope.base));
     for (int64_t l = 0; l < rope.length; l++) {
       float angle = float(offset + l) * rope.scale * frequency;
       cosines[l * half + i] = ::cosf(angle);

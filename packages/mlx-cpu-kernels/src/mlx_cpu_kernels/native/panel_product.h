@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kDepth = 256;
 // From row to row of x as it is copied. Not a power of two: a tile's rows would compete for the same lines of level 1.
 constexpr int64_t kXStride = kDepth + 16;
-// Rows of x at once, so that their sums stay in level 2, and their copy within kMostCopied. For further rows, panels are
-// dequantized again, which costs little from some hundred rows on.
+// Rows of x at once, so that their sums stay in level 2, and their copy within kMostCopied. For further rows, panels
+// are dequantized again, which costs little from some hundred rows on.
 constexpr int64_t kMostRows = 768;
 constexpr int64_t kLeastRows = 96;
 constexpr int64_t kMostCopied = 32 << 20;  // bytes, which the thread keeps

@@ -32,8 +32,8 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) prefetch(static_cast<const char*>(from) + i);
 }
 
-// Bytes between the weights that are multiplied and those that are fetched. They go into the second cache. It awaits more
-// lines at a time than the first one, with which a Zen 4 core reads at half the speed.
+// Bytes between the weights that are multiplied and those that are fetched. They go into the second cache. It awaits
+// more lines at a time than the first one, with which a Zen 4 core reads at half the speed.
 constexpr int64_t kPrefetchBytes = 32768;
 // How many rows ahead weights and scales are prefetched. Memory answers later than four short rows are multiplied.
 inline int64_t rows_ahead(const Quantized& w) {
@@ -182,9 +182,8 @@ class TransposedPanels {
       typename V::Int tile[V::kLanes];
       for (int lane = 0; lane < V::kLanes; lane++) {
         const void* from = at(values, w_.type, row(v, lane) * w_.row_groups);
-        tile[lane] = V::words_of_float(groups_ - g >= V::kLanes
-                                           ? load_scales<V>(from, w_.type, g)
-                                           : load_some_scales<V>(from, w_.type, g, groups_ - g));
+        tile[lane] = V::words_of_float(groups_ - g >= V::kLanes ? load_scales<V>(from, w_.type, g)
+                                                                : load_some_scales<V>(from, w_.type, g, groups_ - g));
       }
       V::transpose(tile);
       for (int i = 0; i < V::kLanes; i++) V::store_words(out + (g + i) * kWidth<V>, tile[i]);
@@ -192,8 +191,8 @@ class TransposedPanels {
   }
 
   // Prefetches the words that the next call of fill reads in the same vector: the same rows further on, or the next
-  // rows. It also prefetches the next rows' scales and biases of this depth. A processor follows a few streams of its own accord, not
-  // the short pieces of 32 rows.
+  // rows. It also prefetches the next rows' scales and biases of this depth. A processor follows a few streams of its
+  // own accord, not the short pieces of 32 rows.
   void prefetch_after(int64_t v, int64_t begin, int64_t depth) const {
     int64_t next = begin + depth < w_.columns ? begin + depth : 0;
     int64_t bytes = smaller(depth, w_.columns - next) * w_.bits / 8;

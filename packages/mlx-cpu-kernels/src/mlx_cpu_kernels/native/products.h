@@ -32,9 +32,8 @@ void multiply_rows(const Rows& x, const Quantized& w, const MutableRows& y, Thre
 
 template <class V>
 constexpr Kernels kernels_of() {
-  return {multiply_transposed_rows<V>, multiply_rows<V>,         dequantize_rows<V>, rms_norm_rows<V>,
-          layer_norm_rows<V>,          gated_activation_rows<V>, add_to_rows<V>,     rotate<V>,
-          attend<V>};
+  return {multiply_transposed_rows<V>, multiply_rows<V>, dequantize_rows<V>, rms_norm_rows<V>, layer_norm_rows<V>,
+          gated_activation_rows<V>,    add_to_rows<V>,   rotate<V>,          attend<V>};
 }
 
 }  // namespace

@@ -72,7 +72,8 @@ void scalar_add_rows(const Matrix& added, int64_t rows, int64_t columns, void* y
     for (int64_t r = begin; r < end; r++) {
       for (int64_t c = 0; c < columns; c++) {
         float value = load_value(y, added.type, r * y_stride + c);
-        store_value(y, added.type, r * y_stride + c, value + load_value(added.values, added.type, r * added.stride + c));
+        store_value(y, added.type, r * y_stride + c,
+                    value + load_value(added.values, added.type, r * added.stride + c));
       }
     }
   });

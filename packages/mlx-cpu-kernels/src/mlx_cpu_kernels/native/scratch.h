@@ -6,7 +6,20 @@
 namespace mlx_cpu_kernels {
 
 // A kernel that holds several pieces at once takes a slot for each.
-enum class Slot { x, x_scales, x_sums, x_offsets, panels, values, sums, group_scales, group_biases, words, rows, count };
+enum class Slot {
+  x,
+  x_scales,
+  x_sums,
+  x_offsets,
+  panels,
+  values,
+  sums,
+  group_scales,
+  group_biases,
+  words,
+  rows,
+  count
+};
 
 // At least `bytes` bytes, aligned to a cache line, of the calling thread's own; valid until the thread asks for this
 // slot again. The content is arbitrary.

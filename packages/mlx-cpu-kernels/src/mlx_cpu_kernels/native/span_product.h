@@ -201,7 +201,8 @@ class SpanTile {
     return to;
   }
 
-  // Adds to sums_ the products of the spans [begin, end) of rows of the matrix. The sums of one row of x stay in registers.
+  // Adds to sums_ the products of the spans [begin, end) of rows of the matrix. The sums of one row of x stay in
+  // registers.
   template <bool is_one>
   [[gnu::flatten]] void add(const Quantized& w, int64_t first, int64_t count, int64_t begin, int64_t end,
                             const float* scales, const float* biases) const {

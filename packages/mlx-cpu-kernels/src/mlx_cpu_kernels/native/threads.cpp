@@ -59,8 +59,8 @@ struct Threads::Pool {
     wake.notify_all();
   }
 
-  // Takes ranges of a round while there are any, so that nobody waits for a thread that the system does not run. The loop
-  // is the round's until the last range that was taken is finished.
+  // Takes ranges of a round while there are any, so that nobody waits for a thread that the system does not run. The
+  // loop is the round's until the last range that was taken is finished.
   void run_ranges(uint64_t round) {
     uint64_t now = open.load(std::memory_order_acquire);
     while (now / kRanges == round && now % kRanges != 0) {
@@ -166,7 +166,8 @@ void Threads::run(int64_t n, int64_t grain, Call call, void* body) {
   pool.unfinished.store(ranges, std::memory_order_relaxed);
   pool.publish(static_cast<uint64_t>(ranges));
   pool.run_ranges(pool.round());
-  // The last ranges are as long as this thread's: the wait is short unless the machine is busy, where yielding lets them run.
+  // The last ranges are as long as this thread's: the wait is short unless the machine is busy, where yielding lets
+  // them run.
   for (int i = 0; pool.unfinished.load(std::memory_order_acquire) != 0; i++) {
     if (i < kSpins)
       relax();

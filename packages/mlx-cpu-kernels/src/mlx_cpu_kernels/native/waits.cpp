@@ -1,4 +1,5 @@
-// recv for MLX's ring, which reads its sockets in a loop: it waits for data in the kernel once before it returns without.
+// recv for MLX's ring, which reads its sockets in a loop: it waits for data in the kernel once before it returns
+// without.
 
 #include <poll.h>
 #include <sys/socket.h>
