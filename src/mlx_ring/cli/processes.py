@@ -32,7 +32,6 @@ from mlx_ring.cli.head_client import (
     TEMPERATURE,
     TOP_P,
     ask_head,
-    key_to_send,
     name_for,
     names_at,
     pull_at,
@@ -44,7 +43,7 @@ from mlx_ring.core.folders import state_folder
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.running import end_running, remove_abandoned, running_here
 from mlx_ring.models.model_folder import PullProgress
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
 _ADDRESS = "Serving "
 """Start of the line in which `serve` prints its address."""
@@ -176,8 +175,10 @@ def run(
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
-    key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    with _served(model, url, key, cacert) as (place, name):
+    checked_key(next(iter(settings.api_key), None))
+    trusted = trust(cacert, settings.ssl_certfile)
+    with _served(model, url, api_key, cacert) as (place, name):
+        key = key_to_send(place, settings, api_key)
         code = run_chat(place, name, system, key, sampling=sampling, question=question, trusted=trusted)
     raise typer.Exit(code)
 
