@@ -91,3 +91,44 @@ test("the start command names the models, and what the page knows of the options
   );
   assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
 });
+
+test("the start command has the options with which the server was started, each once", () => {
+  /** @type {any} */
+  const started = {
+    models: [{ model: "demo" }],
+    urls: ["http://mini:8200"],
+    nodes: [],
+    join_refusal: null,
+    options: [
+      "--stages",
+      "2",
+      "--port",
+      "8200",
+      "--host",
+      "::",
+      "--api-key",
+      "KEY",
+      "--nodes",
+      "3",
+      "--run-dir",
+      "a b",
+    ],
+  };
+  const all = "--stages 2 --port 8200 --host :: --api-key KEY --nodes";
+  assert.equal(startCommand(started, { port: "8200", hasKey: true }), `mlx-ring serve demo ${all} 3 --run-dir 'a b'`);
+  assert.equal(
+    startCommand(started, { nodes: 4, port: "8200", hasKey: true }),
+    `mlx-ring serve demo ${all} 4 --run-dir 'a b'`,
+  );
+  const fromFile = { ...started, options: ["--config", "ring.yaml"] };
+  assert.equal(startCommand(fromFile, { port: "9000", hasKey: true }), "mlx-ring serve demo --config ring.yaml");
+  assert.equal(
+    startCommand(fromFile, { nodes: 2, port: "9000", hasKey: true }),
+    "mlx-ring serve demo --config ring.yaml --nodes 2",
+  );
+  const fromKeys = { ...started, urls: [], join_refusal: "One.", options: ["--api-key-file", "keys"] };
+  assert.equal(
+    startCommand(fromKeys, { port: "9000", hasKey: true }),
+    "mlx-ring serve demo --api-key-file keys --port 9000",
+  );
+});

@@ -11,26 +11,54 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/pre
 const USUAL_PORT = "8100";
 
 /**
- * Return the command that starts this server, as far as the page knows it: models, port, and that others reach it.
- * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program">} cluster
+ * Return the command that starts this server: its models, and the options with which it was started. With `nodes` it is
+ * for that number of machines. A server of another version may not name its options: then those that the page knows.
+ * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program"> & { options?: string[] }} cluster
  * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
  */
 export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
-  const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
-  const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
+  const given = cluster.options ?? [];
+  const known = [
+    [nodesOption(cluster, nodes), "--nodes"],
+    [port && port !== USUAL_PORT && `--port ${port}`, "--port"],
+    // A server of another version may lack a field, and this notice stands outside the views.
+    [cluster.urls?.length > 0 && "--host 0.0.0.0", "--host"],
+    [hasKey && "--api-key KEY", "--api-key", "--api-key-file"],
+  ];
+  // A file of settings has them already.
+  const added = known.filter(([, ...names]) => ![...names, "--config"].some((name) => given.includes(String(name))));
   return [
     // A server of another version may not name its program.
     `${quoted(cluster.program ?? "mlx-ring")} serve`,
     // A server of another version may lack the name to start with.
     ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
-    count && `--nodes ${count}`,
-    port && port !== USUAL_PORT && `--port ${port}`,
-    // A server of another version may lack a field, and this notice stands outside the views.
-    cluster.urls?.length > 0 && "--host 0.0.0.0",
-    hasKey && "--api-key KEY",
+    ...given.map((word, place) => (nodes && given[place - 1] === "--nodes" ? String(nodes) : quoted(word))),
+    ...(nodes && given.includes("--config") && !given.includes("--nodes") ? [`--nodes ${nodes}`] : []),
+    ...added.map(([option]) => option),
   ]
     .filter(Boolean)
     .join(" ");
+}
+
+/**
+ * @param {Pick<ClusterStatus, "nodes" | "join_refusal">} cluster
+ * @param {number} nodes
+ */
+function nodesOption(cluster, nodes) {
+  const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
+  const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
+  return count && `--nodes ${count}`;
+}
+
+/**
+ * Render what a command that starts the server may lack.
+ * @param {{ cluster: { options?: string[] } }} props
+ */
+export function OtherOptions({ cluster: { options } }) {
+  const lacks = options
+    ? "Give your own key or password in place of KEY and PASSWORD. The server's environment variables, if it has any, are not in the command."
+    : "Add the other options with which it was started.";
+  return html`<p class="muted">${lacks}</p>`;
 }
 
 /**
@@ -76,7 +104,7 @@ function StartAgain({ cluster }) {
   return html`<details class="start-again" open=${!matchMedia("(max-width: 40rem)").matches}>
     <summary>Command that starts it again, on its machine</summary>
     <${Command} command=${startCommand(cluster)} />
-    <p class="muted">Add the other options with which it was started.</p>
+    <${OtherOptions} cluster=${cluster} />
   </details>`;
 }
 

@@ -4,7 +4,7 @@
 /** @import { Invitation } from "./invitation.js" */
 
 import { Command, CopyButton, unbroken, withCommands } from "../components.js";
-import { startCommand } from "../connection.js";
+import { OtherOptions, startCommand } from "../connection.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Invite } from "./invitation.js";
 
@@ -28,7 +28,7 @@ export function AddMachine({ cluster, invitation }) {
               Stop it with Ctrl+C, then run:
             </p>
             <${Command} command=${startCommand(cluster, { nodes: 2 })} />
-            <p class="muted">Add the other options with which it was started.</p>`
+            <${OtherOptions} cluster=${cluster} />`
         : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
             <${Invite} invitation=${invitation} cluster=${cluster} show=${show} />`
     }

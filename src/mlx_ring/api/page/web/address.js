@@ -1,0 +1,95 @@
+// The address of the page: its view, and in Chat the conversation. Each of them is an entry of the browser's history.
+
+/** @import { Conversation } from "./chat/conversation.js" */
+/** @import { ChatState, ChatStore } from "./chat/store.js" */
+
+import { useEffect, useState } from "./vendor/preact.js";
+
+/** @typedef {"chat" | "models" | "cluster"} View */
+
+/** Name of the conversation without messages. */
+const NEW = "new";
+
+/**
+ * Read the view, and in Chat the conversation's id: `NEW`, or null if the address names none.
+ * @param {string} hash
+ * @returns {{ view: View, chat: string | null }}
+ */
+export function readAddress(hash) {
+  const [name, chat = ""] = hash.replace(/^#/, "").split("/");
+  const view = name === "models" || name === "cluster" ? name : "chat";
+  return { view, chat: (view === "chat" && chat) || null };
+}
+
+/**
+ * Return the address of a conversation. All conversations without messages have the same one.
+ * @param {Pick<Conversation, "id" | "messages">} conversation
+ */
+export function chatAddress({ id, messages }) {
+  return `#chat/${messages.length ? id : NEW}`;
+}
+
+/**
+ * Open the conversation that the address names. Without a name, the open one stays.
+ * @param {ChatStore} chats
+ */
+export function openAddressed(chats) {
+  const { view, chat } = readAddress(location.hash);
+  if (view !== "chat" || chat === null) return;
+  const { open } = chats.now;
+  if (chat !== NEW) chats.open(chat);
+  else if (open.messages.length) chats.startNew();
+}
+
+/**
+ * Keep the address and the open conversation alike. Return a function that ends this.
+ *
+ * Another conversation is another entry of the history. It replaces the entry of one that was deleted, and that of the
+ * empty conversation from which it began.
+ * @param {ChatStore} chats
+ * @param {() => void} onChange called after the person went to another address
+ */
+export function followAddress(chats, onChange) {
+  let before = chats.now.open;
+  const write = (/** @type {ChatState} */ { open, conversations, missing }) => {
+    const wasLeft = open.id !== before.id && (!before.messages.length || conversations.some(isSame(before)));
+    before = open;
+    const address = chatAddress(open);
+    const { view, chat } = readAddress(location.hash);
+    if (view !== "chat" || missing !== null || location.hash === address) return;
+    history[wasLeft && chat !== null ? "pushState" : "replaceState"](null, "", address);
+  };
+  const onHash = () => {
+    openAddressed(chats);
+    write(chats.now);
+    onChange();
+  };
+  write(chats.now);
+  addEventListener("hashchange", onHash);
+  const unsubscribe = chats.subscribe(write);
+  return () => {
+    removeEventListener("hashchange", onHash);
+    unsubscribe();
+  };
+}
+
+/**
+ * @param {Conversation} one
+ * @returns {(other: Conversation) => boolean}
+ */
+const isSame =
+  ({ id }) =>
+  (other) =>
+    other.id === id;
+
+/**
+ * Return the view that the address names, and the address of the open conversation, which follows the page's address.
+ * @param {ChatStore} chats
+ */
+export function useAddress(chats) {
+  const [view, setView] = useState(() => readAddress(location.hash).view);
+  const [chat, setChat] = useState(() => chatAddress(chats.now.open));
+  useEffect(() => chats.subscribe(({ open }) => setChat(chatAddress(open))), [chats]);
+  useEffect(() => followAddress(chats, () => setView(readAddress(location.hash).view)), [chats]);
+  return { view, chat };
+}
