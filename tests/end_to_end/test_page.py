@@ -153,7 +153,7 @@ def test_theme_follows_the_system_until_the_switch_changes_it(browser: Browser, 
         switch.click()
         assert is_dark(page)
         page.keyboard.press("Tab")
-        assert page.url.endswith("#chat/new")
+        assert page.url.endswith("#chat")
 
 
 def test_cluster_view_shows_stages_and_reports_a_lost_worker(browser: Browser, server: Server) -> None:

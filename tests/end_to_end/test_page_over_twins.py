@@ -462,7 +462,7 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         expect(page.get_by_label("Model").locator("option:checked")).to_have_text("org/twin")
         page.get_by_role("button", name="New chat").click()
         expect(page.get_by_role("button", name="Write a haiku about the sea.")).to_be_disabled()
-        page.get_by_role("button", name="Tell me the alphabet.", exact=True).click()
+        page.get_by_role("link", name="Tell me the alphabet.", exact=True).click()
         cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.locator(".notice")).to_have_count(0)
         answer.get_by_role("button", name="Retry").click()

@@ -58,7 +58,7 @@ def test_lost_machine_is_named_by_id_if_two_have_its_name(browser: Browser, twin
 def test_back_and_forward_follow_chats_and_tabs(browser: Browser, twin_url: str) -> None:
     with open_page(browser, twin_url) as (page, events):
         questions, heading = page.get_by_role("article", name="You"), page.get_by_role("heading", level=1)
-        expect(page).to_have_url(f"{twin_url}/#chat/new")
+        expect(page).to_have_url(f"{twin_url}/#chat")
         ask(page, "One.")
         expect(page.get_by_role("button", name="Retry")).to_be_visible()
         one = page.url

@@ -7,11 +7,8 @@ import { useEffect, useState } from "./vendor/preact.js";
 
 /** @typedef {"chat" | "models" | "cluster"} View */
 
-/** Name of the conversation without messages. */
-const NEW = "new";
-
 /**
- * Read the view, and in Chat the conversation's id: `NEW`, or null if the address names none.
+ * Read the view, and in Chat the conversation's id. It is null for one without messages.
  * @param {string} hash
  * @returns {{ view: View, chat: string | null }}
  */
@@ -22,23 +19,21 @@ export function readAddress(hash) {
 }
 
 /**
- * Return the address of a conversation. All conversations without messages have the same one.
+ * Return the address of a conversation. All without messages have the same one. A page that is opened there shows the
+ * newest conversation.
  * @param {Pick<Conversation, "id" | "messages">} conversation
  */
 export function chatAddress({ id, messages }) {
-  return `#chat/${messages.length ? id : NEW}`;
+  return messages.length ? `#chat/${id}` : "#chat";
 }
 
 /**
- * Open the conversation that the address names. Without a name, the open one stays.
+ * Open the conversation that the address names when the page is opened. Without a name, the newest one stays.
  * @param {ChatStore} chats
  */
 export function openAddressed(chats) {
-  const { view, chat } = readAddress(location.hash);
-  if (view !== "chat" || chat === null) return;
-  const { open } = chats.now;
-  if (chat !== NEW) chats.open(chat);
-  else if (open.messages.length) chats.startNew();
+  const { chat } = readAddress(location.hash);
+  if (chat !== null) chats.open(chat);
 }
 
 /**
@@ -55,12 +50,14 @@ export function followAddress(chats, onChange) {
     const wasLeft = open.id !== before.id && (!before.messages.length || conversations.some(isSame(before)));
     before = open;
     const address = chatAddress(open);
-    const { view, chat } = readAddress(location.hash);
+    const { view } = readAddress(location.hash);
     if (view !== "chat" || missing !== null || location.hash === address) return;
-    history[wasLeft && chat !== null ? "pushState" : "replaceState"](null, "", address);
+    history[wasLeft ? "pushState" : "replaceState"](null, "", address);
   };
   const onHash = () => {
-    openAddressed(chats);
+    const { view, chat } = readAddress(location.hash);
+    if (chat !== null) chats.open(chat);
+    else if (view === "chat" && chats.now.open.messages.length) chats.startNew();
     write(chats.now);
     onChange();
   };
