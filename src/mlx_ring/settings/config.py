@@ -363,6 +363,8 @@ def shown_flags(arguments: Sequence[str]) -> list[str]:
         elif flag in known and known[flag] not in _NOT_SHOWN:
             field = Settings.model_fields.get(known[flag])
             given = value if equals else next(rest, "")
-            is_secret = field is not None and not field.repr
-            shown += [flag, flag_of(field).metavar.partition(",")[0] if is_secret else _URL_USER.sub("", given)]
+            if field is None or field.repr:
+                shown += [flag, _URL_USER.sub("", given)]
+            else:
+                shown += [flag, flag_of(field).metavar.partition(",")[0]]
     return shown
