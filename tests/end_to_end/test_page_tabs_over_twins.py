@@ -186,7 +186,8 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
         panel.get_by_label("Optimize for").select_option("first-token")
         panel.get_by_label("Prompt").fill("500")
         panel.get_by_label("Answer").fill("40")
-        panel.get_by_role("button", name="Compare").click()
+        panel.get_by_role("button", name="Compare").press("Enter")
+        expect(panel.get_by_role("button", name="Compare")).to_be_focused()
         rows = panel.get_by_role("row")
         expect(rows).to_have_count(3)
         expect(rows.nth(0)).to_contain_text("request, s")
@@ -259,7 +260,9 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         add.get_by_role("button", name="Download", exact=True).click()
         expect(add).to_contain_text("org/new is downloaded.")
         expect(add.get_by_role("alert")).to_have_count(0)
-        add.get_by_role("button", name="Which models run well here?").click()
+        recommend = add.get_by_role("button", name="Which models run well here?")
+        recommend.press("Enter")
+        expect(recommend).to_be_focused()
         expect(add.get_by_role("listitem").filter(has_text="Qwen3-0.6B 4-bit")).to_contain_text(
             "runs well here"
         )
@@ -330,7 +333,8 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
     ):
         card = page.get_by_role("region", name="Add a machine")
         assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
-        card.get_by_role("button", name="Make a join command").click()
+        card.get_by_role("button", name="Make a join command").press("Enter")
+        expect(card.get_by_role("button", name="Make another command")).to_be_focused()
         expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
         assert (card.locator("code").first.bounding_box() or {})["width"] > 150
         expect(card).to_contain_text("It works once, within")

@@ -64,7 +64,7 @@ test("a refused command is a problem, and the former one stays", async () => {
 test("the life of a command counts down", () => {
   const texts = [3_600_000, 119_000, 59_000, 0].map(describeLife);
   assert.deepEqual(texts, [
-    "It works once, within 1 h 0 min. Keep it secret until then.",
+    "It works once, within 1 h. Keep it secret until then.",
     "It works once, within 2 min. Keep it secret until then.",
     "It works once, within less than a minute. Keep it secret until then.",
     "This command has expired: make another one.",
