@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Generator
 from urllib.parse import urlsplit
@@ -172,6 +173,18 @@ def test_chat_without_room_in_the_browser_says_so_until_there_is_room(
         page.reload()
         expect(listed).to_have_text(["Three."])
         assert events.problems == []
+
+
+def test_page_says_nothing_of_models_while_the_server_does_not_answer(browser: Browser) -> None:
+    service = TwinService()
+    with contextlib.ExitStack() as cleanup:
+        with serving(service) as url:
+            page, _ = cleanup.enter_context(open_page(browser, url))
+            chosen = page.get_by_label("Model").locator("option:checked")
+            service.is_loaded = False
+            expect(chosen).to_have_text("org/twin (not loaded)")
+        expect(page.get_by_role("button", name="Reconnect")).to_be_visible()
+        expect(chosen).to_have_text("org/twin")
 
 
 def test_what_if_panel_compares_an_added_machine_for_the_asked_request(

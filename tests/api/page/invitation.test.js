@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { describeLife, Invitation, whatCame } from "../../../src/mlx_ring/api/page/web/cluster/invitation.js";
-import { startCommand } from "../../../src/mlx_ring/api/page/web/connection.js";
+import { startCommand, whatIsMissing } from "../../../src/mlx_ring/api/page/web/connection.js";
 import { setUpBrowser } from "./support.js";
 
 setUpBrowser();
@@ -90,6 +90,18 @@ test("the start command names the models, and what the page knows of the options
     "'my tools/mlx-ring' serve org/m '/it'\\''s my/m' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
   );
   assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
+});
+
+test("a person is asked for the secrets that the start command lacks, and no others", () => {
+  const rest = "Run it in the same folder and with the same environment variables as before.";
+  const told = (/** @type {string} */ command) => whatIsMissing({ options: [] }, `mlx-ring serve demo${command}`);
+  assert.equal(told(" --api-key-file KEYS"), rest);
+  assert.equal(told(" --api-key KEY"), `Put your own in place of KEY. ${rest}`);
+  assert.equal(
+    told(" --api-key KEY --ssl-keyfile-password PASSWORD"),
+    `Put your own in place of KEY and PASSWORD. ${rest}`,
+  );
+  assert.match(whatIsMissing({}, "mlx-ring serve"), /Add the other options/);
 });
 
 test("the start command has the options with which the server was started, each once", () => {

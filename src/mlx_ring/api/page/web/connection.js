@@ -51,14 +51,25 @@ function nodesOption(cluster, nodes) {
 }
 
 /**
- * Render what a command that starts the server may lack.
- * @param {{ cluster: { options?: string[] } }} props
+ * Render the command that starts the server, and what is missing in it. With `nodes` it is for that number of machines.
+ * @param {{ cluster: ClusterStatus, nodes?: number }} props
  */
-export function OtherOptions({ cluster: { options } }) {
-  const lacks = options
-    ? "Give your own key or password in place of KEY and PASSWORD. The server's environment variables, if it has any, are not in the command."
-    : "Add the other options with which it was started.";
-  return html`<p class="muted">${lacks}</p>`;
+export function StartCommand({ cluster, nodes = 0 }) {
+  const command = startCommand(cluster, { nodes });
+  return html`<${Command} command=${command} />
+    <p class="muted">${whatIsMissing(cluster, command)}</p>`;
+}
+
+/**
+ * Return what a person must add to the command that starts the server.
+ * @param {{ options?: string[] }} cluster
+ * @param {string} command
+ */
+export function whatIsMissing({ options }, command) {
+  if (!options) return "Add the other options with which it was started.";
+  const secrets = ["KEY", "PASSWORD"].filter((each) => command.split(" ").includes(each));
+  const own = secrets.length ? `Put your own in place of ${secrets.join(" and ")}. ` : "";
+  return `${own}Run it in the same folder and with the same environment variables as before.`;
 }
 
 /**
@@ -103,8 +114,7 @@ export function ConnectionNotice({ live, now, showsState }) {
 function StartAgain({ cluster }) {
   return html`<details class="start-again" open=${!matchMedia("(max-width: 40rem)").matches}>
     <summary>Command that starts it again, on its machine</summary>
-    <${Command} command=${startCommand(cluster)} />
-    <${OtherOptions} cluster=${cluster} />
+    <${StartCommand} cluster=${cluster} />
   </details>`;
 }
 

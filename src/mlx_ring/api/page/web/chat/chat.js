@@ -151,7 +151,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         ask=${ask}
         stop=${() => chats.stop()}
         isRunning=${isRunning}
-        models=${models}
+        models=${isOffline ? models.map((each) => ({ ...each, note: "" })) : models}
         model=${model}
         onDisk=${onDisk}
         wanted=${wanted}

@@ -3,8 +3,8 @@
 /** @import { ClusterStatus } from "../types.js" */
 /** @import { Invitation } from "./invitation.js" */
 
-import { Command, CopyButton, unbroken, withCommands } from "../components.js";
-import { OtherOptions, startCommand } from "../connection.js";
+import { CopyButton, unbroken, withCommands } from "../components.js";
+import { StartCommand } from "../connection.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Invite } from "./invitation.js";
 
@@ -27,8 +27,7 @@ export function AddMachine({ cluster, invitation }) {
               This server uses one machine alone. Others can join after a restart. Chats and downloaded models stay.
               Stop it with Ctrl+C, then run:
             </p>
-            <${Command} command=${startCommand(cluster, { nodes: 2 })} />
-            <${OtherOptions} cluster=${cluster} />`
+            <${StartCommand} cluster=${cluster} nodes=${2} />`
         : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
             <${Invite} invitation=${invitation} cluster=${cluster} show=${show} />`
     }
