@@ -94,11 +94,11 @@ test("the start command names the models, and what the page knows of the options
 
 test("a person is asked for the secrets that the start command lacks, and no others", () => {
   const rest = "Run it in the same folder and with the same environment variables as before.";
-  const told = (/** @type {string} */ command) => whatIsMissing({ options: [] }, `mlx-ring serve demo${command}`);
-  assert.equal(told(" --api-key-file KEYS"), rest);
-  assert.equal(told(" --api-key KEY"), `Put your own in place of KEY. ${rest}`);
+  const missing = (/** @type {string} */ command) => whatIsMissing({ options: [] }, `mlx-ring serve demo${command}`);
+  assert.equal(missing(" --api-key-file KEYS"), rest);
+  assert.equal(missing(" --api-key KEY"), `Put your own in place of KEY. ${rest}`);
   assert.equal(
-    told(" --api-key KEY --ssl-keyfile-password PASSWORD"),
+    missing(" --api-key KEY --ssl-keyfile-password PASSWORD"),
     `Put your own in place of KEY and PASSWORD. ${rest}`,
   );
   assert.match(whatIsMissing({}, "mlx-ring serve"), /Add the other options/);

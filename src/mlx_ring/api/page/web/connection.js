@@ -11,9 +11,15 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/pre
 const USUAL_PORT = "8100";
 
 /**
+ * What the page knows of the server's start.
+ * @typedef {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program"> &
+ *   { options?: string[] }} Started
+ */
+
+/**
  * Return the command that starts this server: its models, and the options with which it was started. With `nodes` it is
  * for that number of machines. A server of another version may not name its options: then those that the page knows.
- * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program"> & { options?: string[] }} cluster
+ * @param {Started} cluster
  * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
  */
 export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
