@@ -80,7 +80,11 @@ def test_back_and_forward_follow_chats_and_tabs(browser: Browser, twin_url: str)
             page.go_back()
             expect(page).to_have_url(address)
             if address != visited[1]:
-                expect(heading).to_have_text("Two." if address == two else "One.")
+                title = "Two." if address == two else "One."
+                expect(heading).to_have_text(title)
+                expect(page).to_have_title(f"{title} · org/twin · mlx-ring")
+            else:
+                expect(page).to_have_title("org/twin · mlx-ring")
         for address in [*reversed(visited[:-1]), one]:
             page.go_forward()
             expect(page).to_have_url(address)

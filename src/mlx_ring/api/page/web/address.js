@@ -80,13 +80,18 @@ const isSame =
     other.id === id;
 
 /**
- * Return the view that the address names, and the address of the open conversation, which follows the page's address.
+ * Return the view that the address names, and the open conversation's address. Its title is empty in other views.
  * @param {ChatStore} chats
  */
 export function useAddress(chats) {
   const [view, setView] = useState(() => readAddress(location.hash).view);
   const [chat, setChat] = useState(() => chatAddress(chats.now.open));
-  useEffect(() => chats.subscribe(({ open }) => setChat(chatAddress(open))), [chats]);
+  const [title, setTitle] = useState(chats.now.open.title);
+  const onChats = (/** @type {ChatState} */ { open }) => {
+    setChat(chatAddress(open));
+    setTitle(open.title);
+  };
+  useEffect(() => chats.subscribe(onChats), [chats]);
   useEffect(() => followAddress(chats, () => setView(readAddress(location.hash).view)), [chats]);
-  return { view, chat };
+  return { view, chat, title: view === "chat" ? title : "" };
 }

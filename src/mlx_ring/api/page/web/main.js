@@ -37,14 +37,15 @@ const NOTICES = { chat: ["busy", "bad"], models: ["busy", "bad"], cluster: ["not
 
 function Page() {
   const [now, setNow] = useState(live.now);
-  const { view, chat } = useAddress(chats);
+  const { view, chat, title } = useAddress(chats);
   const { theme, choice } = useTheme();
   const models = useModels(now);
   useEffect(() => live.subscribe(setNow), []);
   const model = now.state?.cluster.model;
   useEffect(() => {
-    document.title = model ? `${model} · mlx-ring` : "mlx-ring";
-  }, [model]);
+    // The browser's history shows it for each chat.
+    document.title = [title, model, "mlx-ring"].filter(Boolean).join(" · ");
+  }, [title, model]);
   const status = describeStatus(now);
   const notices = html`<${StatusNotices} status=${status} now=${now} tones=${NOTICES[view]} />`;
   const isLost = now.connection === "lost";
