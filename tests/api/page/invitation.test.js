@@ -138,6 +138,15 @@ test("the start command has the options with which the server was started, each 
     startCommand(fromFile, { nodes: 2, port: "9000", hasKey: true }),
     "mlx-ring serve demo --config ring.yaml --nodes 2",
   );
+  assert.equal(
+    startCommand(fromFile, { opens: true, port: "9000", hasKey: false }),
+    "mlx-ring serve demo --config ring.yaml --host 0.0.0.0 --api-key KEY",
+  );
+  const alone = { ...started, urls: [], join_refusal: "One.", options: ["--host", "127.0.0.1", "--stages", "2"] };
+  assert.equal(
+    startCommand(alone, { opens: true, port: "8100", hasKey: false }),
+    "mlx-ring serve demo --host 0.0.0.0 --stages 2 --api-key KEY",
+  );
   const fromKeys = { ...started, urls: [], join_refusal: "One.", options: ["--api-key-file", "keys"] };
   assert.equal(
     startCommand(fromKeys, { port: "9000", hasKey: true }),

@@ -46,12 +46,16 @@ export function openAddressed(chats) {
  */
 export function followAddress(chats, onChange) {
   let before = chats.now.open;
+  // An address to which the person goes stands before its event. Only a change of the conversation may replace it.
+  let written = "";
   const write = (/** @type {ChatState} */ { open, conversations, missing }) => {
     const wasLeft = open.id !== before.id && (!before.messages.length || conversations.some(isSame(before)));
     before = open;
     const address = chatAddress(open);
     const { view } = readAddress(location.hash);
-    if (view !== "chat" || missing !== null || location.hash === address) return;
+    if (view !== "chat" || missing !== null || address === written) return;
+    written = address;
+    if (location.hash === address) return;
     history[wasLeft ? "pushState" : "replaceState"](null, "", address);
   };
   const onHash = () => {

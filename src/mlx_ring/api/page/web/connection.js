@@ -17,30 +17,37 @@ const USUAL_PORT = "8100";
  */
 
 /**
- * Return the command that starts this server: its models, and the options with which it was started. With `nodes` it is
- * for that number of machines. A server of another version may not name its options: then those that the page knows.
+ * Return the command that starts this server: its models, and the options with which it was started. A server of another
+ * version may not name its options: then those that the page knows.
  * @param {Started} cluster
- * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
+ * @param {{ nodes?: number, opens?: boolean, port?: string, hasKey?: boolean }} [options] `nodes`: another number of
+ *   machines; `opens`: other machines and phones shall reach it
  */
-export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
+export function startCommand(
+  cluster,
+  { nodes = 0, opens = false, port = location.port, hasKey = apiKey.get() !== "" } = {},
+) {
   const given = cluster.options ?? [];
+  /** @type {Record<string, string>} */
+  const changes = { ...(nodes ? { "--nodes": String(nodes) } : {}), ...(opens ? { "--host": "0.0.0.0" } : {}) };
+  // A server of another version may lack a field, and this notice stands outside the views.
+  const isOpen = opens || cluster.urls?.length > 0;
   const known = [
-    [nodesOption(cluster, nodes), "--nodes"],
-    [port && port !== USUAL_PORT && `--port ${port}`, "--port"],
-    // A server of another version may lack a field, and this notice stands outside the views.
-    [cluster.urls?.length > 0 && "--host 0.0.0.0", "--host"],
-    [hasKey && "--api-key KEY", "--api-key", "--api-key-file"],
+    { option: nodesOption(cluster, nodes), names: ["--nodes"], isNew: nodes > 0 },
+    { option: port && port !== USUAL_PORT && `--port ${port}`, names: ["--port"], isNew: false },
+    { option: isOpen && "--host 0.0.0.0", names: ["--host"], isNew: opens },
+    { option: (hasKey || opens) && "--api-key KEY", names: ["--api-key", "--api-key-file"], isNew: opens && !hasKey },
   ];
-  // A file of settings has them already.
-  const added = known.filter(([, ...names]) => ![...names, "--config"].some((name) => given.includes(String(name))));
+  // A file of settings has the old ones already.
+  const fromFile = given.includes("--config");
+  const added = known.filter(({ names, isNew }) => !names.some((name) => given.includes(name)) && (isNew || !fromFile));
   return [
     // A server of another version may not name its program.
     `${quoted(cluster.program ?? "mlx-ring")} serve`,
     // A server of another version may lack the name to start with.
     ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
-    ...given.map((word, place) => (nodes && given[place - 1] === "--nodes" ? String(nodes) : quoted(word))),
-    ...(nodes && given.includes("--config") && !given.includes("--nodes") ? [`--nodes ${nodes}`] : []),
-    ...added.map(([option]) => option),
+    ...given.map((word, place) => changes[given[place - 1] ?? ""] ?? quoted(word)),
+    ...added.map(({ option }) => option),
   ]
     .filter(Boolean)
     .join(" ");
@@ -57,11 +64,11 @@ function nodesOption(cluster, nodes) {
 }
 
 /**
- * Render the command that starts the server, and what is missing in it. With `nodes` it is for that number of machines.
- * @param {{ cluster: ClusterStatus, nodes?: number }} props
+ * Render the command that starts the server, and what is missing in it.
+ * @param {{ cluster: ClusterStatus, nodes?: number, opens?: boolean }} props as for `startCommand`
  */
-export function StartCommand({ cluster, nodes = 0 }) {
-  const command = startCommand(cluster, { nodes });
+export function StartCommand({ cluster, nodes = 0, opens = false }) {
+  const command = startCommand(cluster, { nodes, opens });
   return html`<${Command} command=${command} />
     <p class="muted">${whatIsMissing(cluster, command)}</p>`;
 }

@@ -3,16 +3,13 @@
 /** @import { ClusterStatus } from "../types.js" */
 /** @import { Invitation } from "./invitation.js" */
 
-import { CopyButton, unbroken, withCommands } from "../components.js";
+import { CopyButton, unbroken } from "../components.js";
 import { StartCommand } from "../connection.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Invite } from "./invitation.js";
 
 /** Light modules around a QR code, which readers need. */
 const MARGIN = 4;
-const LOCAL =
-  "This server answers on its own machine alone. To use it from others, start it with `--host 0.0.0.0 --api-key KEY`.";
-
 /**
  * Render the card. It asks for a token only when the button is pressed.
  * @param {{ cluster: ClusterStatus, invitation: Invitation }} props
@@ -36,9 +33,10 @@ export function AddMachine({ cluster, invitation }) {
 
 /**
  * Render the card with the server's addresses for phones and other machines.
- * @param {{ urls: string[] }} props
+ * @param {{ cluster: ClusterStatus }} props
  */
-export function OtherDevices({ urls }) {
+export function OtherDevices({ cluster }) {
+  const { urls } = cluster;
   const [chosen, setChosen] = useState(0);
   const url = urls[chosen] ?? urls[0];
   return html`<section class="panel add-machine" aria-label="Use it from a phone">
@@ -55,7 +53,8 @@ export function OtherDevices({ urls }) {
               <${Choices} name="address" texts=${urls} chosen=${chosen} onChoose=${setChosen} />
             </div>
           </div>`
-        : html`<p class="muted">${withCommands(LOCAL)}</p>`
+        : html`<p>This server answers on its own machine alone. Others can use it after a restart:</p>
+            <${StartCommand} cluster=${cluster} opens=${true} />`
     }
   </section>`;
 }
