@@ -63,7 +63,7 @@ test("a page that is opened without a chat's name shows the newest, and writes i
   assert.deepEqual(written, ["replace #chat/b"]);
 });
 
-test("a change of a chat does not undo an address that the person has just gone to", () => {
+test("a change of a chat does not undo an address that the person has just chosen", () => {
   const store = openStore(["b", "a"]);
   followAddress(store, () => {});
   const arrive = goTo("#chat/a");
