@@ -287,15 +287,8 @@ def scripted_server(*answers: tuple[int, str]) -> Generator[tuple[str, list[str 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
             del format, args
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", sent
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as url:
+        yield url, sent
 
 
 def kept_event(number: int, text: str) -> str:
@@ -445,3 +438,72 @@ def test_a_key_that_no_header_carries_is_refused(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert "printable ASCII characters" in done.stderr
         assert "schl" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("chat", "hello"),
+        ("run", "m", "hello"),
+        ("models", "load", "m"),
+        ("cluster", "status"),
+        ("plan", "demo"),
+        ("capacity", "demo"),
+        ("node", "drain", "mini"),
+        ("replan",),
+        ("bench",),
+    ],
+    ids=" ".join,
+)
+def test_a_key_in_a_file_is_not_sent_to_a_server_that_the_file_does_not_set_up(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / ".env").write_text("MLX_RING_API_KEY=of-the-file\n")
+    with stranger() as (url, keys):
+        refused = run_in_process(*command, "--url", url, folder=tmp_path)
+        assert keys
+        assert set(keys) == {None}, "sent to another server"
+        said = " ".join(refused.stderr.split())
+        if command != ("bench",):
+            assert "A key in a file is sent only to the server that the file sets up." in said
+        keys.clear()
+        run_in_process(*command, "--url", url, "--api-key", "of-the-flag", folder=tmp_path)
+        assert set(keys) == {"Bearer of-the-flag"}
+
+
+@contextmanager
+def stranger() -> Generator[tuple[str, list[str | None]]]:
+    """Serve nothing but refusals of keys. Yield the URL, and the keys that were sent."""
+    keys: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["authorization"])
+            body = b'{"error": {"message": "Give a key."}}'
+            self.rfile.read(int(self.headers["content-length"] or 0))
+            self.send_response(401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - its name in the base class
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+            del format, args
+
+    with served(Handler) as url:
+        yield url, keys
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Generator[str]:
+    """Serve with a handler of requests, and yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -250,3 +250,17 @@ def test_a_narrow_terminal_breaks_no_name(tmp_path: Path, monkeypatch: pytest.Mo
         "recommend", "--machine", "m4-mac-mini-16", folder=tmp_path, environment={"COLUMNS": "40"}
     )
     assert "\nllama3.2:3b-8bit " in planned.stdout
+
+
+def test_tables_are_cut_by_no_narrow_terminal(tmp_path: Path) -> None:
+    with api_server(TwinService()) as url:
+        for command in (
+            ("cluster", "status", "--url", url),
+            ("plan", "demo", "--machine", "m4-mac-mini-16", "--machine", "m2-max-mac-studio-64"),
+        ):
+            narrow, usual = (
+                run_in_process(*command, folder=tmp_path, environment={"COLUMNS": columns}).stdout
+                for columns in ("40", "80")
+            )
+            assert narrow == usual
+            assert "…" not in usual

@@ -19,7 +19,7 @@ import typer
 from tests.api.clients import serving as api_server
 from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.default_settings import make_api_settings
-from tests.processes import serving
+from tests.processes import run_cli, serving
 
 from mlx_ring.cli import head_client, local_models, models, processes
 from mlx_ring.cli.chat import chat as ask
@@ -28,6 +28,7 @@ from mlx_ring.cli.local_models import server_here
 from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
+from mlx_ring.settings.settings_sources import load_settings
 
 pytestmark = pytest.mark.processes
 
@@ -108,15 +109,18 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
         assert server_here(None, "org/twin", api_key="k") == locked
         heads.append(replace(head, url=own))
         assert server_here(None, "org/twin") == own
-        with _served("org/twin", None, None, None) as found:
-            assert found == (own, "org/twin")
+        with _served("org/twin", None, load_settings({}), None, None) as found:
+            assert found == (own, "org/twin", None)
         del heads[2:]
         for address in (usual, locked):
             monkeypatch.setattr(local_models, "DEFAULT_URL", address)
-            with _served("org/twin", None, None, None) as found:
-                assert found == (own, "org/twin"), "a server of its own"
+            with _served("org/twin", None, load_settings({}), None, None) as found:
+                assert found == (own, "org/twin", None), "a server of its own"
         for given in (usual, locked):
-            with pytest.raises((ConfigError, RequestError)), _served("org/twin", given, None, None):
+            with (
+                pytest.raises((ConfigError, RequestError)),
+                _served("org/twin", given, load_settings({}), None, None),
+            ):
                 pass
     said = capsys.readouterr().err
     assert said.count("org/twin is served for this chat alone.") == 1
@@ -128,6 +132,17 @@ def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
         assert [each.url for each in local_models.heads_here()] == [url]
         assert server_here(None) == usual
+
+
+def test_run_without_a_place_for_files_prints_its_answer_alone_and_sends_its_server_the_key_of_a_file(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    (tmp_path / ".env").write_text("MLX_RING_API_KEY=k\n")
+    state = {"MLX_RING_STATE_DIR": str(tmp_path / "nowhere" / "state")}
+    done = run_cli("run", "demo", "What is the capital of France?", folder=tmp_path, environment=state)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Paris" in done.stdout
 
 
 def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(
@@ -171,11 +186,11 @@ def test_run_lets_a_server_download_a_model_before_it_loads_it(capsys: pytest.Ca
         progress = [(each["status"], each["done_bytes"]) for each in pull_at(url, "org/new")]
         with pytest.raises(RequestError, match="There is no model 'nobody/knows'"):
             list(pull_at(url, "nobody/knows"))
-        with _served("org/twin", url, None, None) as found:
-            assert found == (url, "org/twin")
+        with _served("org/twin", url, load_settings({}), None, None) as found:
+            assert found == (url, "org/twin", None)
         with (
             pytest.raises(RequestError, match="There is no model 'nobody/knows'"),
-            _served("nobody/knows", url, None, None),
+            _served("nobody/knows", url, load_settings({}), None, None),
         ):
             pass
     assert progress[0] == ("downloading", 0)

@@ -117,7 +117,8 @@ def test_each_line_of_a_traceback_carries_the_tag(code: str, tmp_path: Path) -> 
 
 
 def test_records_below_the_level_are_not_written(tmp_path: Path) -> None:
-    assert lines_of("logging.debug('no'); logging.getLogger('httpx').info('no')", tmp_path) == []
+    chatty = "; ".join(f"logging.getLogger({name!r}).info('no')" for name in ("httpx", "httpx2.client"))
+    assert lines_of(f"logging.debug('no'); {chatty}", tmp_path) == []
 
 
 def test_a_log_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:

@@ -462,7 +462,7 @@ def test_stopped_server_causes_one_notice_until_it_is_back(browser: Browser) -> 
         expect(page.get_by_label("Model").locator("option:checked")).to_have_text("org/twin")
         page.get_by_role("button", name="New chat").click()
         expect(page.get_by_role("button", name="Write a haiku about the sea.")).to_be_disabled()
-        page.get_by_role("button", name="Tell me the alphabet.", exact=True).click()
+        page.get_by_role("link", name="Tell me the alphabet.", exact=True).click()
         cleanup.enter_context(serving(TwinService(), port=urlsplit(url).port or 0))
         expect(page.locator(".notice")).to_have_count(0)
         answer.get_by_role("button", name="Retry").click()
@@ -654,7 +654,7 @@ def test_chat_is_continued_in_a_copy_and_keeps_what_an_edit_would_replace(
         expect(page.get_by_role("heading", name="One. (branch)")).to_be_visible()
         expect(answers).to_have_count(1)
         expect(chats).to_have_count(2)
-        chats.nth(1).get_by_role("button", name="One.", exact=True).click()
+        chats.nth(1).get_by_role("link", name="One.", exact=True).click()
         questions.last.get_by_role("button", name="Edit").click()
         expect(page.get_by_role("button", name="Ask in a new chat")).to_have_count(0)
         page.keyboard.press("Escape")
@@ -664,9 +664,7 @@ def test_chat_is_continued_in_a_copy_and_keeps_what_an_edit_would_replace(
         expect(page.get_by_role("heading", name="Uno.")).to_be_visible()
         expect(questions).to_have_text([re.compile("^Uno")])
         expect(chats).to_have_count(3)
-        chats.filter(has=page.get_by_role("button", name="One.", exact=True)).get_by_role(
-            "button"
-        ).first.click()
+        chats.get_by_role("link", name="One.", exact=True).click()
         expect(questions).to_have_text([re.compile("^One"), re.compile("^Two")])
         expect(page.get_by_label("Edit the question")).to_have_count(0)
         assert events.problems == []

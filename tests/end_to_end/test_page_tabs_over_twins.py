@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Generator
 from urllib.parse import urlsplit
@@ -9,9 +10,9 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 from tests.api.clients import serving
-from tests.api.twins import JOIN_TOKEN, TwinCatalog, TwinService
+from tests.api.twins import ANSWER_TEXT, JOIN_TOKEN, TwinCatalog, TwinService
 from tests.default_settings import make_api_settings
-from tests.end_to_end.page_windows import open_page
+from tests.end_to_end.page_windows import ask, open_page
 
 from mlx_ring.api.page.routes import load_page
 
@@ -21,6 +22,21 @@ def twin_url() -> Generator[str]:
     """Serve a twin that answers briefly, and yield its URL."""
     with serving(TwinService()) as url:
         yield url
+
+
+FILLS_THE_STORAGE = """() => {
+    let count = 0;
+    for (let size = 1 << 20; size; size >>= 1) {
+        try {
+            for (;;) localStorage.setItem(`full-${count}`, "x".repeat(size)), (count += 1);
+        } catch {}
+    }
+}"""
+
+
+EMPTIES_IT = """() => {
+    for (const name of Object.keys(localStorage)) if (name.startsWith("full-")) localStorage.removeItem(name);
+}"""
 
 
 STATUS = """async ([base, state]) => {
@@ -40,6 +56,141 @@ def test_lost_machine_is_named_by_id_if_two_have_its_name(browser: Browser, twin
     assert texts == ["mini-2 is disconnected: it was cut off"]
 
 
+def test_back_and_forward_follow_chats_and_tabs(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        questions, heading = page.get_by_role("article", name="You"), page.get_by_role("heading", level=1)
+        expect(page).to_have_url(f"{twin_url}/#chat")
+        ask(page, "One.")
+        expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        one = page.url
+        assert re.fullmatch(r".*/#chat/[0-9a-f]{16}", one)
+        page.get_by_role("button", name="New chat").click()
+        expect(questions).to_have_count(0)
+        ask(page, "Two.")
+        expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        two = page.url
+        page.get_by_role("link", name="Models").click()
+        expect(page.get_by_role("region", name="Add a model")).to_be_visible()
+        page.get_by_role("link", name="Chat", exact=True).click()
+        expect(heading).to_have_text("Two.")
+        page.get_by_label("Conversations").get_by_role("link", name="One.").click()
+        expect(heading).to_have_text("One.")
+        visited = [two, f"{twin_url}/#models", two, one]
+        for address in visited:
+            page.go_back()
+            expect(page).to_have_url(address)
+            if address != visited[1]:
+                title = "Two." if address == two else "One."
+                expect(heading).to_have_text(title)
+                expect(page).to_have_title(f"{title} · org/twin · mlx-ring")
+            else:
+                expect(page).to_have_title("org/twin · mlx-ring")
+        for address in [*reversed(visited[:-1]), one]:
+            page.go_forward()
+            expect(page).to_have_url(address)
+        expect(heading).to_have_text("One.")
+        page.get_by_role("button", name="Delete One.").click()
+        expect(page).to_have_url(two)
+        page.go_back()
+        page.go_forward()
+        expect(heading).to_have_text("Two.")
+        assert events.problems == []
+
+
+def test_link_to_a_chat_opens_it_in_another_tab_and_an_unknown_one_says_so(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        for text in ("One.", "Two."):
+            page.get_by_role("button", name="New chat").click()
+            ask(page, text)
+            expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        one = page.get_by_label("Conversations").get_by_role("link", name="One.")
+        with page.context.expect_page() as opened:
+            one.click(modifiers=["ControlOrMeta"])
+        expect(opened.value.get_by_role("heading", level=1)).to_have_text("One.")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Two.")
+        other = opened.value
+        other.reload()
+        expect(other.get_by_role("heading", level=1)).to_have_text("One.")
+        other.goto(f"{twin_url}/#chat/0123456789abcdef")
+        expect(other.get_by_role("alert")).to_contain_text("This browser has no chat 0123456789abcdef.")
+        expect(other.get_by_role("article", name="You")).to_have_count(0)
+        ask(other, "Three.")
+        expect(other.get_by_role("button", name="Retry")).to_be_visible()
+        expect(other.get_by_role("alert")).to_have_count(0)
+        expect(other).not_to_have_url(re.compile("0123456789abcdef"))
+        assert events.problems == []
+
+
+def test_retry_keeps_the_earlier_answers_which_can_be_shown_by_key(browser: Browser, twin_url: str) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        answer, retry = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Retry")
+        versions = answer.get_by_role("group", name="Versions of this answer")
+        ask(page, "Which?")
+        expect(retry).to_be_visible()
+        expect(versions).to_have_count(0)
+        page.get_by_role("button", name="Parameters").click()
+        page.get_by_label("Max tokens").fill("1")
+        retry.click()
+        expect(versions).to_contain_text("2/2")
+        expect(answer).to_contain_text("token limit")
+        versions.get_by_role("button", name="Earlier version").press("Enter")
+        expect(versions).to_contain_text("1/2")
+        expect(answer).to_contain_text(ANSWER_TEXT)
+        expect(versions.get_by_role("button", name="Earlier version")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(versions).to_contain_text("1/2")
+        page.reload()
+        expect(versions).to_contain_text("1/2")
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Export as Markdown").click()
+        text = saved.value.path().read_text()
+        assert text.index("(version 2 of 2, token limit reached)") < text.index("(version 1 of 2)")
+        assert events.problems == []
+
+
+def test_chat_without_room_in_the_browser_says_so_until_there_is_room(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url) as (page, events):
+        notice = page.get_by_role("status").filter(
+            has_text="The browser has no room to store this conversation."
+        )
+        retry = page.get_by_role("button", name="Retry")
+        page.evaluate(FILLS_THE_STORAGE)
+        ask(page, "One.")
+        expect(retry).to_be_visible()
+        expect(notice).to_be_visible()
+        page.evaluate(EMPTIES_IT)
+        ask(page, "Two.")
+        expect(retry).to_be_visible()
+        expect(notice).to_have_count(0)
+        page.evaluate(FILLS_THE_STORAGE)
+        page.get_by_role("button", name="New chat").click()
+        ask(page, "Three.")
+        expect(retry).to_be_visible()
+        older = page.get_by_role("status").filter(has_text="1 older chat cannot be stored")
+        expect(older).to_be_visible()
+        listed = page.get_by_label("Conversations").get_by_role("link")
+        expect(listed).to_have_text(["Three.", "One."])
+        page.reload()
+        expect(listed).to_have_text(["Three."])
+        assert events.problems == []
+
+
+def test_page_says_nothing_of_models_while_the_server_does_not_answer(browser: Browser) -> None:
+    service = TwinService()
+    with contextlib.ExitStack() as cleanup:
+        with serving(service) as url:
+            page, _ = cleanup.enter_context(open_page(browser, url))
+            chosen = page.get_by_label("Model").locator("option:checked")
+            service.is_loaded = False
+            expect(chosen).to_have_text("org/twin (not loaded)")
+        expect(page.get_by_role("button", name="Reconnect")).to_be_visible()
+        expect(chosen).to_have_text("org/twin")
+
+
 def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
     browser: Browser, twin_url: str
 ) -> None:
@@ -52,7 +203,8 @@ def test_what_if_panel_compares_an_added_machine_for_the_asked_request(
         panel.get_by_label("Optimize for").select_option("first-token")
         panel.get_by_label("Prompt").fill("500")
         panel.get_by_label("Answer").fill("40")
-        panel.get_by_role("button", name="Compare").click()
+        panel.get_by_role("button", name="Compare").press("Enter")
+        expect(panel.get_by_role("button", name="Compare")).to_be_focused()
         rows = panel.get_by_role("row")
         expect(rows).to_have_count(3)
         expect(rows.nth(0)).to_contain_text("request, s")
@@ -125,7 +277,9 @@ def test_models_are_unloaded_loaded_and_downloaded(browser: Browser) -> None:
         add.get_by_role("button", name="Download", exact=True).click()
         expect(add).to_contain_text("org/new is downloaded.")
         expect(add.get_by_role("alert")).to_have_count(0)
-        add.get_by_role("button", name="Which models run well here?").click()
+        recommend = add.get_by_role("button", name="Which models run well here?")
+        recommend.press("Enter")
+        expect(recommend).to_be_focused()
         expect(add.get_by_role("listitem").filter(has_text="Qwen3-0.6B 4-bit")).to_contain_text(
             "runs well here"
         )
@@ -196,7 +350,8 @@ def test_machine_is_invited_by_a_command_and_its_code(browser: Browser) -> None:
     ):
         card = page.get_by_role("region", name="Add a machine")
         assert not any(request.url.endswith("/cluster/invite") for request in events.requests)
-        card.get_by_role("button", name="Make a join command").click()
+        card.get_by_role("button", name="Make a join command").press("Enter")
+        expect(card.get_by_role("button", name="Make another command")).to_be_focused()
         expect(card).to_contain_text(f"mlx-ring join 10.0.0.7:50051 --token {JOIN_TOKEN}")
         assert (card.locator("code").first.bounding_box() or {})["width"] > 150
         expect(card).to_contain_text("It works once, within")

@@ -553,6 +553,12 @@ class GatedHub(RefusingHub):
     status, code = 403, "GatedRepo"
 
 
+class Mirror(RefusingHub):
+    """Hub that lacks the model, and says so as any server does."""
+
+    status, code = 404, ""
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -571,6 +577,14 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
     assert "Its files were not compared: The hub cannot be asked (" in alone.stdout
     assert "Its files were not compared: someone/tiny " in compared.stdout
     assert said in compared.stdout
+
+
+def test_a_mirror_without_the_model_is_not_to_be_asked_again_later(tiny_model: Path, home: Path) -> None:
+    with running_hub(tiny_model, Mirror) as (endpoint, _):
+        done = mlx_ring("pull", "someone/tiny", endpoint=endpoint, home=home)
+    assert done.returncode == 2
+    assert "The hub has no model someone/tiny, or it is private: check the spelling." in done.stderr
+    assert "later" not in done.stderr
 
 
 @pytest.mark.parametrize(

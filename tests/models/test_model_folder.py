@@ -93,8 +93,12 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+    with pytest.raises(ModelNotFound, match=r"has no config\.json: .* `mlx-ring list` names models here\.$"):
         read_model_folder(tmp_path)
+    for text, said in (("{}", "names no model_type: give the folder of a model"), ("{", "Fetch it again")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelCorrupt, match=said):
+            read_model_folder(tmp_path)
 
 
 def test_a_folder_without_weights_is_an_error(folder: Path) -> None:

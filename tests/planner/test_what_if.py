@@ -155,7 +155,7 @@ def test_now_is_the_loaded_plan_and_not_the_one_that_would_be_made() -> None:
     )
     now, added = what_if([("8b", model)], machines, Question(("m3-ultra-512",), loaded=(loaded,))).outcomes
     assert now.stages == ("b 0-3", "a 4-31")
-    assert now.left_out == ("c: the loaded plan does not use it",)
+    assert now.left_out == ("c: not in the loaded plan",)
     assert added.stages != now.stages
     alone = place(model, measured("a"), PlanRequest(Demand(8192, 1))).prediction
     assert now.tokens_per_s < 1 / alone.token_s, "two hops more"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlx_ring.core.errors import ConfigError
+from mlx_ring.host.running import Running
+from mlx_ring.settings import settings_sources
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import (
     check_values,
+    key_to_send,
     load_settings,
     names_in_dotenv,
     names_in_environment,
@@ -237,3 +241,53 @@ def test_folders_of_a_file_may_begin_with_the_home(tmp_path: Path, monkeypatch: 
     file.write_text(json.dumps({name: f"~/{name}" for name in names}))
     settings = load_settings({}, config=file)
     assert [getattr(settings, name) for name in names] == [tmp_path / name for name in names]
+
+
+OWN, ELSEWHERE = "http://127.0.0.1:8100", "http://10.0.0.9:8100"
+
+
+def sent_to(url: str, **flags: str) -> str | None:
+    return key_to_send(url, load_settings(flags), flags.get("api_key"))
+
+
+def test_a_key_in_a_file_is_sent_only_to_the_server_that_the_file_sets_up(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("MLX_RING_API_KEY=k\n")
+    assert sent_to(OWN) == sent_to("http://localhost:8100/v1") == sent_to("http://[::1]:8100") == "k"
+    others = [
+        ELSEWHERE,
+        "http://127.0.0.1:8101",
+        "http://127.0.0.1",
+        "https://127.0.0.1:8100",
+        "http://127.0.0.1.evil.example:8100",
+        "http://127.0.0.1:8100@evil.example",
+        "http://127.0.0.1:no",
+        "127.0.0.1:8100",
+    ]
+    assert [sent_to(url) for url in others] == [None] * len(others)
+    dotenv.write_text("MLX_RING_API_KEY=k\nMLX_RING_HOST=10.0.0.9\nMLX_RING_SSL_CERTFILE=cert.pem\n")
+    assert sent_to("https://10.0.0.9:8100") == "k"
+    assert sent_to(ELSEWHERE) is sent_to(OWN) is None
+
+
+def test_a_key_in_a_file_is_sent_to_a_head_that_runs_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def running_here(state: Path) -> list[Running]:
+        assert state == tmp_path / "state"
+        own = Running("head", 4711, 0.0, "", "http://127.0.0.1:4711")
+        return [own, replace(own, kind="agent", url="http://127.0.0.1:4712")]
+
+    monkeypatch.setattr(settings_sources, "running_here", running_here)
+    (tmp_path / ".env").write_text(f"MLX_RING_API_KEY=k\nMLX_RING_STATE_DIR={tmp_path / 'state'}\n")
+    assert sent_to("http://127.0.0.1:4711") == "k"
+    assert sent_to("http://127.0.0.1:4712") is sent_to("https://127.0.0.1:4711") is None
+
+
+def test_a_key_of_a_flag_or_of_the_environment_is_sent_to_any_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".env").write_text("MLX_RING_API_KEY=k\n")
+    assert sent_to(ELSEWHERE, api_key="flag") == "flag"
+    monkeypatch.setenv("MLX_RING_API_KEY", "variable,second")
+    assert sent_to(ELSEWHERE) == "variable"

@@ -30,11 +30,10 @@ from mlx_ring.cli.head_client import (
     TOP_P,
     ChatError,
     ChatServer,
-    key_to_send,
     trust,
 )
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
@@ -343,8 +342,10 @@ def chat(
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
-    key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    place = server_here(url, model, api_key=key, cacert=cacert)
+    checked_key(next(iter(settings.api_key), None))
+    trusted = trust(cacert, settings.ssl_certfile)
+    place = server_here(url, model, api_key=api_key, cacert=cacert)
+    key = key_to_send(place, settings, api_key)
     raise typer.Exit(
         run_chat(place, model, system, key, sampling=sampling, question=question, trusted=trusted)
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli import report_console
 from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
 from mlx_ring.cli.status_tables import show_status
@@ -71,7 +71,7 @@ def _start(config: Path, model: str | None, timeout: float, *, anew: bool = Fals
     started = verbs.start(
         file, wanted, report=_report, timeout_s=timeout, store=store, folders=beside, anew=anew
     )
-    show_status(started.status, _console())
+    show_status(started.status, report_console())
     print(f"\nServing {started.status.get('model')} at {started.url} on {file.coordinator.name}")
 
 
@@ -155,7 +155,7 @@ def status(
     else:
         state, failed = _ask_machines(_read(config), quietly=as_json)
     if state is not None:
-        print(json.dumps(state, indent=1)) if as_json else show_status(state, _console())
+        print(json.dumps(state, indent=1)) if as_json else show_status(state, report_console())
     if failed or state is None or state.get("status") != "ready":
         raise typer.Exit(1)
 
@@ -336,12 +336,8 @@ def _show_machines(standings: Sequence[Standing]) -> None:
         table.add_row(
             standing.machine.name, standing.node, "unknown" if standing.failure else runs or "nothing"
         )
-    _console().print(table)
+    report_console().print(table)
     print()
-
-
-def _console() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def _report(sentence: str) -> None:

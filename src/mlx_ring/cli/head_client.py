@@ -19,8 +19,7 @@ import typer
 from mlx_ring.core.errors import ConfigError, ModelNotFound, RequestError, without_number
 from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.models.short_names import find_hub_id
-from mlx_ring.settings.config import Settings
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings
 
 if TYPE_CHECKING:
     import httpx
@@ -31,7 +30,7 @@ CACERT = typer.Option(
     metavar="FILE",
     help="PEM file of the authority or certificate of an https:// server; the system's authorities by default.",
 )
-API_KEY = typer.Option("--api-key", metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
+API_KEY = typer.Option("--api-key", metavar="KEY", help=f"API key of the server; {KEY_VARIABLE} by default.")
 LIFELINE = "--lifeline-fd"
 """Option of a server that `run` starts for its own chat."""
 QUICK_ANSWER_S = 10.0
@@ -55,7 +54,7 @@ def ask_head(
         url: address of the head.
         path: path of the route.
         body: fields to send as JSON.
-        api_key: key of the server; that of the settings by default.
+        api_key: key of the server; the one of `key_to_send` by default.
         cacert: file of a certificate to trust.
         timeout_s: time to wait for the answer.
         hint: what to do if no head answers.
@@ -66,7 +65,7 @@ def ask_head(
     """
     import httpx  # slow to import, and most commands do without it
 
-    given = _connection(api_key, cacert)
+    given = _connection(url, api_key, cacert)
     try:
         answer = httpx.request(
             "GET" if body is None else "POST", _address(url, path), json=body, timeout=timeout_s, **given
@@ -86,8 +85,15 @@ def ask_head(
 def _refusal(url: str, status: int, reply: Any, *, had_key: bool) -> str:
     if status == HTTPStatus.UNAUTHORIZED:
         key = "another API key" if had_key else "an API key"
-        return f"The head at {url} asks for {key}: give it with --api-key, or set MLX_RING_API_KEY."
+        return f"The head at {url} asks for {key}: {_give_key(had_key=had_key)}"
     return f"The head at {url} refuses: {reply['error']['message']}"
+
+
+def _give_key(*, had_key: bool) -> str:
+    """Return how to give a key, and why the one of the settings was not sent."""
+    kept = not had_key and load_settings({}).api_key
+    why = " A key in a file is sent only to the server that the file sets up." if kept else ""
+    return f"give it with --api-key, or set {KEY_VARIABLE}.{why}"
 
 
 def pull_at(
@@ -104,7 +110,7 @@ def pull_at(
     import httpx  # slow to import, and most commands do without it
 
     body = {"model": model, "stream": True, "stop_unwatched": True}
-    given = _connection(api_key, cacert)
+    given = _connection(url, api_key, cacert)
     try:
         with httpx.stream("POST", _address(url, "/models/pull"), json=body, timeout=60.0, **given) as answer:
             if answer.is_error:
@@ -147,34 +153,12 @@ def _address(url: str, path: str) -> str:
     return plain_url(f"{url.rstrip('/')}{path}")
 
 
-def _connection(api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
+def _connection(url: str, api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
     """Return what httpx needs for a request to a head."""
     settings = load_settings({"api_key": api_key})
-    key = key_to_send(settings)
+    key = key_to_send(url, settings, api_key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return {"headers": headers, "trust_env": False, "verify": trust(cacert, settings.ssl_certfile)}
-
-
-def key_to_send(settings: Settings) -> str | None:
-    """Return the key that a request carries: the first one of the settings; None without any.
-
-    Raises:
-        ConfigError: an HTTP header cannot carry it.
-    """
-    return checked_key(settings.api_key[0] if settings.api_key else None)
-
-
-def checked_key(key: str | None) -> str | None:
-    """Return a key that an HTTP header can carry, or None as it is.
-
-    Raises:
-        ConfigError: an HTTP header cannot carry it.
-    """
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            "--api-key must be printable ASCII characters, as MLX_RING_API_KEY too: an HTTP header carries no others."
-        )
-    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +365,7 @@ def _check(response: httpx.Response) -> None:
         return
     kind = ConnectionBroke if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE else ChatError
     if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" not in response.request.headers:
-        raise ChatError("This server requires an API key: give it with --api-key, or set MLX_RING_API_KEY.")
+        raise ChatError(f"This server requires an API key: {_give_key(had_key=False)}")
     try:
         message = _message_of(response.json()["error"])
     except (ValueError, KeyError, TypeError):

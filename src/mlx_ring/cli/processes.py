@@ -32,7 +32,6 @@ from mlx_ring.cli.head_client import (
     TEMPERATURE,
     TOP_P,
     ask_head,
-    key_to_send,
     name_for,
     names_at,
     pull_at,
@@ -44,7 +43,8 @@ from mlx_ring.core.folders import state_folder
 from mlx_ring.host.child import watch_lifeline
 from mlx_ring.host.running import end_running, remove_abandoned, running_here
 from mlx_ring.models.model_folder import PullProgress
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.config import Settings
+from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
 _ADDRESS = "Serving "
 """Start of the line in which `serve` prints its address."""
@@ -176,17 +176,21 @@ def run(
 
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
-    key, trusted = key_to_send(settings), trust(cacert, settings.ssl_certfile)
-    with _served(model, url, key, cacert) as (place, name):
+    checked_key(next(iter(settings.api_key), None))
+    trusted = trust(cacert, settings.ssl_certfile)
+    with _served(model, url, settings, api_key, cacert) as (place, name, key):
         code = run_chat(place, name, system, key, sampling=sampling, question=question, trusted=trusted)
     raise typer.Exit(code)
 
 
 @contextlib.contextmanager
 def _served(
-    model: str, given: str | None, key: str | None, cacert: Path | None
-) -> Generator[tuple[str, str]]:
-    """Yield the address of a server of the model, and its name there. A server or a load that it needs ends with the context."""
+    model: str, given: str | None, settings: Settings, key: str | None, cacert: Path | None
+) -> Generator[tuple[str, str, str | None]]:
+    """Yield the address of a server of the model, its name there, and the key to send.
+
+    A server or a load that it needs ends with the context.
+    """
     from mlx_ring.cli.local_models import server_here  # imports what only downloads need
     from mlx_ring.models.model_source import full_name
 
@@ -198,13 +202,15 @@ def _served(
             raise
         if isinstance(error, RequestError):
             print(f"{error} So {model} is served for this chat alone.", file=sys.stderr, flush=True)
-        with own_server(model, key) as place:
-            yield place, next(iter(names_at(place, api_key=key, cacert=cacert)))
+        own_key = next(iter(settings.api_key), None)
+        with own_server(model, key, has_log_file=_can_write(settings.log_dir)) as place:
+            yield place, next(iter(names_at(place, api_key=own_key, cacert=cacert))), own_key
         return
+    sent = key_to_send(url, settings, key)
     wanted = {model, full_name(model)}
     found = next((name for name, each in served.items() if wanted & each.names), None)
     if found is not None and served[found].is_loaded:
-        yield url, found
+        yield url, found, sent
         return
     there = found or name_for(url, model)
     if found is None:
@@ -215,13 +221,19 @@ def _served(
     )
     name = str(loaded["id"])
     try:
-        yield url, name
+        yield url, name, sent
     finally:
         was_loaded = name in served and served[name].is_loaded
         # Requests of others keep it loaded.
         with contextlib.suppress(ConfigError, RequestError):
             if not was_loaded:
                 ask_head(url, "/models/unload", {"model": name}, api_key=key, cacert=cacert)
+
+
+def _can_write(folder: Path) -> bool:
+    """Report whether files can be written in a folder, which need not exist yet."""
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def _download(model: str, url: str, key: str | None, cacert: Path | None) -> None:
@@ -237,8 +249,14 @@ def _download(model: str, url: str, key: str | None, cacert: Path | None) -> Non
 
 
 @contextlib.contextmanager
-def own_server(model: str, key: str | None) -> Generator[str]:
-    """Serve a model in a process of its own, which ends with the context and with this process, and yield its address."""
+def own_server(model: str, key: str | None, *, has_log_file: bool = True) -> Generator[str]:
+    """Serve a model in a process of its own, which ends with the context and with this process, and yield its address.
+
+    Args:
+        model: model to serve.
+        key: API key that it accepts; those of the settings by default.
+        has_log_file: False if its log lines go to stderr, where only errors are of use beside a chat.
+    """
     from mlx_ring.cli.local_models import fetch_here  # imports what only downloads need
 
     fetch_here(model, must_fit=True)
@@ -251,7 +269,8 @@ def own_server(model: str, key: str | None) -> Generator[str]:
         pass_fds=(reading,),
         start_new_session=True,
         env=inherited_environment({} if key is None else {"MLX_RING_API_KEY": key})
-        | {"MLX_RING_LOG_STDERR": "off"},
+        | {"MLX_RING_LOG_STDERR": "off"}
+        | ({} if has_log_file else {"MLX_RING_LOG_LEVEL": "error"}),
     )
     os.close(reading)
     try:

@@ -6,9 +6,9 @@ import asyncio
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from mlx_ring.cli import report_console
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.machine import share_cores
@@ -47,7 +47,7 @@ def profile(
 
 
 def _show(found: MachineProfile) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = report_console()
     threads = f"{found.blas_threads} thread{'s' * (found.blas_threads > 1)}"
     cores = f"{found.cores} usable core{'s' * (found.cores > 1)}"
     on = f"{found.blas}, {threads}, {cores}" if found.device == "cpu" else "as a GPU"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from mlx_ring.cli import report_console
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mlx_ring.planner.plan import Plan
 
 StatusPart = Mapping[str, Any]
@@ -136,7 +139,7 @@ def list_machines() -> None:
         for name, sizes in known.bins.items():
             chip = chips()[name]
             table.add_row(known.name, ", ".join(map(str, sizes)), f"{chip.gb_s:,.0f}", f"{chip.tflops:.1f}")
-    console = Console(soft_wrap=True)
+    console = report_console()
     console.print(table)
     console.print(
         "\nName some: `mlx-ring plan MODEL --machine m4-mac-mini-16 --machine m2-max-mac-studio-64`, "
@@ -160,7 +163,7 @@ def show_plans(made: Sequence[Plan], sequences: int) -> None:
 
 def show_plan(made: Plan) -> None:
     """Print a plan as a table, with its prediction."""
-    console = Console(soft_wrap=True)
+    console = report_console()
     are_shared = any(stage.is_shared for stage in made.stages)
     table = Table(Column("machine", no_wrap=True), "layers", box=None, pad_edge=False)
     for title in (*["share"] * are_shared, "weights", "memory", "of", "ms a token"):

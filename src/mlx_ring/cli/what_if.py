@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rich.console import Console
-
+from mlx_ring.cli import report_console
 from mlx_ring.cli.planning import ask_running_head, find_described
 from mlx_ring.cli.status_tables import left_out_together
 from mlx_ring.core.errors import ConfigError
@@ -165,7 +164,7 @@ def show_answer(answer: Answer, *, as_json: bool, plot: bool, plot_file: Path | 
 
 
 def _show(answer: Answer) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = report_console()
     outcomes = answer.outcomes
     models = {one.model for one in outcomes}
     if len(models) == 1 and not models & {one.label for one in outcomes}:

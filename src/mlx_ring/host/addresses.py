@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from mlx_ring.core.errors import ConfigError
 
@@ -18,6 +19,7 @@ LOCAL_NETWORK_DENIED = (
 _MACS_NO_ROUTE = 65
 """EHOSTUNREACH on macOS. Linux has 113, so the number alone tells the system."""
 EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
+_USUAL_PORTS = {"http": 80, "https": 443}
 _LAST_PORT = 65534
 """Largest port: the one after it must be a port too."""
 _HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^\[\]:\s/@?#\\]+))(?::(?P<port>\d{1,5}))?")
@@ -195,6 +197,23 @@ def listening_url(listener: socket.socket, scheme: str) -> str:
     host, port, *more = listener.getsockname()
     index = more[1] if is_link_local(host) else 0
     return local_url(host, port, scheme, socket.if_indextoname(index) if index else "")
+
+
+def is_same_server(url: str, other: str) -> bool:
+    """Return True if two URLs have the same scheme, host and port. All names of loopback are the same host."""
+    origin = _origin(url)
+    return origin is not None and origin == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str, int] | None:
+    """Return the scheme, host and port of a URL; None if it has no such parts."""
+    try:
+        parts = urlsplit(plain_url(url))
+        port = _USUAL_PORTS[parts.scheme] if parts.port is None else parts.port
+    except (ValueError, LookupError):
+        return None
+    host = (parts.hostname or "").rstrip(".")
+    return parts.scheme, "127.0.0.1" if is_loopback(host) else host, port
 
 
 def is_loopback(host: str) -> bool:

@@ -136,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelCorrupt(f"{path} has {size} bytes, too many for a JSON file: fetch it again.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelCorrupt(f"{path} cannot be read as JSON: {error}.") from error
+        raise ModelCorrupt(f"{path} cannot be read as JSON: {error}. Fetch it again.") from error
     if not isinstance(value, dict):
         raise ModelCorrupt(f"{path} holds a {type(value).__name__}, not an object.")
     return cast("dict[str, Any]", value)
@@ -150,7 +150,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
-        raise ModelCorrupt(f"{file} names no model_type.")
+        raise ModelCorrupt(f"{file} names no model_type: give the folder of a model, with its config.json.")
     stated = file.with_name(QUANTIZATION_FILE)
     config = _with_stated_quantization(config, read_json(stated) if stated.is_file() else {})
     check_config(file, config)

@@ -403,8 +403,7 @@ def _wanted_files(info: ModelInfo) -> list[_HubFile]:
 
 def _in_time(name: str, ask: Callable[[], Found], *, is_here: bool = False) -> Found:
     """Return the hub's answer within the time limit, or raise the error: name resolution alone may block for a minute."""
-    answers: list[Found] = []
-    errors: list[Exception] = []
+    answers, errors = list[Found](), list[Exception]()
 
     def run() -> None:
         try:
@@ -423,17 +422,19 @@ def _in_time(name: str, ask: Callable[[], Found], *, is_here: bool = False) -> F
 
 def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> RingError:
     """Return the error for a failure of the hub, of the network, or of the disk, for a model that is complete here or not."""
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError):
         return ModelNotFound(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` on this machine, or "
             f"start the server again with HF_TOKEN, a token from {constants.ENDPOINT}/settings/tokens."
         )
-    if isinstance(error, RepositoryNotFoundError):
+    # Mirrors answer 404 without the hub's own code.
+    if isinstance(error, RepositoryNotFoundError) or (type(error), status) == (HfHubHTTPError, 404):
         return ModelNotFound(not_on_hub(name))
     if isinstance(error, HfHubHTTPError):
         return ModelNotFound(
-            f"{name} cannot be fetched now: the hub answered {error.response.status_code}. Pull it again later; the "
-            "download continues where it ended."
+            f"{name} cannot be fetched now: the hub answered {status}. Pull it again later; the download continues "
+            "where it ended."
         )
     if isinstance(error, OSError) and is_of_disk(error):
         return PlanError(

@@ -242,8 +242,10 @@ def read_model_folder(path: Path) -> ModelFolder:
     if not (path / "config.json").is_file():
         # macOS writes `._model.gguf` beside files on disks of other systems.
         file = min(path.glob(f"[!.]*{SUFFIX}"), default=None)
-        hint = "" if file is None else f" To serve a GGUF file, name it: {file}."
-        raise ModelNotFound(f"{path} has no config.json: it is not a model's folder.{hint}")
+        way = (
+            "`mlx-ring list` names models here" if file is None else f"To serve a GGUF file, name it: {file}"
+        )
+        raise ModelNotFound(f"{path} has no config.json: it is not a model's folder. {way}.")
     _refuse_code(path)
     config = read_config(path / "config.json")
     generation = path / "generation_config.json"

@@ -216,7 +216,7 @@ class _Case:
     def unused(self, plans: Sequence[Plan], objective: Objective) -> Iterator[str]:
         """Yield the machines without layers, each with the reason."""
         used, why = nodes_of(plans), {left.node: left.why for plan in plans for left in plan.left_out}
-        usual = "the loaded plan does not use it" if self.loaded else WHY_LEFT_OUT[objective]
+        usual = "not in the loaded plan" if self.loaded else WHY_LEFT_OUT[objective]
         for node in self.cluster.nodes:
             if node.name not in used:
                 yield f"{node.name}: {usual if self.loaded else why.get(node.name, usual)}"

@@ -5,6 +5,8 @@ Those of models, placement and clusters are in `placement_settings.py`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +30,7 @@ from mlx_ring.settings.fields import (
     Spare,
     Switch,
     Text,
+    flag_name,
     flag_of,
     other_names,
     setting,
@@ -331,3 +334,37 @@ OTHER_NAMES = dict(other_names(Settings.model_fields))
 """Field of `Settings` by each other name that a file may use: vLLM's flags, and names of earlier versions."""
 OLD_NAMES = {old: name for name, field in Settings.model_fields.items() for old in flag_of(field).old}
 """Field of `Settings` by its name in earlier versions."""
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
+_NOT_SHOWN = ("model", "more_models")
+
+
+def shown_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the flags of a command line of `serve` with their values, without models. Secrets become their placeholder.
+
+    Args:
+        arguments: words after the command's name.
+    """
+    known = {"--config": "FILE"} | {
+        each: name
+        for name, field in Settings.model_fields.items()
+        for each in (flag_name(name), *flag_of(field).aliases, *map(flag_name, flag_of(field).old))
+    }
+    alone = {
+        each
+        for field in Settings.model_fields.values()
+        for each in (*flag_of(field).switch_on, *flag_of(field).switch_off)
+    }
+    shown: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if word in alone:
+            shown.append(word)
+        elif flag in known and known[flag] not in _NOT_SHOWN:
+            field = Settings.model_fields.get(known[flag])
+            given = value if equals else next(rest, "")
+            if field is None or field.repr:
+                shown += [flag, _URL_USER.sub("", given)]
+            else:
+                shown += [flag, flag_of(field).metavar.partition(",")[0]]
+    return shown

@@ -20,6 +20,9 @@ from pydantic_settings import DotEnvSettingsSource, EnvSettingsSource
 
 from mlx_ring.core.errors import ConfigError, reason_of
 from mlx_ring.core.folders import kv_folder, logs_folder, state_folder
+from mlx_ring.host.addresses import is_same_server, local_url
+from mlx_ring.host.interfaces import lan_addresses, lan_urls
+from mlx_ring.host.running import running_here
 from mlx_ring.settings.config import (
     ENVIRONMENT_PREFIX,
     OLD_NAMES,
@@ -373,3 +376,48 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file is {settings.api_key_file}, which holds no key.")
     return (*settings.api_key, *keys)
+
+
+KEY_VARIABLE = f"{ENVIRONMENT_PREFIX}API_KEY"
+
+
+def key_to_send(url: str, settings: Settings, given: str | None = None) -> str | None:
+    """Return the key that a request to a server carries; None without any.
+
+    Keys in files are those of the server that the files set up. They go to this server and to the heads of this
+    machine. Other servers get only a key of a flag or of the environment.
+
+    Args:
+        url: address of the server.
+        settings: all settings.
+        given: key of a flag, which the settings have too.
+
+    Raises:
+        ConfigError: an HTTP header cannot carry the key.
+    """
+    if not settings.api_key:
+        return None
+    is_for_any = given is not None or KEY_VARIABLE in names_in_environment()
+    return checked_key(settings.api_key[0]) if is_for_any or _is_own(url, settings) else None
+
+
+def checked_key(key: str | None) -> str | None:
+    """Return a key that an HTTP header can carry, or None as it is.
+
+    Raises:
+        ConfigError: an HTTP header cannot carry it.
+    """
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"--api-key must be printable ASCII characters, as {KEY_VARIABLE} too: an HTTP header carries no others."
+        )
+    return key
+
+
+def _is_own(url: str, settings: Settings) -> bool:
+    """Report whether a URL is that of the server of these settings, or of a head of this machine."""
+    host, port = settings.host, settings.port
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    named = [local_url(host, port, scheme), *lan_urls(host, port, scheme, lan_addresses(), ())]
+    heads = (each.url for each in running_here(state_folder(settings.state_dir)) if each.kind == "head")
+    return any(is_same_server(url, each) for each in (*named, *heads))

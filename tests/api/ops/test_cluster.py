@@ -196,6 +196,25 @@ def test_status_has_the_program_as_it_was_called_but_no_folders_above(
     assert Api().get("/cluster/status").json()["program"] == "mlx-ring"
 
 
+def test_status_has_the_options_of_the_start_without_keys_and_passwords(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = (
+        *("serve", "demo", "--stages", "2", "--port=8200", "-tp", "1", "--config", "ring.yaml"),
+        *("--yield-to-user", "--no-join-lines", "--api-key", "s3cret", "--api-key=s3cret,other"),
+        *("--ssl-keyfile-password", "s3cret", "--otlp-traces-endpoint", "http://me:s3cret@traces:4318/v1"),
+        *("--more-models", "demo-moe", "--unknown", "s3cret"),
+    )
+    monkeypatch.setattr("sys.argv", ["mlx-ring", *given])
+    assert Api().get("/cluster/status").json()["options"] == [
+        *("--stages", "2", "--port", "8200", "-tp", "1", "--config", "ring.yaml", "--yield-to-user"),
+        *("--api-key", "KEY", "--api-key", "KEY", "--ssl-keyfile-password", "PASSWORD"),
+        *("--otlp-traces-endpoint", "http://traces:4318/v1"),
+    ]
+    monkeypatch.setattr("sys.argv", ["mlx-ring"])
+    assert Api().get("/cluster/status").json()["options"] == []
+
+
 def test_status_says_why_no_machine_can_join() -> None:
     alone = Api().get("/cluster/status").json()["join_refusal"]
     assert "one machine alone" in alone

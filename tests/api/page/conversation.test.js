@@ -5,8 +5,8 @@ import { describeEnd } from "../../../src/mlx_ring/api/page/web/chat/message.js"
 
 /** @import { AnswerMessage, Message } from "../../../src/mlx_ring/api/page/web/chat/conversation.js" */
 
-const { EMPTY_ANSWER, canContinue, isCutOff, joinAnswers, newConversation, openCalls } = conversations;
-const { requestMessages, withAnswer, withEdit, withMessage } = conversations;
+const { EMPTY_ANSWER, canContinue, isCutOff, joinAnswers, newConversation, openCalls, versionsOf } = conversations;
+const { requestMessages, withAnswer, withEdit, withMessage, withVersion } = conversations;
 
 /** @param {string} content @returns {Message} */
 const user = (content) => ({ role: "user", content });
@@ -54,7 +54,34 @@ describe("an answer that is requested again", () => {
     const { content, reasoning, isKept, end, id } = joinAnswers(none, before, false);
     assert.deepEqual([content, reasoning, isKept, end, id], ["Half of", "Hm.", true, null, "2"]);
     const begun = answer("W", { end: null });
-    assert.equal(joinAnswers(begun, before, false), begun);
+    assert.deepEqual(joinAnswers(begun, before, false), { ...begun, earlier: [before] });
+  });
+
+  test("keeps all versions, of which any can be shown", () => {
+    /** @type {any} */
+    let chat = { ...newConversation(), messages: [user("?"), answer("1")] };
+    const tryAgain = (/** @type {string} */ text, /** @type {any} */ change = {}) => {
+      const again = joinAnswers({ ...EMPTY_ANSWER, content: text, end: "stop", ...change }, chat.messages[1], false);
+      chat = { ...chat, messages: [chat.messages[0], again] };
+    };
+    const texts = () => versionsOf(chat.messages[1]).map(({ content }) => content);
+    tryAgain("2");
+    chat = withVersion(chat, 1, 0);
+    assert.deepEqual([chat.messages[1].content, texts()], ["1", ["1", "2"]]);
+    tryAgain("3");
+    assert.deepEqual([chat.messages[1].content, texts()], ["3", ["1", "2", "3"]]);
+    chat = withVersion(chat, 1, 1);
+    tryAgain("", { end: "unreached" });
+    assert.deepEqual([chat.messages[1].content, texts()], ["2", ["1", "2", "3"]], "a try without a text is none");
+    for (const number of [-1, 3]) assert.equal(withVersion(chat, 1, number), chat);
+    assert.equal(withVersion(chat, 0, 0), chat, "a question has no versions");
+    assert.ok(versionsOf(chat.messages[1]).every((each) => !("earlier" in each) && !("later" in each)));
+  });
+
+  test("keeps its other versions while it is continued", () => {
+    const chosen = { ...answer("Half", { end: "stopped" }), earlier: [answer("1")], later: [answer("3")] };
+    const { content, earlier, later } = joinAnswers(answer(" and half", { end: "stop" }), chosen, true);
+    assert.deepEqual([content, earlier, later], ["Half and half", chosen.earlier, chosen.later]);
   });
 
   for (const end of ["cut", "unreached", "stopped"]) {

@@ -104,6 +104,27 @@ test("a search finds titles and messages in any case of letters", () => {
   assert.deepEqual([find("PARIS"), find("straß"), find(" "), find("none")], [["1"], ["2"], ["1", "2"], []]);
 });
 
+test("a search and both exports have all versions of an answer, and the Markdown the shown one last", () => {
+  const versions = { earlier: [{ ...ANSWER, content: "Rome." }], later: [{ ...ANSWER, content: "Oslo.", end: "cut" }] };
+  /** @type {any} */
+  const chat = { ...CHAT, messages: [{ ...ANSWER, ...versions }] };
+  for (const text of ["rome", "paris", "OSLO"]) assert.deepEqual(searchConversations([chat], text), [chat]);
+  const lines = toMarkdown(chat).split("\n");
+  assert.deepEqual(
+    lines.filter((line) => line.startsWith("##") || /^[\w*]+\.$/.test(line) || line === "*Paris*."),
+    [
+      "## Answer of demo (version 1 of 3)",
+      "Rome.",
+      "## Answer of demo (version 3 of 3, cut off)",
+      "Oslo.",
+      "## Answer of demo (version 2 of 3)",
+      "*Paris*.",
+    ],
+  );
+  const [{ content, earlier_versions, later_versions }] = JSON.parse(toJson(chat)).messages;
+  assert.deepEqual([content, earlier_versions[0].content, later_versions[0].content], ["*Paris*.", "Rome.", "Oslo."]);
+});
+
 test("answers of a restored conversation do not wait for ever", () => {
   const streaming = { ...CHAT, messages: [...CHAT.messages, { ...EMPTY_ANSWER, content: "Pa" }] };
   const ends = withAnswersStopped(streaming).messages.map((message) => "end" in message && message.end);

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { describeLife, Invitation, whatCame } from "../../../src/mlx_ring/api/page/web/cluster/invitation.js";
-import { startCommand } from "../../../src/mlx_ring/api/page/web/connection.js";
+import { startCommand, whatIsMissing } from "../../../src/mlx_ring/api/page/web/connection.js";
 import { setUpBrowser } from "./support.js";
 
 setUpBrowser();
@@ -64,7 +64,7 @@ test("a refused command is a problem, and the former one stays", async () => {
 test("the life of a command counts down", () => {
   const texts = [3_600_000, 119_000, 59_000, 0].map(describeLife);
   assert.deepEqual(texts, [
-    "It works once, within 1 h 0 min. Keep it secret until then.",
+    "It works once, within 1 h. Keep it secret until then.",
     "It works once, within 2 min. Keep it secret until then.",
     "It works once, within less than a minute. Keep it secret until then.",
     "This command has expired: make another one.",
@@ -90,4 +90,66 @@ test("the start command names the models, and what the page knows of the options
     "'my tools/mlx-ring' serve org/m '/it'\\''s my/m' --nodes 3 --port 9000 --host 0.0.0.0 --api-key KEY",
   );
   assert.equal(startCommand(plain, { nodes: 2, port: "", hasKey: false }), "mlx-ring serve demo --nodes 2");
+});
+
+test("a person is asked for the secrets that the start command lacks, and no others", () => {
+  const rest = "Run it in the same folder and with the same environment variables as before.";
+  const missing = (/** @type {string} */ command) => whatIsMissing({ options: [] }, `mlx-ring serve demo${command}`);
+  assert.equal(missing(" --api-key-file KEYS"), rest);
+  assert.equal(missing(" --api-key KEY"), `Put your own in place of KEY. ${rest}`);
+  assert.equal(
+    missing(" --api-key KEY --ssl-keyfile-password PASSWORD"),
+    `Put your own in place of KEY and PASSWORD. ${rest}`,
+  );
+  assert.match(whatIsMissing({}, "mlx-ring serve"), /Add the other options/);
+});
+
+test("the start command has the options with which the server was started, each once", () => {
+  /** @type {any} */
+  const started = {
+    models: [{ model: "demo" }],
+    urls: ["http://mini:8200"],
+    nodes: [],
+    join_refusal: null,
+    options: [
+      "--stages",
+      "2",
+      "--port",
+      "8200",
+      "--host",
+      "::",
+      "--api-key",
+      "KEY",
+      "--nodes",
+      "3",
+      "--run-dir",
+      "a b",
+    ],
+  };
+  const all = "--stages 2 --port 8200 --host :: --api-key KEY --nodes";
+  assert.equal(startCommand(started, { port: "8200", hasKey: true }), `mlx-ring serve demo ${all} 3 --run-dir 'a b'`);
+  assert.equal(
+    startCommand(started, { nodes: 4, port: "8200", hasKey: true }),
+    `mlx-ring serve demo ${all} 4 --run-dir 'a b'`,
+  );
+  const fromFile = { ...started, options: ["--config", "ring.yaml"] };
+  assert.equal(startCommand(fromFile, { port: "9000", hasKey: true }), "mlx-ring serve demo --config ring.yaml");
+  assert.equal(
+    startCommand(fromFile, { nodes: 2, port: "9000", hasKey: true }),
+    "mlx-ring serve demo --config ring.yaml --nodes 2",
+  );
+  assert.equal(
+    startCommand(fromFile, { opens: true, port: "9000", hasKey: false }),
+    "mlx-ring serve demo --config ring.yaml --host 0.0.0.0 --api-key KEY",
+  );
+  const alone = { ...started, urls: [], join_refusal: "One.", options: ["--host", "127.0.0.1", "--stages", "2"] };
+  assert.equal(
+    startCommand(alone, { opens: true, port: "8100", hasKey: false }),
+    "mlx-ring serve demo --host 0.0.0.0 --stages 2 --api-key KEY",
+  );
+  const fromKeys = { ...started, urls: [], join_refusal: "One.", options: ["--api-key-file", "keys"] };
+  assert.equal(
+    startCommand(fromKeys, { port: "9000", hasKey: true }),
+    "mlx-ring serve demo --api-key-file keys --port 9000",
+  );
 });

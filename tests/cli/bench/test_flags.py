@@ -10,9 +10,8 @@ import pytest
 
 from mlx_ring.cli.bench import command as flags
 from mlx_ring.cli.bench.workload import Range
-from mlx_ring.cli.head_client import key_to_send
 from mlx_ring.core.errors import ConfigError
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import key_to_send, load_settings
 
 
 def test_valid_values_are_accepted(tmp_path: Path) -> None:
@@ -20,8 +19,8 @@ def test_valid_values_are_accepted(tmp_path: Path) -> None:
     assert flags.decimal("--x", "0.5", 0, 1) == 0.5
     assert flags.token_range("--x", "128") == Range(128, 128)
     assert flags.token_range("--x", "64-256") == Range(64, 256)
-    assert key_to_send(load_settings({"api_key": "sk-1"})) == "sk-1"
-    assert key_to_send(load_settings({"api_key": None})) is None
+    assert key_to_send("http://10.0.0.9", load_settings({"api_key": "sk-1"}), "sk-1") == "sk-1"
+    assert key_to_send("http://127.0.0.1:8100", load_settings({"api_key": None})) is None
     assert flags.address("--x", "https://here:1/api/v1/") == "https://here:1/api/v1/"
     assert flags.output_file("--x", tmp_path / "a.SVG", (".svg", ".png")) == tmp_path / "a.SVG"
     assert flags.output_file("--x", None) is None
@@ -61,7 +60,7 @@ def test_an_invalid_address_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", " ", "schlüssel", "a\nb"])
 def test_an_invalid_key_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--api-key (is '? ?'?; it )?must be"):
-        key_to_send(load_settings({"api_key": text}))
+        key_to_send("http://127.0.0.1:8100", load_settings({"api_key": text}), text)
 
 
 def test_an_unknown_choice_is_refused() -> None:

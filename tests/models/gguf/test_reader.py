@@ -157,7 +157,7 @@ def described(name: str, sizes: tuple[int, ...], kind: int = F32, offset: int = 
 
 HUGE = 10**18
 HARMFUL = {
-    "an empty file": (b"", "0 bytes"),
+    "an empty file": (b"", "0 bytes: it is truncated, or no GGUF file. Fetch it again."),
     "a few bytes": (b"GGUF", "4 bytes"),
     "another kind of file": (b"PK\x03\x04" + bytes(40), "no GGUF file"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -21,6 +22,7 @@ from mlx_ring.core.engine_stats import Policy, StepTiming
 from mlx_ring.core.environment import program
 from mlx_ring.core.types import RankId
 from mlx_ring.core.worker_status import InstanceInfo, LinkUse, WaitUse, WorkerInfo, WorkerMemory
+from mlx_ring.settings.config import shown_flags
 
 Availability = Literal["ready", "unavailable"]
 Mean = int | float | None
@@ -188,6 +190,8 @@ class ClusterStatus(ClusterParts):
     """URLs by which other machines and phones reach this server; empty if it answers on its own machine alone."""
     program: str
     """Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout."""
+    options: list[str]
+    """Flags with which the server was started, and their values, for another start. Keys and passwords are left out."""
     join_refusal: str | None
     """Reason why no other machine can join; null if others can."""
 
@@ -244,6 +248,7 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         ),
         urls=list(context.settings.urls()),
         program=program(shows_folders=False),
+        options=shown_flags(sys.argv[2:]) if sys.argv[1:2] == ["serve"] else [],
         join_refusal=context.settings.join_refusal or None,
     )
 

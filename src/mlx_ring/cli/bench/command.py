@@ -19,10 +19,10 @@ import typer
 
 from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.bench.workload import Range, Workload
-from mlx_ring.cli.head_client import CACERT, checked_key, key_to_send, trust
+from mlx_ring.cli.head_client import CACERT, trust
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.host.addresses import is_loopback
-from mlx_ring.settings.settings_sources import load_settings
+from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _MOST_TOKENS = 10_000_000
@@ -203,10 +203,10 @@ def bench(
     degrees = decimal("--temperature", temperature, 0, 2)
     timeout_s = decimal("--timeout", timeout, 0.1, 86_400)
     warming = whole("--warmup", warmup, 0, 10_000)
-    # The settings are those of this machine's server. Another one gets only what a flag says.
+    # The settings are those of this machine's servers. Others get only what a flag says.
     is_own = is_loopback(urlsplit(where).hostname or "")
     settings = load_settings({"api_key": api_key}) if is_own else None
-    presented = checked_key(api_key) if settings is None else key_to_send(settings)
+    presented = checked_key(api_key) if settings is None else key_to_send(where, settings, api_key)
     files = output_file("--json", json_file), output_file("--plot", plot, _FORMATS)
     if plot is not None:
         check_matplotlib(plot)

@@ -220,7 +220,9 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb", buffering=0) as stream:
             size = stream.seek(0, 2)
             if size < _LENGTH.size:
-                raise ModelCorrupt(f"{path} has {size} bytes: it is truncated, or no GGUF file.")
+                raise ModelCorrupt(
+                    f"{path} has {size} bytes: it is truncated, or no GGUF file. Fetch it again."
+                )
             return _Header(path, stream, size).read()
     except OSError as error:
         raise ModelCorrupt(f"{path} cannot be read: {error.strerror}. Fetch it again.") from error

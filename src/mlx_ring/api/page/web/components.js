@@ -80,6 +80,19 @@ export function onSingleClick(act) {
 }
 
 /**
+ * Render a button that does nothing while it is busy. It keeps the focus, which a disabled one loses.
+ * @param {{ isBusy: boolean, act: () => void, disabled?: boolean, children?: Children }} props
+ */
+export function BusyButton({ isBusy, act, disabled = false, children }) {
+  return html`<button
+    type="button"
+    disabled=${disabled}
+    aria-disabled=${isBusy ? "true" : null}
+    onClick=${onSingleClick(() => isBusy || act())}
+  >${children}</button>`;
+}
+
+/**
  * Return true for a key that an input method takes, as for Chinese, Japanese and Korean. In Safari, the Enter that
  * confirms a word comes after the composition has ended, and only its key code tells.
  * @param {Pick<KeyboardEvent, "isComposing" | "keyCode">} event

@@ -11,26 +11,78 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/pre
 const USUAL_PORT = "8100";
 
 /**
- * Return the command that starts this server, as far as the page knows it: models, port, and that others reach it.
- * @param {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program">} cluster
- * @param {{ nodes?: number, port?: string, hasKey?: boolean }} [options]
+ * What the page knows of the server's start.
+ * @typedef {Pick<ClusterStatus, "models" | "urls" | "nodes" | "join_refusal" | "program"> &
+ *   { options?: string[] }} Started
  */
-export function startCommand(cluster, { nodes = 0, port = location.port, hasKey = apiKey.get() !== "" } = {}) {
-  const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
-  const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
+
+/**
+ * Return the command that starts this server: its models, and the options with which it was started. A server of another
+ * version may not name its options: then those that the page knows.
+ * @param {Started} cluster
+ * @param {{ nodes?: number, opens?: boolean, port?: string, hasKey?: boolean }} [options] `nodes`: another number of
+ *   machines; `opens`: other machines and phones shall reach it
+ */
+export function startCommand(
+  cluster,
+  { nodes = 0, opens = false, port = location.port, hasKey = apiKey.get() !== "" } = {},
+) {
+  const given = cluster.options ?? [];
+  /** @type {Record<string, string>} */
+  const changes = { ...(nodes ? { "--nodes": String(nodes) } : {}), ...(opens ? { "--host": "0.0.0.0" } : {}) };
+  // A server of another version may lack a field, and this notice stands outside the views.
+  const isOpen = opens || cluster.urls?.length > 0;
+  const known = [
+    { option: nodesOption(cluster, nodes), names: ["--nodes"], isNew: nodes > 0 },
+    { option: port && port !== USUAL_PORT && `--port ${port}`, names: ["--port"], isNew: false },
+    { option: isOpen && "--host 0.0.0.0", names: ["--host"], isNew: opens },
+    { option: (hasKey || opens) && "--api-key KEY", names: ["--api-key", "--api-key-file"], isNew: opens && !hasKey },
+  ];
+  // A file of settings has the old ones already.
+  const fromFile = given.includes("--config");
+  const added = known.filter(({ names, isNew }) => !names.some((name) => given.includes(name)) && (isNew || !fromFile));
   return [
     // A server of another version may not name its program.
     `${quoted(cluster.program ?? "mlx-ring")} serve`,
     // A server of another version may lack the name to start with.
     ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
-    count && `--nodes ${count}`,
-    port && port !== USUAL_PORT && `--port ${port}`,
-    // A server of another version may lack a field, and this notice stands outside the views.
-    cluster.urls?.length > 0 && "--host 0.0.0.0",
-    hasKey && "--api-key KEY",
+    ...given.map((word, place) => changes[given[place - 1] ?? ""] ?? quoted(word)),
+    ...added.map(({ option }) => option),
   ]
     .filter(Boolean)
     .join(" ");
+}
+
+/**
+ * @param {Pick<ClusterStatus, "nodes" | "join_refusal">} cluster
+ * @param {number} nodes
+ */
+function nodesOption(cluster, nodes) {
+  const connected = cluster.nodes.filter(({ state }) => state !== "gone").length;
+  const count = nodes || (cluster.join_refusal === null ? Math.max(2, connected) : 0);
+  return count && `--nodes ${count}`;
+}
+
+/**
+ * Render the command that starts the server, and what is missing in it.
+ * @param {{ cluster: ClusterStatus, nodes?: number, opens?: boolean }} props as for `startCommand`
+ */
+export function StartCommand({ cluster, nodes = 0, opens = false }) {
+  const command = startCommand(cluster, { nodes, opens });
+  return html`<${Command} command=${command} />
+    <p class="muted">${whatIsMissing(cluster, command)}</p>`;
+}
+
+/**
+ * Return what a person must add to the command that starts the server.
+ * @param {{ options?: string[] }} cluster
+ * @param {string} command
+ */
+export function whatIsMissing({ options }, command) {
+  if (!options) return "Add the other options with which it was started.";
+  const secrets = ["KEY", "PASSWORD"].filter((each) => command.split(" ").includes(each));
+  const own = secrets.length ? `Put your own in place of ${secrets.join(" and ")}. ` : "";
+  return `${own}Run it in the same folder and with the same environment variables as before.`;
 }
 
 /**
@@ -75,8 +127,7 @@ export function ConnectionNotice({ live, now, showsState }) {
 function StartAgain({ cluster }) {
   return html`<details class="start-again" open=${!matchMedia("(max-width: 40rem)").matches}>
     <summary>Command that starts it again, on its machine</summary>
-    <${Command} command=${startCommand(cluster)} />
-    <p class="muted">Add the other options with which it was started.</p>
+    <${StartCommand} cluster=${cluster} />
   </details>`;
 }
 

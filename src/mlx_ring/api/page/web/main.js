@@ -1,9 +1,11 @@
 // The page: its top bar and the view that is shown.
 
 /** @typedef {import("preact").ComponentChildren} Children */
+/** @import { View } from "./address.js" */
 /** @import { Snapshot } from "./live.js" */
 /** @import { Status } from "./status.js" */
 
+import { openAddressed, useAddress } from "./address.js";
 import { apiKey } from "./api.js";
 import { Catalog } from "./catalog/catalog.js";
 import { ModelJobs } from "./catalog/model-jobs.js";
@@ -21,6 +23,7 @@ import { describeStatus } from "./status.js";
 import { ThemeSwitch, useTheme } from "./theme-switch.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact.js";
 
+/** @type {Record<View, string>} */
 const VIEWS = { chat: "Chat", models: "Models", cluster: "Cluster" };
 
 const live = new LiveCluster();
@@ -34,14 +37,15 @@ const NOTICES = { chat: ["busy", "bad"], models: ["busy", "bad"], cluster: ["not
 
 function Page() {
   const [now, setNow] = useState(live.now);
-  const view = useView();
+  const { view, chat, title } = useAddress(chats);
   const { theme, choice } = useTheme();
   const models = useModels(now);
   useEffect(() => live.subscribe(setNow), []);
   const model = now.state?.cluster.model;
   useEffect(() => {
-    document.title = model ? `${model} · mlx-ring` : "mlx-ring";
-  }, [model]);
+    // The browser's history shows it for each chat.
+    document.title = [title, model, "mlx-ring"].filter(Boolean).join(" · ");
+  }, [title, model]);
   const status = describeStatus(now);
   const notices = html`<${StatusNotices} status=${status} now=${now} tones=${NOTICES[view]} />`;
   const isLost = now.connection === "lost";
@@ -50,10 +54,14 @@ function Page() {
 
   return html`<a class="skip" href="#main" onClick=${focusMain}>Skip to content</a>
     <header class="head">
-      <a class="brand" href="#chat" aria-label="mlx-ring"><${Ring} /> <span>mlx-ring</span></a>
+      <a class="brand" href=${chat} aria-label="mlx-ring"><${Ring} /> <span>mlx-ring</span></a>
       <nav aria-label="Views">
         ${Object.entries(VIEWS).map(
-          ([name, title]) => html`<a key=${name} href=${`#${name}`} aria-current=${name === view ? "page" : null}>
+          ([name, title]) => html`<a
+            key=${name}
+            href=${name === "chat" ? chat : `#${name}`}
+            aria-current=${name === view ? "page" : null}
+          >
             ${title}
           </a>`,
         )}
@@ -126,23 +134,6 @@ function chatWith(model) {
   location.hash = "#chat";
 }
 
-/** Return the view that the address names. */
-function useView() {
-  const [view, setView] = useState(currentView);
-  useEffect(() => {
-    const onChange = () => setView(currentView());
-    addEventListener("hashchange", onChange);
-    return () => removeEventListener("hashchange", onChange);
-  }, []);
-  return view;
-}
-
-/** @returns {keyof typeof VIEWS} */
-function currentView() {
-  const name = location.hash.slice(1);
-  return name === "models" || name === "cluster" ? name : "chat";
-}
-
 /**
  * Move the focus, but leave the address, whose hash names the view.
  * @param {MouseEvent} event
@@ -170,6 +161,7 @@ for (const name of /** @type {const} */ (["dragover", "drop"])) {
   addEventListener(name, (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault());
 }
 
+openAddressed(chats);
 const root = document.getElementById("page");
 if (root) render(html`<${ErrorBoundary}><${Page} /></${ErrorBoundary}>`, root);
 live.start();

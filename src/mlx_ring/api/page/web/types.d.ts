@@ -131,6 +131,8 @@ export interface ClusterStatus {
   urls: string[];
   /** Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout. */
   program: string;
+  /** Flags with which the server was started, and their values, for another start. Keys and passwords are left out. */
+  options: string[];
   /** Reason why no other machine can join; null if others can. */
   join_refusal: string | null;
 }

@@ -3,7 +3,7 @@
 /** @import { Answer, Outcome } from "../types.js" */
 
 import { ApiError, request } from "../api.js";
-import { Notice, onSingleClick, withCommands } from "../components.js";
+import { BusyButton, Notice, onSingleClick, withCommands } from "../components.js";
 import { bytes, counted, duration, figures } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
 
@@ -20,9 +20,9 @@ export function Prediction({ model }) {
     setBusy(false);
   };
   return html`<p class="row prediction">
-    <button type="button" disabled=${isBusy || !model} onClick=${onSingleClick(predict)}>
+    <${BusyButton} isBusy=${isBusy} disabled=${!model} act=${predict}>
       ${isBusy ? "Planning" : "Predict memory and speed"}
-    </button>
+    </${BusyButton}>
     <span class="muted" role="status">${withCommands(text)}</span>
   </p>`;
 }
@@ -99,9 +99,9 @@ export function Recommendations({ load }) {
   };
   const fitting = rank(outcomes ?? []);
   return html`<div class="recommendations">
-    <button type="button" disabled=${isBusy} onClick=${onSingleClick(look)}>
+    <${BusyButton} isBusy=${isBusy} act=${look}>
       ${isBusy ? "Planning" : "Which models run well here?"}
-    </button>
+    </${BusyButton}>
     ${problem && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
     ${outcomes && !fitting.length && html`<p class="muted">None of ${outcomes.length} popular models fits here.</p>`}
     ${

@@ -97,6 +97,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
         retry=${(/** @type {number} */ place) => send(() => chats.retry(place, options))}
+        showVersion=${(/** @type {number} */ place, /** @type {number} */ number) => chats.showVersion(place, number)}
         branch=${(/** @type {number} */ count) => chats.branch(count)}
         editApart=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => {
@@ -118,6 +119,13 @@ export function Chat({ chats, live, models, jobs, notices }) {
           jobs=${jobs}
           setModel=${setModel}
         />`
+      }
+      ${
+        now.missing !== null &&
+        html`<${Notice} tone="bad">
+        This browser has no chat ${now.missing}. It was deleted, or another browser has it: chats are stored only in the
+        browser that asked.
+      </${Notice}>`
       }
       ${
         !now.isStored &&
@@ -143,7 +151,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         ask=${ask}
         stop=${() => chats.stop()}
         isRunning=${isRunning}
-        models=${models}
+        models=${isOffline ? models.map((each) => ({ ...each, note: "" })) : models}
         model=${model}
         onDisk=${onDisk}
         wanted=${wanted}

@@ -13,10 +13,12 @@ const BRANCH = " (branch)";
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
  * streams. `key` finds the answer among the messages. `isKept` is true while the text is that of the try before, and
- * the next one has none yet. `isQueued` is true while other answers of this browser must end first.
+ * the next one has none yet. `isQueued` is true while other answers of this browser must end first. `earlier` and
+ * `later` are the other versions of an answer that was requested again, without versions of their own.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
- *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean, key?: string
+ *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean, key?: string,
+ *   earlier?: AnswerMessage[], later?: AnswerMessage[]
  * }} AnswerMessage
  */
 
@@ -106,8 +108,16 @@ export function searchConversations(conversations, text) {
   const wanted = text.trim().toLocaleLowerCase();
   const holds = (/** @type {string} */ one) => one.toLocaleLowerCase().includes(wanted);
   return conversations.filter(
-    ({ title, messages }) => !wanted || holds(title) || messages.some(({ content }) => holds(content)),
+    ({ title, messages }) => !wanted || holds(title) || messages.some((each) => textsOf(each).some(holds)),
   );
+}
+
+/**
+ * Return the text of a message, and those of an answer's other versions.
+ * @param {Message} message
+ */
+function textsOf(message) {
+  return isAnswer(message) ? versionsOf(message).map(({ content }) => content) : [message.content];
 }
 
 /** @param {string} text */
@@ -174,7 +184,34 @@ export function canContinue({ content, calls, end }) {
 }
 
 /**
- * Return the answer to show while the server answers once more: the former text, until the new one begins.
+ * Return all versions of an answer in the order of their requests, without versions of their own.
+ * @param {AnswerMessage} answer
+ * @returns {AnswerMessage[]}
+ */
+export function versionsOf({ earlier = [], later = [], ...shown }) {
+  return [...earlier, shown, ...later];
+}
+
+/**
+ * Return a conversation that shows another version of an answer.
+ * @param {Conversation} conversation
+ * @param {number} place of the answer
+ * @param {number} number of the version, from 0
+ * @returns {Conversation}
+ */
+export function withVersion(conversation, place, number) {
+  const answer = conversation.messages[place];
+  if (!answer || !isAnswer(answer)) return conversation;
+  const versions = versionsOf(answer);
+  const wanted = versions[number];
+  if (!wanted) return conversation;
+  const shown = { ...wanted, earlier: versions.slice(0, number), later: versions.slice(number + 1) };
+  return { ...conversation, at: Date.now(), messages: conversation.messages.with(place, shown) };
+}
+
+/**
+ * Return the answer to show while the server answers once more: the former text, until the new one begins. Then the
+ * former text is an earlier version.
  * @param {AnswerMessage} answer so far
  * @param {AnswerMessage | null} before the former answer
  * @param {boolean} continues whether the new text follows the former one
@@ -182,20 +219,23 @@ export function canContinue({ content, calls, end }) {
  */
 export function joinAnswers(answer, before, continues) {
   if (!before || !hasText(before)) return answer;
+  const { earlier = [], later = [] } = before;
   if (continues) {
     return {
       ...answer,
+      earlier,
+      later,
       content: before.content + answer.content,
       reasoning: before.reasoning + answer.reasoning,
       figures: joinFigures(before.figures, answer.figures),
     };
   }
-  if (hasText(answer)) return answer;
+  if (hasText(answer)) return { ...answer, earlier: versionsOf(before) };
   const { content, reasoning, calls, figures, model } = before;
   // An end without a new text leaves the former answer as it was.
   const isKept = answer.end === null;
   const end = isKept ? answer.end : before.end;
-  return { ...answer, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
+  return { ...answer, earlier, later, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
 }
 
 /**

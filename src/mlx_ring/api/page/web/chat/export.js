@@ -2,7 +2,7 @@
 
 /** @import { Conversation, Message } from "./conversation.js" */
 
-import { isAnswer } from "./conversation.js";
+import { isAnswer, versionsOf } from "./conversation.js";
 
 const MAX_NAME = 60;
 /** Ends of answers that are not complete. @type {Record<string, string>} */
@@ -42,12 +42,30 @@ function minute(at) {
   return `${new Date(at).toISOString().slice(0, 16).replace("T", " ")} UTC`;
 }
 
-/** @param {Message} message */
+/**
+ * Return a message as Markdown. All versions of an answer follow each other, the one that is shown last.
+ * @param {Message} message
+ */
 function messageToMarkdown(message) {
+  if (!isAnswer(message)) return versionToMarkdown(message, "");
+  const [versions, number] = [versionsOf(message), message.earlier?.length ?? 0];
+  if (versions.length === 1) return versionToMarkdown(message, "");
+  const order = [...versions.keys()].filter((each) => each !== number);
+  return [...order, number]
+    .map((place) => versionToMarkdown(versions[place] ?? message, `version ${place + 1} of ${versions.length}`))
+    .join("\n\n");
+}
+
+/**
+ * @param {Message} message
+ * @param {string} version which one of an answer it is; empty if there is one alone
+ */
+function versionToMarkdown(message, version) {
   if (message.role === "user") return `## Question\n\n${message.content}`;
   if (!isAnswer(message)) return `## Result of ${message.name}\n\n${fenced(message.content)}`;
   const cut = ENDS[message.end ?? "unknown"];
-  const parts = [`## Answer${message.model ? ` of ${message.model}` : ""}${cut ? ` (${cut})` : ""}`];
+  const notes = [version, cut].filter(Boolean).join(", ");
+  const parts = [`## Answer${message.model ? ` of ${message.model}` : ""}${notes ? ` (${notes})` : ""}`];
   const { parameters = {}, askedAt } = message;
   const facts = Object.entries(parameters).map(([name, value]) => `${name} ${JSON.stringify(value)}`);
   if (askedAt) facts.unshift(minute(askedAt));
@@ -98,12 +116,15 @@ function contentOf({ title, at, messages }) {
   return { title, updated_at: new Date(at).toISOString(), messages: messages.map(messageToJson) };
 }
 
-/** @param {Message} message */
+/**
+ * @param {Message} message
+ * @returns {Record<string, unknown>}
+ */
 function messageToJson(message) {
   const { role, content } = message;
   if (message.role === "tool") return { role, tool_call_id: message.call, name: message.name, content };
   if (!isAnswer(message)) return { role, content };
-  const { reasoning, calls, end, model, figures, parameters, askedAt } = message;
+  const { reasoning, calls, end, model, figures, parameters, askedAt, earlier = [], later = [] } = message;
   const toolCalls = calls.map(({ id, name, arguments: given }) => ({
     id,
     type: "function",
@@ -119,6 +140,8 @@ function messageToJson(message) {
     ...(askedAt && { asked_at: new Date(askedAt).toISOString() }),
     ...(parameters && { parameters }),
     ...(figures.tokens && { usage: { prompt_tokens: figures.promptTokens, completion_tokens: figures.tokens } }),
+    ...(earlier.length && { earlier_versions: earlier.map(messageToJson) }),
+    ...(later.length && { later_versions: later.map(messageToJson) }),
   };
 }
 

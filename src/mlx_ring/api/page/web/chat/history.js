@@ -3,6 +3,7 @@
 /** @import { Conversation } from "./conversation.js" */
 /** @import { ChatState, ChatStore } from "./store.js" */
 
+import { chatAddress } from "../address.js";
 import { onSingleClick, onValue, useFocus, useReturningFocus } from "../components.js";
 import { html, useState } from "../vendor/preact.js";
 import { searchConversations } from "./conversation.js";
@@ -57,7 +58,7 @@ export function History({ now, chats }) {
             conversation=${conversation}
             isOpen=${conversation.id === now.open.id}
             isRunning=${now.running.has(conversation.id)}
-            open=${closeAfter(() => chats.open(conversation.id))}
+            onOpen=${closeAfter(() => {})}
             remove=${() => chats.delete(conversation.id)}
           />`,
         )}
@@ -105,15 +106,21 @@ function exportAll(conversations) {
 
 /**
  * @param {{
- *   conversation: Conversation, isOpen: boolean, isRunning: boolean, open: () => void, remove: () => void
+ *   conversation: Conversation, isOpen: boolean, isRunning: boolean, onOpen: () => void, remove: () => void
  * }} props
  */
-function Entry({ conversation, isOpen, isRunning, open, remove }) {
+function Entry({ conversation, isOpen, isRunning, onOpen, remove }) {
   const title = conversation.title || "Untitled";
   return html`<li class=${isOpen ? "current" : ""}>
-    <button type="button" class="title" dir="auto" aria-current=${isOpen ? "true" : null} onClick=${open}>
+    <a
+      class="title"
+      href=${chatAddress(conversation)}
+      dir="auto"
+      aria-current=${isOpen ? "true" : null}
+      onClick=${onOpen}
+    >
       ${isRunning ? html`<i class="dot busy" role="img" aria-label="streaming"></i>` : null}${title}
-    </button>
+    </a>
     <button
       type="button"
       class="quiet"

@@ -16,7 +16,7 @@ import {
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { canContinue, hasText, isCutOff } from "./conversation.js";
+import { canContinue, hasText, isCutOff, versionsOf } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
 
 /** Characters and lines beyond which a question is shown in part. */
@@ -139,6 +139,7 @@ function Editor({ text, setDraft, ask, askApart, cancel }) {
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, while the answer streams
  * @property {(() => void) | null} retry null if it cannot be requested again
+ * @property {((number: number) => void) | null} showVersion null while it cannot be changed
  * @property {(() => void) | null} branch copies the conversation up to here; null while the answer streams
  * @property {(() => void) | null} proceed continues the answer; null on all but the last
  * @property {string} refusal why nothing can be sent now; empty if it can
@@ -251,8 +252,8 @@ export function describeEnd(message) {
   return ENDS[message.end ?? ""] ?? "";
 }
 
-/** @param {Pick<AnswerProps, "message" | "retry" | "branch" | "proceed" | "refusal">} props */
-function AnswerFooter({ message, retry, branch, proceed, refusal }) {
+/** @param {Pick<AnswerProps, "message" | "retry" | "showVersion" | "branch" | "proceed" | "refusal">} props */
+function AnswerFooter({ message, retry, showVersion, branch, proceed, refusal }) {
   const end = describeEnd(message);
   const tone = isCutOff(message) ? "state bad" : "muted";
   const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
@@ -265,8 +266,9 @@ function AnswerFooter({ message, retry, branch, proceed, refusal }) {
       onClick=${act}
     >${name}</button>`;
   return html`<footer>
-    ${end && html`<p class=${`end ${tone}`}>${end}</p>`}
-    ${message.content && html`<${CopyButton} text=${() => message.content} what="answer" />`}
+    ${end !== "" && html`<p class=${`end ${tone}`}>${end}</p>`}
+    ${message.content !== "" && html`<${CopyButton} text=${() => message.content} what="answer" />`}
+    <${Versions} message=${message} show=${showVersion} />
     ${button("Retry", retry)} ${button("Continue", canContinue(message) ? proceed : null)}
     ${
       branch &&
@@ -280,6 +282,33 @@ function AnswerFooter({ message, retry, branch, proceed, refusal }) {
     ${message.model && html`<span class="muted">${message.model}</span>`}
     <span class="figures">${describeFigures(message).map((text) => html`<span key=${text}>${text}</span>`)}</span>
   </footer>`;
+}
+
+/**
+ * Render which version of an answer is shown, and the way to the others. Nothing if there is only one.
+ * @param {{ message: AnswerMessage, show: ((number: number) => void) | null }} props
+ */
+function Versions({ message, show }) {
+  const { length: count } = versionsOf(message);
+  const number = message.earlier?.length ?? 0;
+  if (count < 2) return null;
+  // A button that were disabled would lose the focus.
+  const step = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ wanted) => {
+    const isThere = show !== null && wanted >= 0 && wanted < count;
+    return html`<button
+      type="button"
+      class="quiet"
+      aria-label=${name}
+      aria-disabled=${isThere ? null : "true"}
+      title=${name}
+      onClick=${() => isThere && show(wanted)}
+    >${sign}</button>`;
+  };
+  return html`<span class="versions" role="group" aria-label="Versions of this answer">
+    ${step("«", "Earlier version", number - 1)}
+    <span role="status">${number + 1}/${count}</span>
+    ${step("»", "Later version", number + 1)}
+  </span>`;
 }
 
 /** @param {AnswerMessage} message */

@@ -25,6 +25,7 @@ import {
   withEdit,
   withMessage,
   withTitle,
+  withVersion,
 } from "./conversation.js";
 import { Drafts } from "./drafts.js";
 import { chosenFields, requestFields } from "./parameters.js";
@@ -44,6 +45,7 @@ const SWEEP_MS = 5000;
  * @property {Set<string>} elsewhere ids of conversations with an answer that streams into another tab
  * @property {Conversation | null} deleted the last deleted conversation, which can be restored
  * @property {boolean} isStored false if the browser had no room for the last change
+ * @property {string | null} missing id of a conversation that was asked for, and that this browser does not have
  * @property {number} unstored number of older conversations that are not stored
  */
 
@@ -87,7 +89,7 @@ export class ChatStore {
     const { conversations } = this.#stored.join([], () => false);
     const open = conversations[0] ?? newConversation();
     const [running, elsewhere] = [new Set(), new Set()];
-    this.now = { conversations, open, running, elsewhere, deleted: null, isStored: true, unstored: 0 };
+    this.now = { conversations, open, running, elsewhere, deleted: null, missing: null, isStored: true, unstored: 0 };
     this.drafts.keepOnly(conversations.map(({ id }) => id));
     this.#readMarks();
     window.addEventListener("pagehide", () => this.#leave());
@@ -117,12 +119,12 @@ export class ChatStore {
   }
 
   /**
-   * Open a conversation.
+   * Open a conversation, or an empty one if this browser does not have it.
    * @param {string} id
    */
   open(id) {
     const found = this.now.conversations.find((conversation) => conversation.id === id);
-    if (found) this.#update({ open: found });
+    if (this.now.open.id !== id) this.#update({ open: found ?? newConversation(), missing: found ? null : id });
   }
 
   /**
@@ -190,6 +192,18 @@ export class ChatStore {
    */
   retry(place, options) {
     return this.#again(place, options, false);
+  }
+
+  /**
+   * Show another version of an answer.
+   * @param {number} place
+   * @param {number} number of the version, from 0
+   */
+  showVersion(place, number) {
+    const { open } = this.now;
+    if (this.#running.has(open.id) || this.#isElsewhere(open.id)) return;
+    this.#put(withVersion(open, place, number));
+    this.#store();
   }
 
   /**
@@ -446,7 +460,9 @@ export class ChatStore {
 
   /** @param {Partial<ChatState>} change */
   #update(change) {
-    this.now = { ...this.now, ...change, running: new Set(this.#running.keys()) };
+    const { open = this.now.open } = change;
+    const missing = open.id === this.now.open.id && !open.messages.length ? this.now.missing : null;
+    this.now = { ...this.now, missing, ...change, running: new Set(this.#running.keys()) };
     for (const listener of this.#listeners) listener(this.now);
   }
 }

@@ -6,7 +6,7 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { editName, isAnswer, isCutOff, openCalls } from "./conversation.js";
+import { editName, isAnswer, isCutOff, openCalls, versionsOf } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
 
 /** Distance from the end at which the thread still follows new text. */
@@ -23,6 +23,7 @@ const NEAR_END_PX = 60;
  * @property {(place: number, text: string) => boolean} editApart asks the changed question in a copy
  * @property {(count: number) => void} branch copies the first messages into a new conversation
  * @property {(place: number) => void} retry requests the answer at this place again
+ * @property {(place: number, number: number) => void} showVersion shows another version of the answer at a place
  * @property {() => void} proceed continues the last answer
  * @property {(call: ToolCall, text: string) => void} addResult
  * @property {Children} empty shown without messages
@@ -34,7 +35,7 @@ const NEAR_END_PX = 60;
  */
 export function Thread(props) {
   const { conversation, isRunning, request, refusal, edits, edit, editApart, branch } = props;
-  const { retry, proceed, addResult, empty } = props;
+  const { retry, showVersion, proceed, addResult, empty } = props;
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
   const { messages } = conversation;
   const calls = openCalls(conversation);
@@ -48,6 +49,8 @@ export function Thread(props) {
           // The place of the answer that streams: a retry leaves the messages after it.
           const streams = isRunning && message.end === null;
           const mayRetry = !isRunning && (isLast || (isCutOff(message) && !message.calls.length));
+          // Results of tools belong to the calls of one version.
+          const mayChange = !isRunning && (isLast || versionsOf(message).every((each) => !each.calls.length));
           return html`<${Answer}
             key=${key}
             message=${message}
@@ -55,6 +58,7 @@ export function Thread(props) {
             request=${streams ? request : undefined}
             refusal=${refusal}
             retry=${mayRetry ? () => retry(place) : null}
+            showVersion=${mayChange ? (/** @type {number} */ number) => showVersion(place, number) : null}
             branch=${streams ? null : () => branch(place + 1)}
             proceed=${isLast && !isRunning ? proceed : null}
             openCalls=${calls}

@@ -3,16 +3,13 @@
 /** @import { ClusterStatus } from "../types.js" */
 /** @import { Invitation } from "./invitation.js" */
 
-import { Command, CopyButton, unbroken, withCommands } from "../components.js";
-import { startCommand } from "../connection.js";
+import { CopyButton, unbroken } from "../components.js";
+import { StartCommand } from "../connection.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 import { Invite } from "./invitation.js";
 
 /** Light modules around a QR code, which readers need. */
 const MARGIN = 4;
-const LOCAL =
-  "This server answers on its own machine alone. To use it from others, start it with `--host 0.0.0.0 --api-key KEY`.";
-
 /**
  * Render the card. It asks for a token only when the button is pressed.
  * @param {{ cluster: ClusterStatus, invitation: Invitation }} props
@@ -27,8 +24,7 @@ export function AddMachine({ cluster, invitation }) {
               This server uses one machine alone. Others can join after a restart. Chats and downloaded models stay.
               Stop it with Ctrl+C, then run:
             </p>
-            <${Command} command=${startCommand(cluster, { nodes: 2 })} />
-            <p class="muted">Add the other options with which it was started.</p>`
+            <${StartCommand} cluster=${cluster} nodes=${2} />`
         : html`<p class="muted">Install the same version of mlx-ring there, then run a command that this page makes.</p>
             <${Invite} invitation=${invitation} cluster=${cluster} show=${show} />`
     }
@@ -37,9 +33,10 @@ export function AddMachine({ cluster, invitation }) {
 
 /**
  * Render the card with the server's addresses for phones and other machines.
- * @param {{ urls: string[] }} props
+ * @param {{ cluster: ClusterStatus }} props
  */
-export function OtherDevices({ urls }) {
+export function OtherDevices({ cluster }) {
+  const { urls } = cluster;
   const [chosen, setChosen] = useState(0);
   const url = urls[chosen] ?? urls[0];
   return html`<section class="panel add-machine" aria-label="Use it from a phone">
@@ -56,7 +53,8 @@ export function OtherDevices({ urls }) {
               <${Choices} name="address" texts=${urls} chosen=${chosen} onChoose=${setChosen} />
             </div>
           </div>`
-        : html`<p class="muted">${withCommands(LOCAL)}</p>`
+        : html`<p>This server answers on its own machine alone. Others can use it after a restart:</p>
+            <${StartCommand} cluster=${cluster} opens=${true} />`
     }
   </section>`;
 }

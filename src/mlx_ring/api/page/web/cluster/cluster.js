@@ -49,7 +49,7 @@ export function Cluster({ now: { state, points, lines }, notices, theme, invitat
     <${Charts} points=${points} instances=${cluster.instances} theme=${theme} />
     <${Machines} cluster=${cluster} names=${names} moves=${moves} />
     <${AddMachine} cluster=${cluster} invitation=${invitation} />
-    <${OtherDevices} urls=${cluster.urls} />
+    <${OtherDevices} cluster=${cluster} />
     <${WhatIf} />
     <div class="halves">
       <${Requests} requests=${requests} cache=${cache} showsModel=${hasSeveralModels} />

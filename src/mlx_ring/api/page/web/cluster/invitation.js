@@ -3,7 +3,7 @@
 /** @import { ClusterStatus, JoinCommands } from "../types.js" */
 
 import { ApiError, request } from "../api.js";
-import { Command, Notice, onSingleClick } from "../components.js";
+import { BusyButton, Command, Notice } from "../components.js";
 import { duration } from "../format.js";
 import { nodeNames } from "../status.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
@@ -96,7 +96,8 @@ export function whatCame({ commands, known, away }, cluster) {
  */
 export function describeLife(leftMs) {
   if (leftMs <= 0) return "This command has expired: make another one.";
-  const left = leftMs < 60_000 ? "less than a minute" : duration(60 * Math.ceil(leftMs / 60_000)).replace(" 0 s", "");
+  const left =
+    leftMs < 60_000 ? "less than a minute" : duration(60 * Math.ceil(leftMs / 60_000)).replace(/ 0 (min|s)$/, "");
   return `It works once, within ${left}. Keep it secret until then.`;
 }
 
@@ -138,9 +139,9 @@ export function Invite({ invitation, cluster, show = listCommands }) {
       )
     }
     <p>
-      <button type="button" disabled=${isBusy} onClick=${onSingleClick(() => invitation.make(cluster))}>
+      <${BusyButton} isBusy=${isBusy} act=${() => invitation.make(cluster)}>
         ${commands.length ? "Make another command" : "Make a join command"}
-      </button>
+      </${BusyButton}>
     </p>
     ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
     ${isOpen && html`<p>Run this on the other machine. <span class="muted">${describeLife(leftMs)}</span></p>`}

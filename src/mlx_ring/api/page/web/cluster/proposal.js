@@ -3,7 +3,7 @@
 /** @import { PlannedSplit, ProposalStatus, ReplannedModel } from "../types.js" */
 
 import { ApiError, request } from "../api.js";
-import { Notice, onSingleClick } from "../components.js";
+import { BusyButton, Notice } from "../components.js";
 import { bytes, duration, figures, percent } from "../format.js";
 import { html, useEffect, useState } from "../vendor/preact.js";
 
@@ -129,9 +129,9 @@ export function MoveButton({ proposal, moves }) {
   const { isRunning = false, problem = "" } = useMoves(moves)[model] ?? {};
   const pauses = proposal.way !== "beside";
   return html`<p>
-    <button type="button" disabled=${isRunning} onClick=${onSingleClick(() => moves.move(proposal))}>
+    <${BusyButton} isBusy=${isRunning} act=${() => moves.move(proposal)}>
       ${isRunning ? `Moving ${model}` : `Move ${model} there, ${pauses ? "with" : "without"} a pause`}
-    </button>
+    </${BusyButton}>
     ${problem && html` <span class="state bad">It was not moved.</span>`}
   </p>`;
 }

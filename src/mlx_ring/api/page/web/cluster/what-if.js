@@ -57,6 +57,7 @@ export function WhatIf() {
     setOpen(event.currentTarget.open);
   const onSubmit = async (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
+    if (isBusy) return;
     setBusy(true);
     setProblem("");
     try {
@@ -123,7 +124,7 @@ export function WhatIf() {
             />
           </label>`,
         )}
-        <button class="primary" disabled=${isBusy}>${isBusy ? "Planning" : "Compare"}</button>
+        <button class="primary" aria-disabled=${isBusy ? "true" : null}>${isBusy ? "Planning" : "Compare"}</button>
       </form>
       ${problem && html`<${Notice} tone="bad">${problem}</${Notice}>`}
       ${answer?.remarks?.map((remark) => html`<p key=${remark} class="muted">${remark}</p>`)}
