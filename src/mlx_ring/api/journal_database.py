@@ -46,13 +46,13 @@ _LOG_BYTES = 1 << 20
 """Largest size of the log, so that folding it takes a fraction of a second; at most an eighth of the file."""
 _LARGEST_PART = 1 / 4
 """Part of the size that one request may take."""
-_VERSION = 1
-"""Version of the schema."""
+_VERSION = 2
+"""Version of the schema. Version 1 had no models."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
     created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, checksum INTEGER NOT NULL, end TEXT,
-    ended INTEGER, error TEXT, message TEXT, param TEXT);
+    ended INTEGER, error TEXT, message TEXT, param TEXT, model TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, body BLOB NOT NULL, prompts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS deltas (number INTEGER PRIMARY KEY, joined BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
@@ -203,15 +203,15 @@ class JournalDatabase:
         self._last = number = max(self._last + 1, time.time_ns() // 1000)
         values = (
             *(number, request.id, request.owner, request.path, request.created, request.random),
-            *(request.runs_alone, checksum),
+            *(request.runs_alone, checksum, request.model),
         )
         if request.runs_alone:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
             with _transaction(self._db):
                 self._db.execute(
-                    "INSERT INTO answers (number, id, owner, path, created, random, runs_alone, checksum) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO answers (number, id, owner, path, created, random, runs_alone, checksum, model) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
                 )
                 self._db.execute("INSERT INTO requests VALUES (?, ?, ?)", (number, body, encoded))
@@ -288,8 +288,8 @@ class JournalDatabase:
         if found is None:
             return None
         number, _, owner, path, created, random, runs_alone, checksum, kind, *rest = found
-        at, error, message, param, body, prompts, joined = rest
-        request = KeptRequest(id_, owner, path, created, random, bool(runs_alone))
+        at, error, message, param, model, body, prompts, joined = rest
+        request = KeptRequest(id_, owner, path, created, random, bool(runs_alone), model)
         lines = (joined or b"").splitlines()
         deltas = tuple(whole_deltas(lines))
         if checksum_of(request, body, prompts) != checksum or (kind is not None and len(deltas) < len(lines)):
@@ -310,11 +310,11 @@ class JournalDatabase:
         )
         return [id_ for id_, owner in rows if owners is None or owner in owners]
 
-    def set_alone(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
-        """Record that an answer is computed whether or not a client reads it."""
-        checksum = checksum_of(request, body, encode_prompts(prompts))
+    def update(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
+        """Record whether an answer runs alone, and its model."""
+        values = request.runs_alone, request.model, checksum_of(request, body, encode_prompts(prompts))
         self._db.execute(
-            "UPDATE answers SET runs_alone = 1, checksum = ? WHERE id = ?", (checksum, request.id)
+            "UPDATE answers SET runs_alone = ?, model = ?, checksum = ? WHERE id = ?", (*values, request.id)
         )
 
     def drop(self, ids: Collection[str]) -> None:
@@ -393,11 +393,16 @@ class JournalDatabase:
 
 
 def _check_version(db: sqlite3.Connection) -> None:
-    """Refuse the file of another version as damaged, and mark a new one."""
-    if db.execute("PRAGMA schema_version").fetchone()[0] == 0:
-        db.execute(f"PRAGMA user_version = {_VERSION}")
-    elif db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
+    """Refuse the file of another version as damaged, convert one of the version before, and mark a new one."""
+    is_new = db.execute("PRAGMA schema_version").fetchone()[0] == 0
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if not is_new and version not in (1, _VERSION):
         raise sqlite3.DatabaseError("it is of another version")
+    if version != _VERSION:
+        with _transaction(db):
+            if not is_new:
+                db.execute("ALTER TABLE answers ADD COLUMN model TEXT NOT NULL DEFAULT ''")
+            db.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _used(db: sqlite3.Connection) -> int:

@@ -117,9 +117,13 @@ class JournalWriter:
     async def set_alone(self, recording: Recording) -> None:
         """Record that an answer is computed whether or not a client reads it."""
         recording.request = replace(recording.request, runs_alone=True)
+        await self.update(recording)
+
+    async def update(self, recording: Recording) -> None:
+        """Write what is known of an answer's request, unless the disk fails."""
         with contextlib.suppress(*FAILURES):
             await self._disk.run(
-                lambda: self._db.set_alone(recording.request, recording.body, recording.prompts)
+                lambda: self._db.update(recording.request, recording.body, recording.prompts)
             )
 
     async def end(self, recording: Recording, end: End) -> None:
