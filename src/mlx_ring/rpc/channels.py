@@ -190,9 +190,13 @@ def add_secure_port(
     try:
         return server.add_secure_port(_target(address), credentials)
     except RuntimeError as error:
-        raise AddressInUse(
-            f"{address} cannot be used: another process listens there, or this machine has no such address."
-        ) from error
+        raise address_in_use(address) from error
+
+
+def address_in_use(address: str) -> AddressInUse:
+    return AddressInUse(
+        f"{address} cannot be used: another process listens there, or this machine has no such address."
+    )
 
 
 def _shorten_decode_errors() -> None:
