@@ -15,6 +15,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from mlx_ring.api.kept_answers import (
@@ -27,7 +28,9 @@ from mlx_ring.api.kept_answers import (
     decode_prompts,
     encode_prompts,
     join_deltas,
+    logged_deltas,
     whole_deltas,
+    with_logged,
 )
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import make_private_folder
@@ -139,8 +142,9 @@ class JournalDatabase:
                 db.execute(f"PRAGMA {pragma}")
             _check_version(db)
             db.executescript(_SCHEMA)
-            _fold(db)
-            db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
+            with _unless_full():
+                _fold(db)
+                db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
             self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
             if _used(db) * _PAGE > self._size * _FULL:
                 self._make_room_in(db, 0, ())
@@ -199,18 +203,14 @@ class JournalDatabase:
         self._reopen_if_removed()
         encoded = encode_prompts(prompts)
         removed = self._make_room(len(body) + len(encoded), busy)
-        checksum = checksum_of(request, body, encoded)
         self._last = number = max(self._last + 1, time.time_ns() // 1000)
-        values = (
-            *(number, request.id, request.owner, request.path, request.created, request.random),
-            *(request.runs_alone, checksum, request.model),
-        )
+        values = (*astuple(request), number, checksum_of(request, body, encoded))
         if request.runs_alone:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
             with _transaction(self._db):
                 self._db.execute(
-                    "INSERT INTO answers (number, id, owner, path, created, random, runs_alone, checksum, model) "
+                    "INSERT INTO answers (id, owner, path, created, random, runs_alone, model, number, checksum) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
                 )
@@ -312,10 +312,9 @@ class JournalDatabase:
 
     def update(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
         """Record whether an answer runs alone, and its model."""
-        values = request.runs_alone, request.model, checksum_of(request, body, encode_prompts(prompts))
-        self._db.execute(
-            "UPDATE answers SET runs_alone = ?, model = ?, checksum = ? WHERE id = ?", (*values, request.id)
-        )
+        checksum = checksum_of(request, body, encode_prompts(prompts))
+        values = request.runs_alone, request.model, checksum, request.id
+        self._db.execute("UPDATE answers SET runs_alone = ?, model = ?, checksum = ? WHERE id = ?", values)
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove answers. Their deltas stay in the log until it is folded."""
@@ -328,11 +327,11 @@ class JournalDatabase:
         self.fold()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def old(self, before: int, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
-        """Return the ids of answers to requests from before a time, and of those of other owners.
+    def old(self, kept: range, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
+        """Return the ids of answers to requests from before or after a range of time, and of those of other owners.
 
         Args:
-            before: Unix seconds.
+            kept: Unix seconds. Answers from later were kept while the clock was ahead, and would stay for too long.
             owners: known owners; None: all.
             busy: ids of answers that are computed or read, which stay.
         """
@@ -340,7 +339,7 @@ class JournalDatabase:
         return [
             id_
             for id_, owner, created in rows
-            if id_ not in busy and (created < before or (owners is not None and owner not in owners))
+            if id_ not in busy and (created not in kept or (owners is not None and owner not in owners))
         ]
 
     def totals(self) -> Totals:
@@ -405,6 +404,17 @@ def _check_version(db: sqlite3.Connection) -> None:
             db.execute(f"PRAGMA user_version = {_VERSION}")
 
 
+@contextlib.contextmanager
+def _unless_full() -> Generator[None]:
+    """Leave for later what a full disk has no room for."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" not in str(error):
+            raise
+        log.warning("The journal can keep no more answers until there is room: %s", error)
+
+
 def _used(db: sqlite3.Connection) -> int:
     """Return the number of pages that hold something."""
     pages: int = db.execute("PRAGMA page_count").fetchone()[0]
@@ -426,24 +436,15 @@ def _transaction(db: sqlite3.Connection) -> Generator[None]:
 
 def _fold(db: sqlite3.Connection) -> None:
     """Save the logged deltas of each answer that has not ended, and empty the log."""
-    more: dict[int, list[bytes]] = {}
-    for (row,) in db.execute("SELECT deltas FROM log ORDER BY step").fetchall():
-        for line in row.splitlines():
-            number, _, rest = line.partition(b" ")
-            if number.isdigit():
-                more.setdefault(int(number), []).append(rest)
+    more = logged_deltas(row for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"))
+    if not more:  # a full disk has no room for a write
+        return
     with _transaction(db):
         for number, entries in more.items():
             open_ = db.execute("SELECT 1 FROM answers WHERE number = ? AND end IS NULL", (number,)).fetchone()
             if open_ is None:
                 continue
             found = db.execute("SELECT joined FROM deltas WHERE number = ?", (number,)).fetchone()
-            lines: list[bytes] = [] if found is None else found[0].splitlines()
-            for entry in entries:
-                place, _, line = entry.partition(b" ")
-                # A failed write leaves a gap: deltas after it are computed again.
-                if place.isdigit() and int(place) == len(lines):
-                    lines.append(line)
-            joined = b"".join(b"%b\n" % line for line in lines)
+            joined = with_logged(b"" if found is None else found[0], entries)
             db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, joined))
         db.execute("DELETE FROM log")

@@ -326,9 +326,10 @@ class JournalWriter:
 
     async def clean(self) -> None:
         """Remove answers that are too old, or whose key is unknown, a few at a time, and count the others."""
-        db, before = self._db, int(time.time()) - KEPT_S
+        db, now = self._db, int(time.time())
+        kept = range(now - KEPT_S, now + KEPT_S)
         busy = self._busy()
-        old = await self._disk.run(lambda: db.old(before, self._owners or None, busy))
+        old = await self._disk.run(lambda: db.old(kept, self._owners or None, busy))
         for start in range(0, len(old), _CLEANED_AT_ONCE):
             busy = self._busy()
             some = [id_ for id_ in old[start : start + _CLEANED_AT_ONCE] if id_ not in busy]

@@ -200,6 +200,28 @@ def whole_deltas(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield line[8:]
 
 
+def logged_deltas(rows: Iterable[bytes]) -> dict[int, list[bytes]]:
+    """Return the lines of a log by the number of their answers. Each has a delta behind its place."""
+    found: dict[int, list[bytes]] = {}
+    for row in rows:
+        for line in row.splitlines():
+            number, _, rest = line.partition(b" ")
+            if number.isdigit():
+                found.setdefault(int(number), []).append(rest)
+    return found
+
+
+def with_logged(joined: bytes, logged: Iterable[bytes]) -> bytes:
+    """Return joined deltas with those that were logged since."""
+    lines = joined.splitlines()
+    for entry in logged:
+        place, _, line = entry.partition(b" ")
+        # A failed write leaves a gap: deltas after it are computed again.
+        if place.isdigit() and int(place) == len(lines):
+            lines.append(line)
+    return b"".join(b"%b\n" % line for line in lines)
+
+
 def checksum_of(request: KeptRequest, body: bytes, prompts: bytes) -> int:
     """Return the checksum of a request, the JSON of its body and its encoded prompts."""
     parts = (request.id, request.owner, request.path, request.created, request.random, request.runs_alone)
