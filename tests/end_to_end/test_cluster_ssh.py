@@ -169,7 +169,7 @@ class Stream:
                 assert answer.status_code == 200, answer.read()
                 self._take(answer.iter_lines())
         self.cuts += not self.has_ended
-        assert self.last or not self.tokens, "an answer that was begun can be fetched"
+        assert self.has_ended or self.last or not self.tokens, "an answer that was begun can be fetched"
         return self.has_ended
 
     def _take(self, lines: Iterator[str]) -> None:
