@@ -206,7 +206,7 @@ def test_another_model_under_the_same_name_continues_no_answer(tmp_path: Path, p
     first, rest, again, generated = asyncio.run(run())
     assert "other weights or another configuration than when it began (a-1, now a-2)" in rest
     assert "send the request again" in rest
-    # What was delivered stays, and nothing is added.
+    # Delivered events stay, and nothing is added.
     assert again[: len(first) - 1] == first[1:]
     assert generated == 0
 

@@ -104,13 +104,13 @@ def test_a_connection_is_forwarded_for_its_own_address_and_a_silent_one_is_close
     monkeypatch.setattr(enrolment, "_SILENT_S", 0.05)
     callers: dict[str, str] = {}
 
-    async def tell_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def report_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = writer.get_extra_info("peername")
         writer.write(await reader.read(5) + callers[f"{host}:{port}"].encode())
         writer.close()
 
     async def run() -> None:
-        async with await asyncio.start_server(tell_caller, "127.0.0.1", 0) as behind:
+        async with await asyncio.start_server(report_caller, "127.0.0.1", 0) as behind:
             port = StrangersPort(MagicMock(stop=AsyncMock()), behind.sockets[0].getsockname()[1], callers)
             listened = await port.listen("[::]:0")
             reader, writer = await asyncio.open_connection("127.0.0.1", listened)
