@@ -214,8 +214,10 @@ def listening_socket(address: str, backlog: int) -> socket.socket:
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    if host in ("::", EVERY_IPV4) and socket.has_dualstack_ipv6():
-        own = ("::", int(port))
-        return socket.create_server(own, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    if host in ("::", EVERY_IPV4):
+        if socket.has_dualstack_ipv6():
+            every = ("::", int(port))
+            return socket.create_server(every, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        host = EVERY_IPV4
     family, _, _, _, own = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(cast("tuple[str, int]", own), family=family, backlog=backlog)
