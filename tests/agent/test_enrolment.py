@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -502,6 +503,19 @@ def test_waiting_for_a_silent_head_has_a_limit(tmp_path: Path, monkeypatch: pyte
         port = silent.getsockname()[1]
         with pytest.raises(ConfigError, match="No head answers"):
             join(str(HeadAddress("127.0.0.1", port - 1)), token, tmp_path)
+
+
+def test_a_peer_that_ends_the_connection_may_be_a_busy_head(tmp_path: Path) -> None:
+    def end_one(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        pool.submit(end_one, listening)
+        head = HeadAddress("127.0.0.1", listening.getsockname()[1] - 1)
+        with pytest.raises(PeerRefused, match="has too many connections just now"):
+            join(str(head), str(JoinToken(bytes(32), bytes(4), bytes(20))), tmp_path)
 
 
 def test_a_server_that_is_no_head_is_refused_as_such(tmp_path: Path) -> None:
