@@ -177,7 +177,8 @@ def test_head_begins_although_its_disk_is_full(tmp_path: Path, caplog: pytest.Lo
         full.setattr(
             "mlx_ring.api.journal_database.sqlite3.connect", partial(sqlite3.connect, factory=FullDisk)
         )
-        database = JournalDatabase(killed, SIZE)
+        # Nor can it be made smaller.
+        database = JournalDatabase(killed, 4096)
         assert database.totals().answers == 2
         assert database.find("resp_1") is not None
         database.close()

@@ -142,14 +142,14 @@ class JournalDatabase:
                 db.execute(f"PRAGMA {pragma}")
             _check_version(db)
             db.executescript(_SCHEMA)
+            self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
             with _unless_full():
                 _fold(db)
                 db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
-            self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
-            if _used(db) * _PAGE > self._size * _FULL:
-                self._make_room_in(db, 0, ())
-            if self._file.stat().st_size > self._size:
-                db.execute("VACUUM")
+                if _used(db) * _PAGE > self._size * _FULL:
+                    self._make_room_in(db, 0, ())
+                if self._file.stat().st_size > self._size:
+                    db.execute("VACUUM")
             db.execute(f"PRAGMA max_page_count = {max(self._size // _PAGE, 16)}")
         except BaseException:
             db.close()
