@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -504,6 +505,19 @@ def test_waiting_for_a_silent_head_has_a_limit(tmp_path: Path, monkeypatch: pyte
             join(str(HeadAddress("127.0.0.1", port - 1)), token, tmp_path)
 
 
+def test_a_peer_that_ends_the_connection_may_be_a_busy_head(tmp_path: Path) -> None:
+    def end_one(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        pool.submit(end_one, listening)
+        head = HeadAddress("127.0.0.1", listening.getsockname()[1] - 1)
+        with pytest.raises(PeerRefused, match="has too many connections just now"):
+            join(str(head), str(JoinToken(bytes(32), bytes(4), bytes(20))), tmp_path)
+
+
 def test_a_server_that_is_no_head_is_refused_as_such(tmp_path: Path) -> None:
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))
     server = make_server(1)
@@ -587,26 +601,30 @@ def test_a_call_that_does_not_end_keeps_no_connection_of_a_stranger(
     with_head(tmp_path, act)
 
 
-def test_strangers_cannot_take_all_descriptors_of_a_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("speaks", [False, True])
+def test_strangers_neither_take_all_descriptors_of_a_head_nor_keep_others_from_joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, speaks: bool
 ) -> None:
-    limits = dict(FOR_STRANGERS) | {"grpc.max_allowed_incoming_connections": 4}
-    monkeypatch.setattr(head_enrolment, "FOR_STRANGERS", tuple(limits.items()))
+    monkeypatch.setattr(head_enrolment, "_MOST_CONNECTIONS", 4)
 
     async def act(head: Head) -> None:
         context = without_certificate(head.authority.pem)
 
-        def connect() -> ssl.SSLSocket:
+        def connect() -> socket.socket:
             plain = socket.create_connection(("127.0.0.1", head.address.enrolment_port), 60)
-            return context.wrap_socket(plain)
+            return context.wrap_socket(plain) if speaks else plain
+
+        def read_to_end(connection: socket.socket) -> None:
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                while connection.recv(1 << 16):
+                    pass
 
         with contextlib.ExitStack() as stack:
-            for _ in range(4):
-                stack.enter_context(await asyncio.to_thread(connect))
-            with pytest.raises(OSError, match=r"EOF|reset"):
-                await asyncio.to_thread(connect)
-        # The head notices a moment later that they have left.
-        await asyncio.to_thread(eventually, partial(joins, head, tmp_path / "node"))
+            idle = [stack.enter_context(await asyncio.to_thread(connect)) for _ in range(6)]
+            # The first ones have made room, although all are from one address.
+            for connection in idle[:2]:
+                await asyncio.to_thread(read_to_end, connection)
+            await head.join(tmp_path / "node", head.token())
 
     with_head(tmp_path, act)
 

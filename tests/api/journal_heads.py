@@ -35,9 +35,16 @@ class Head:
     """One run of a head with a journal, whose ranks answer a step when the test says so."""
 
     def __init__(
-        self, folder: Path, *, keys: Sequence[str] = (), automatic: bool = True, size: int = SIZE
+        self,
+        folder: Path,
+        *,
+        keys: Sequence[str] = (),
+        automatic: bool = True,
+        size: int = SIZE,
+        digest: str = "",
     ) -> None:
         self.service = TwinService(automatic=automatic)
+        self.service.metadata["digest"] = digest
         self.catalog = TwinCatalog(self.service)
         self.journal = Journal(folder, size, keys)
         settings = make_api_settings(api_keys=tuple(keys))

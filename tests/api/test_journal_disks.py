@@ -7,10 +7,14 @@ import json
 import shutil
 import sqlite3
 import threading
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.api.journal_heads import (
+    SIZE,
     Head,
     events_of,
     request_of,
@@ -18,6 +22,7 @@ from tests.api.journal_heads import (
 )
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.api.kept_answers import KeptRequest
 from mlx_ring.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -156,3 +161,62 @@ def test_large_request_does_not_remove_the_answers_of_others(tmp_path: Path) -> 
             ], head.journal.stats().lost
 
     assert asyncio.run(run()) == (200, 1)
+
+
+def test_head_begins_although_its_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Write answers, one of them in progress as its head is killed, and let the disk refuse every later write."""
+    database = JournalDatabase(tmp_path / "journal", SIZE)
+    for id_ in ("resp_1", "resp_2"):
+        request = KeptRequest(id_, "", "/v1/responses", int(time.time()), b"r" * 16, runs_alone=False)
+        number, _ = database.add(request, b'{"input": "a"}', [(1, 2)], ())
+        database.append([(number, 0, b'[0,[7],["x"]]')], (), ())
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "journal", killed)
+    database.close()
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(
+            "mlx_ring.api.journal_database.sqlite3.connect", partial(sqlite3.connect, factory=FullDisk)
+        )
+        # Nor can it be made smaller.
+        database = JournalDatabase(killed, 4096)
+        assert database.totals().answers == 2
+        assert database.find("resp_1") is not None
+        database.close()
+    assert "can keep no more answers until there is room" in caplog.text
+    database = JournalDatabase(killed, SIZE)
+    found = database.find("resp_2")
+    assert found is not None
+    assert found[0].deltas == (b'[0,[7],["x"]]',)
+    database.close()
+
+
+class FullDisk(sqlite3.Connection):
+    """Connection with a disk that refuses every transaction that writes."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        if sql == "COMMIT" and self.total_changes:
+            super().execute("ROLLBACK")
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, parameters)
+
+
+def test_answers_that_were_kept_while_the_clock_was_ahead_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+
+    async def ask(days_ahead: int) -> str:
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now + days_ahead * 86400)
+        async with running(tmp_path) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "a"})
+            return f"/v1/responses/{json.loads(text)['id']}"
+
+    async def run() -> list[int]:
+        # A clock may also go back by a little, because it is set.
+        paths = [await ask(400), await ask(0)]
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now - 60)
+        async with running(tmp_path) as head:
+            await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
+            return [(await head.call("GET", path))[0] for path in paths]
+
+    assert asyncio.run(run()) == [404, 200]

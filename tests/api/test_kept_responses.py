@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 from tests.api.journal_heads import (
+    STREAMS,
+    Events,
+    request_of,
     response_events,
     running,
 )
 from tests.api.twins import TwinService
 from tests.eventually import run_tasks_until
 
-from mlx_ring.api.journal_database import JournalDatabase
+from mlx_ring.api.journal_database import FILE, JournalDatabase
 from mlx_ring.core.errors import NotReady
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -180,3 +183,95 @@ def test_cancel_holds_although_the_disk_fails(tmp_path: Path, monkeypatch: pytes
     # Its last event has an empty id, because it is not kept.
     *_, last = re.findall(r"^id:\n(?:event: .*\n)?data: (.*)$", text, re.MULTILINE)
     assert json.loads(last)["response"]["status"] == "cancelled"
+
+
+async def begin_stream(folder: Path, path: str, digest: str) -> Events:
+    """Return the first events of an answer by a model of that digest. Its client leaves, and then its head ends."""
+    async with running(folder, automatic=False, digest=digest) as head:
+        asked = asyncio.create_task(head.stream(path, request_of(path), most=6))
+        while not asked.done():
+            await head.step()
+        return await asked
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_another_model_under_the_same_name_continues_no_answer(tmp_path: Path, path: str) -> None:
+    async def run() -> tuple[Events, str, Events, int]:
+        first = await begin_stream(tmp_path, path, "a-1")
+        async with running(tmp_path, digest="a-2") as head:
+            _, rest = await head.call("POST", path, {}, last_event_id=first[-1][0])
+            again = await head.stream(path, {}, last_event_id=first[0][0])
+            return first, rest, again, head.service.engine.stats().generated_tokens
+
+    first, rest, again, generated = asyncio.run(run())
+    assert "other weights or another configuration than when it began (a-1, now a-2)" in rest
+    assert "send the request again" in rest
+    # Delivered events stay, and nothing is added.
+    assert again[: len(first) - 1] == first[1:]
+    assert generated == 0
+
+
+def test_background_response_of_another_model_fails_and_keeps_its_output(tmp_path: Path) -> None:
+    async def run() -> dict[str, Any]:
+        async with running(tmp_path, automatic=False, digest="a-1") as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            path = f"/v1/responses/{json.loads(text)['id']}"
+            while head.service.engine.stats().generated_tokens < 5:
+                await head.step()
+        async with running(tmp_path, digest="a-2") as head:
+            await run_tasks_until(lambda: head.journal.stats().ended)
+        # The first model is back, but the answer has ended.
+        async with running(tmp_path, digest="a-1") as head:
+            return json.loads((await head.call("GET", path))[1])
+
+    failed = asyncio.run(run())
+    assert failed["status"] == "failed"
+    assert "cannot be continued" in failed["error"]["message"]
+    text = failed["output"][0]["content"][0]["text"]
+    assert text
+    assert "Grüße: 日本".startswith(text)
+
+
+async def never_ready(model: object) -> None:
+    del model
+    await asyncio.get_running_loop().create_future()
+
+
+def test_model_of_a_queued_response_is_kept_when_its_computation_begins(tmp_path: Path) -> None:
+    async def run() -> tuple[str, str]:
+        async with running(tmp_path, automatic=False, digest="a-1") as head:
+            head.service.is_loaded = False
+            head.catalog.ready = never_ready
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            path = f"/v1/responses/{json.loads(text)['id']}"
+        # It was not begun, so that any model may.
+        async with running(tmp_path, automatic=False, digest="a-2") as head:
+            await run_tasks_until(lambda: head.journal.has_work)
+            while head.service.engine.stats().generated_tokens < 5:
+                await head.step()
+        statuses: list[str] = []
+        for digest in ("a-2", "a-3"):
+            async with running(tmp_path, automatic=False, digest=digest) as head:
+                await run_tasks_until(lambda head=head: head.journal.has_work or head.journal.stats().ended)
+                statuses.append(json.loads((await head.call("GET", path))[1])["status"])
+        return statuses[0], statuses[1]
+
+    assert asyncio.run(run()) == ("in_progress", "failed")
+
+
+def test_journal_of_an_earlier_version_without_models_is_continued(tmp_path: Path) -> None:
+    path = "/v1/chat/completions"
+
+    async def run() -> Events:
+        first = await begin_stream(tmp_path, path, "")
+        with sqlite3.connect(tmp_path / FILE) as db:
+            db.execute("ALTER TABLE answers DROP COLUMN model")
+            db.execute("PRAGMA user_version = 1")
+        db.close()
+        async with running(tmp_path, digest="a-2") as head:
+            return await head.stream(path, {}, last_event_id=first[-1][0])
+
+    *_, end, usage = (json.loads(data) for _, data in asyncio.run(run()))
+    assert end["choices"][0]["finish_reason"] == "stop"
+    assert usage["usage"]["completion_tokens"] > 6
+    assert not (tmp_path / "journal.damaged").exists()

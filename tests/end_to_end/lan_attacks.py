@@ -29,6 +29,9 @@ from mlx_ring.rpc.protos import worker_pb2
 GREETING = encode_frame(Frame(worker_pb2.FrameHeader(hello=make_hello())))
 """First frame of a link, without a sender."""
 
+_LOOPBACK = ("127.0.0.1:", "[::ffff:127.0.0.1]:")
+"""Beginnings of addresses that only the machine itself reaches, the second one as gRPC listens on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Port:
@@ -51,7 +54,7 @@ def open_ports(machines: Sequence[Machine]) -> list[Port]:
         _port_of(machine, int(line.split()[3].rpartition(":")[2]), line)
         for machine in machines
         for line in machine.host.run("ss", "-H", "-l", "-t", "-n", "-p").stdout.splitlines()
-        if not line.split()[3].startswith("127.0.0.1:")
+        if not line.split()[3].startswith(_LOOPBACK)
     ]
 
 

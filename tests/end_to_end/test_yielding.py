@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from tests.end_to_end.loopback_cluster import completion, end_head_members, running_head
-from tests.end_to_end.test_drain import FLAGS, nodes, nodes_in_use
+from tests.end_to_end.test_drain import FLAGS, Cluster, Streams, expected, nodes, nodes_in_use
 from tests.eventually import eventually
+from tests.faults.injection import stopping_at_steps
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, clean_environment, give_profile
 
@@ -42,6 +44,16 @@ class Yielding:
     def use(self, use: Use) -> None:
         write_use(self.folder, use)
 
+    def kill(self) -> None:
+        """End it without a farewell."""
+        agent = psutil.Process(self.process.pid)
+        for each in (agent, *agent.children(recursive=True)):
+            each.kill()
+
+    @property
+    def node(self) -> str:
+        return (self.folder / "state" / "node" / "node-id").read_text().strip()
+
     def log(self) -> str:
         return (self.folder / "stderr.txt").read_text()
 
@@ -60,6 +72,8 @@ def joining_with_a_user(port: int, token: str, folder: Path, factor: float) -> G
     give_profile(state)
     make_faster(state / PROFILE_FILE, factor)
     write_use(folder, IDLE)
+    environment = clean_environment()
+    paths = (environment.get("PYTHONPATH"), str(REPOSITORY))
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [
@@ -67,18 +81,21 @@ def joining_with_a_user(port: int, token: str, folder: Path, factor: float) -> G
                 *(str(state), str(folder / "use.json")),
             ],
             cwd=folder,
-            env=clean_environment() | {"PYTHONPATH": str(REPOSITORY)},
+            # Workers that stop at steps have a folder there, too.
+            env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdout=errors,
             stderr=subprocess.STDOUT,
         )
     try:
         yield Yielding(folder, process)
     finally:
-        with_workers = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        # The head has ended: nobody moves its layers.
-        process.send_signal(signal.SIGINT)
-        for left in psutil.wait_procs(with_workers, timeout=30)[1]:
-            left.kill()
+        if process.poll() is None:
+            itself = psutil.Process(process.pid)
+            with_workers = [itself, *itself.children(recursive=True)]
+            # The head has ended: nobody moves its layers.
+            process.send_signal(signal.SIGINT)
+            for left in psutil.wait_procs(with_workers, timeout=30)[1]:
+                left.kill()
         process.wait()
 
 
@@ -97,22 +114,37 @@ def make_faster(file: Path, factor: float) -> None:
 @contextmanager
 def cluster(folder: Path, factor: float, *flags: str) -> Generator[tuple[Server, Yielding]]:
     """Run a head, and a machine with a user."""
+    with cluster_of_users(folder, 1, factor, *flags) as (server, joined):
+        yield server, joined[0]
+
+
+@contextmanager
+def cluster_of_users(
+    folder: Path, users: int, factor: float, *flags: str
+) -> Generator[tuple[Server, Sequence[Yielding]]]:
+    """Run a head, and machines with users."""
     joined: list[Yielding] = []
     with ExitStack() as stack:
 
         def read(line: str) -> None:
             _, found, token = line.partition("--token ")
-            if found and not joined:
-                other = joining_with_a_user(port, token.split()[0], folder / "node-1", factor)
-                joined.append(stack.enter_context(other))
+            while found and len(joined) < users:
+                own = folder / f"node-{len(joined) + 1}"
+                joined.append(stack.enter_context(joining_with_a_user(port, token.split()[0], own, factor)))
 
         port = free_pair_of_ports()
         stack.callback(end_head_members, folder)
-        yield stack.enter_context(running_head("demo", 2, folder, port, *flags, on_line=read)), joined[0]
+        head = running_head("demo", 1 + users, folder, port, *flags, on_line=read)
+        yield stack.enter_context(head), joined
 
 
 def other(server: Server) -> dict[str, Any]:
     (found,) = (node for node in nodes(server) if not node["is_head"])
+    return found
+
+
+def state_of(server: Server, machine: Yielding) -> dict[str, Any]:
+    (found,) = (node for node in nodes(server) if node["id"] == machine.node)
     return found
 
 
@@ -172,3 +204,36 @@ def test_layers_move_from_a_machine_whose_user_works_and_back(tmp_path: Path) ->
         machine.use(IDLE)
         eventually(lambda: nodes_in_use(server), lambda used: node in used)
         assert completion(server) == text
+
+
+def test_no_answer_changes_while_machines_yield_leave_and_are_lost(tmp_path: Path) -> None:
+    """Let a machine yield in the midst of a step, drain another one, replan, lose a worker, then the first machine."""
+    flags = (*FLAGS, "--learn-speeds", "off", "--replan", "auto", "--step-deadline-s", "0")
+    with (
+        stopping_at_steps() as hook,
+        cluster_of_users(tmp_path, 2, 1.0, *flags) as (server, (first, second)),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        texts = expected(server)
+        assert {first.node, second.node} < nodes_in_use(server)
+        stopped, streams, worker = Cluster(server, (), tmp_path, hook).stop_worker(texts)
+        first.use(BUSY)
+        eventually(
+            lambda: state_of(server, first)["yielding"], lambda found: found and found["speed_share"] < 1
+        )
+        draining = pool.submit(server.http.post, "/cluster/drain", json={"node": second.node}, timeout=240)
+        eventually(lambda: state_of(server, second)["state"], lambda state: state == "drained")
+        replanning = pool.submit(server.http.post, "/cluster/replan", json={}, timeout=240)
+        worker.kill()
+        stopped.close()
+        assert streams.finish() == texts
+        assert draining.result().status_code == 200
+        # Without a model that serves, there is nothing to compare.
+        assert replanning.result().status_code in (200, 409)
+        assert second.node not in nodes_in_use(server)
+
+        assert server.http.post("/cluster/readmit", json={"node": second.node}).status_code == 200
+        streams = Streams(server)
+        first.kill()
+        assert streams.finish() == texts
+        assert first.node not in nodes_in_use(server)

@@ -401,3 +401,18 @@ def test_each_rank_reads_from_the_ranks_that_have_its_layers_and_heads() -> None
         (2, "unix:worker", 7, 8),
     ]
     assert sorted(found) == sorted((stage, rank, *rest) for stage, *rest in expected for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("files", "moves"), [("a-1", 1), ("a-2", 0)])
+def test_answer_stays_until_its_end_if_the_files_were_replaced_since_it_began(files: str, moves: int) -> None:
+    async def run() -> tuple[int, bool]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.load(limits=replace(LIMITS, model="a-1"))
+        target.load(limits=replace(LIMITS, model=files))
+        (stream,) = source.submit(make_request(max_tokens=40))
+        run_to(source, stream, 3)
+        moved = await move_all(source, target)
+        target.finish()
+        return moved, stream.take()[-1].finish_reason == "length"
+
+    assert asyncio.run(run()) == (moves, True)

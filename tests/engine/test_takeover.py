@@ -9,7 +9,7 @@ import pytest
 from tests.engine.engines import LIMITS, PLAIN, make_request
 from tests.engine.successions import Succession, lose_and_load, run_to
 
-from mlx_ring.core.errors import DeadlineExceeded, NotReady, Overloaded, RequestError
+from mlx_ring.core.errors import DeadlineExceeded, NotReady, Overloaded, RequestError, ServingError
 
 
 def test_a_client_that_leaves_during_the_pause_is_not_replayed() -> None:
@@ -228,5 +228,24 @@ def test_requests_that_are_given_up_are_counted_by_their_error() -> None:
         succession.lose()
         succession.held.fail(NotReady("The model is unloaded."))
         assert succession.meter.given_up == {"ContextExceeded": 1, "NotReady": 1}
+
+    asyncio.run(run())
+
+
+def test_answer_is_not_continued_by_other_weights_than_those_that_began_it() -> None:
+    async def run() -> None:
+        succession = Succession()
+        succession.load(limits=replace(LIMITS, model="a-1"))
+        begun, stays = succession.submit(make_request(max_tokens=20), make_request(5, max_tokens=20))
+        run_to(succession, begun, 3)
+        await stays.aclose()
+        succession.lose()
+        (waits,) = succession.submit(make_request(7, max_tokens=2))
+        # Its files were replaced while the first instance served.
+        succession.load(limits=replace(LIMITS, model="a-2"))
+        succession.finish()
+        assert isinstance(begun.error, ServingError)
+        assert "replaced while it was in progress (digest a-1, now a-2)" in str(begun.error)
+        assert waits.take()[-1].finish_reason == "length"
 
     asyncio.run(run())

@@ -265,6 +265,16 @@ def test_model_is_leased_from_the_start_of_a_preparation_to_the_submission(*, st
     asyncio.run(run())
 
 
+def test_the_digest_of_a_model_is_that_of_the_weights_that_serve(tiny_model: Path) -> None:
+    """Replace the files of a model that serves: its digest is read again, for example for a plan, and is another."""
+    settings = load_settings({"model": str(tiny_model)})
+    hosted = HostedModel(settings, prepare_model(settings), on_crash=lambda _: None, missing=lambda: 0)
+    unloaded = hosted.metadata["digest"]
+    engine = SimpleNamespace(limits=replace(hosted.served.limits, model="a-1"))
+    hosted.replicas = [cast("Any", SimpleNamespace(service=SimpleNamespace(error=None, engine=engine)))]
+    assert (unloaded, hosted.metadata["digest"]) == (hosted.served.digest, "a-1")
+
+
 def test_another_start_finds_a_folder_or_file_by_its_path_and_other_models_by_their_name(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

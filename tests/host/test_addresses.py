@@ -14,6 +14,7 @@ from mlx_ring.host.addresses import (
     HeadAddress,
     bare_host,
     is_link_local,
+    listening_socket,
     listening_url,
     local_url,
     parse_head_address,
@@ -128,3 +129,23 @@ def test_a_server_listens_on_a_link_local_address_and_says_with_which_scope() ->
         url, expected = threads.submit(serve).result()
     assert url == expected
     assert "%25eth0]" in url
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_socket_for_every_address_is_for_both_families_where_there_are_both(
+    monkeypatch: pytest.MonkeyPatch, *, has_ipv6: bool
+) -> None:
+    both = has_ipv6 and socket.has_dualstack_ipv6()
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: both)
+    with listening_socket("[::]:0", 2) as listening:
+        port = listening.getsockname()[1]
+        for host in ("127.0.0.1", "::1")[: 1 + both]:
+            socket.create_connection((host, port), 60).close()
+
+
+def test_a_socket_for_one_address_is_for_that_alone() -> None:
+    with listening_socket("127.0.0.1:0", 1) as listening:
+        host, port = listening.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            listening_socket(f"127.0.0.1:{port}", 1)

@@ -1,13 +1,19 @@
-"""Limit on the silence of a stream."""
+"""Limits on the silence of a stream, and on the connections of a server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from tests.machines import node_credentials
 
-from mlx_ring.rpc.channels import Silence, limit_silence
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.rpc import channels
+from mlx_ring.rpc.channels import Silence, add_secure_port, limit_silence, make_server
 
 
 async def numbers(last: int, *, is_silent_then: bool = False) -> AsyncIterator[int]:
@@ -73,3 +79,29 @@ def test_a_pause_of_this_process_is_not_silence_of_its_peers() -> None:
     assert looks == [0.25, 0.5, 1.0, 1.25]
     silence.end()
     assert silence.look() == 0.0
+
+
+def test_silent_connections_do_not_take_all_descriptors_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(channels, "_HANDSHAKE_MS", 600_000)
+    server = make_server(1)
+    credentials = node_credentials(Authority.open(tmp_path), "mini-1").for_server()
+    port = add_secure_port(server, "127.0.0.1:0", credentials)
+    server.start()
+
+    try:
+        with contextlib.ExitStack() as stack:
+            silent = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(6)
+            ]
+            for refused in silent[4:]:
+                with contextlib.suppress(ConnectionError):
+                    assert refused.recv(1) == b""
+            for kept in silent[:4]:
+                kept.settimeout(0.0)
+                with pytest.raises(BlockingIOError):
+                    kept.recv(1)
+    finally:
+        server.stop(None)

@@ -132,10 +132,12 @@ class ApiContext:
         playback = PLAYBACK.get()
         if playback is not None and playback.ended is not None:
             return _NO_ENGINE
+        if not model.keeps_requests and model.state in ("unloaded", "loading"):
+            await self.catalog.ready(model)
+        if playback is not None:
+            playback.model = str(model.metadata.get("digest", ""))
         if model.keeps_requests:
             return model.engine
-        if model.state in ("unloaded", "loading"):
-            await self.catalog.ready(model)
         match model.error:
             case None:
                 return model.engine

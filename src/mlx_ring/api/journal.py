@@ -25,8 +25,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from mlx_ring.api.journal_writer import KEPT_S, JournalWriter
-from mlx_ring.api.kept_answers import End, KeptAnswer, KeptRequest
-from mlx_ring.api.recordings import PASSING, RecordedPlayback, Recording, failed
+from mlx_ring.api.kept_answers import End, KeptAnswer, KeptRequest, failed
+from mlx_ring.api.recordings import PASSING, RecordedPlayback, Recording
 from mlx_ring.api.streaming import PLAYBACK, Endpoint
 from mlx_ring.core.errors import (
     Conflict,

@@ -15,6 +15,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from mlx_ring.api.kept_answers import (
@@ -27,7 +28,9 @@ from mlx_ring.api.kept_answers import (
     decode_prompts,
     encode_prompts,
     join_deltas,
+    logged_deltas,
     whole_deltas,
+    with_logged,
 )
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import make_private_folder
@@ -46,13 +49,13 @@ _LOG_BYTES = 1 << 20
 """Largest size of the log, so that folding it takes a fraction of a second; at most an eighth of the file."""
 _LARGEST_PART = 1 / 4
 """Part of the size that one request may take."""
-_VERSION = 1
-"""Version of the schema."""
+_VERSION = 2
+"""Version of the schema. Version 1 had no models."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
     created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, checksum INTEGER NOT NULL, end TEXT,
-    ended INTEGER, error TEXT, message TEXT, param TEXT);
+    ended INTEGER, error TEXT, message TEXT, param TEXT, model TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, body BLOB NOT NULL, prompts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS deltas (number INTEGER PRIMARY KEY, joined BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
@@ -139,13 +142,14 @@ class JournalDatabase:
                 db.execute(f"PRAGMA {pragma}")
             _check_version(db)
             db.executescript(_SCHEMA)
-            _fold(db)
-            db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
             self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
-            if _used(db) * _PAGE > self._size * _FULL:
-                self._make_room_in(db, 0, ())
-            if self._file.stat().st_size > self._size:
-                db.execute("VACUUM")
+            with _unless_full():
+                _fold(db)
+                db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
+                if _used(db) * _PAGE > self._size * _FULL:
+                    self._make_room_in(db, 0, ())
+                if self._file.stat().st_size > self._size:
+                    db.execute("VACUUM")
             db.execute(f"PRAGMA max_page_count = {max(self._size // _PAGE, 16)}")
         except BaseException:
             db.close()
@@ -199,19 +203,15 @@ class JournalDatabase:
         self._reopen_if_removed()
         encoded = encode_prompts(prompts)
         removed = self._make_room(len(body) + len(encoded), busy)
-        checksum = checksum_of(request, body, encoded)
         self._last = number = max(self._last + 1, time.time_ns() // 1000)
-        values = (
-            *(number, request.id, request.owner, request.path, request.created, request.random),
-            *(request.runs_alone, checksum),
-        )
+        values = (*astuple(request), number, checksum_of(request, body, encoded))
         if request.runs_alone:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
             with _transaction(self._db):
                 self._db.execute(
-                    "INSERT INTO answers (number, id, owner, path, created, random, runs_alone, checksum) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO answers (id, owner, path, created, random, runs_alone, model, number, checksum) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
                 )
                 self._db.execute("INSERT INTO requests VALUES (?, ?, ?)", (number, body, encoded))
@@ -288,8 +288,8 @@ class JournalDatabase:
         if found is None:
             return None
         number, _, owner, path, created, random, runs_alone, checksum, kind, *rest = found
-        at, error, message, param, body, prompts, joined = rest
-        request = KeptRequest(id_, owner, path, created, random, bool(runs_alone))
+        at, error, message, param, model, body, prompts, joined = rest
+        request = KeptRequest(id_, owner, path, created, random, bool(runs_alone), model)
         lines = (joined or b"").splitlines()
         deltas = tuple(whole_deltas(lines))
         if checksum_of(request, body, prompts) != checksum or (kind is not None and len(deltas) < len(lines)):
@@ -310,12 +310,11 @@ class JournalDatabase:
         )
         return [id_ for id_, owner in rows if owners is None or owner in owners]
 
-    def set_alone(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
-        """Record that an answer is computed whether or not a client reads it."""
+    def update(self, request: KeptRequest, body: bytes, prompts: Iterable[Sequence[int]]) -> None:
+        """Record whether an answer runs alone, and its model."""
         checksum = checksum_of(request, body, encode_prompts(prompts))
-        self._db.execute(
-            "UPDATE answers SET runs_alone = 1, checksum = ? WHERE id = ?", (checksum, request.id)
-        )
+        values = request.runs_alone, request.model, checksum, request.id
+        self._db.execute("UPDATE answers SET runs_alone = ?, model = ?, checksum = ? WHERE id = ?", values)
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove answers. Their deltas stay in the log until it is folded."""
@@ -328,11 +327,11 @@ class JournalDatabase:
         self.fold()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def old(self, before: int, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
-        """Return the ids of answers to requests from before a time, and of those of other owners.
+    def old(self, kept: range, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
+        """Return the ids of answers to requests from before or after a range of time, and of those of other owners.
 
         Args:
-            before: Unix seconds.
+            kept: Unix seconds. Answers from later were kept while the clock was ahead, and would stay for too long.
             owners: known owners; None: all.
             busy: ids of answers that are computed or read, which stay.
         """
@@ -340,7 +339,7 @@ class JournalDatabase:
         return [
             id_
             for id_, owner, created in rows
-            if id_ not in busy and (created < before or (owners is not None and owner not in owners))
+            if id_ not in busy and (created not in kept or (owners is not None and owner not in owners))
         ]
 
     def totals(self) -> Totals:
@@ -393,11 +392,27 @@ class JournalDatabase:
 
 
 def _check_version(db: sqlite3.Connection) -> None:
-    """Refuse the file of another version as damaged, and mark a new one."""
-    if db.execute("PRAGMA schema_version").fetchone()[0] == 0:
-        db.execute(f"PRAGMA user_version = {_VERSION}")
-    elif db.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
+    """Refuse the file of another version as damaged, convert one of the version before, and mark a new one."""
+    is_new = db.execute("PRAGMA schema_version").fetchone()[0] == 0
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if not is_new and version not in (1, _VERSION):
         raise sqlite3.DatabaseError("it is of another version")
+    if version != _VERSION:
+        with _transaction(db):
+            if not is_new:
+                db.execute("ALTER TABLE answers ADD COLUMN model TEXT NOT NULL DEFAULT ''")
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+@contextlib.contextmanager
+def _unless_full() -> Generator[None]:
+    """Leave for later what a full disk has no room for."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" not in str(error):
+            raise
+        log.warning("The journal can keep no more answers until there is room: %s", error)
 
 
 def _used(db: sqlite3.Connection) -> int:
@@ -421,24 +436,15 @@ def _transaction(db: sqlite3.Connection) -> Generator[None]:
 
 def _fold(db: sqlite3.Connection) -> None:
     """Save the logged deltas of each answer that has not ended, and empty the log."""
-    more: dict[int, list[bytes]] = {}
-    for (row,) in db.execute("SELECT deltas FROM log ORDER BY step").fetchall():
-        for line in row.splitlines():
-            number, _, rest = line.partition(b" ")
-            if number.isdigit():
-                more.setdefault(int(number), []).append(rest)
+    more = logged_deltas(row for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"))
+    if not more:  # a full disk has no room for a write
+        return
     with _transaction(db):
         for number, entries in more.items():
             open_ = db.execute("SELECT 1 FROM answers WHERE number = ? AND end IS NULL", (number,)).fetchone()
             if open_ is None:
                 continue
             found = db.execute("SELECT joined FROM deltas WHERE number = ?", (number,)).fetchone()
-            lines: list[bytes] = [] if found is None else found[0].splitlines()
-            for entry in entries:
-                place, _, line = entry.partition(b" ")
-                # A failed write leaves a gap: deltas after it are computed again.
-                if place.isdigit() and int(place) == len(lines):
-                    lines.append(line)
-            joined = b"".join(b"%b\n" % line for line in lines)
+            joined = with_logged(b"" if found is None else found[0], entries)
             db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, joined))
         db.execute("DELETE FROM log")

@@ -117,9 +117,13 @@ class JournalWriter:
     async def set_alone(self, recording: Recording) -> None:
         """Record that an answer is computed whether or not a client reads it."""
         recording.request = replace(recording.request, runs_alone=True)
+        await self.update(recording)
+
+    async def update(self, recording: Recording) -> None:
+        """Write what is known of an answer's request, unless the disk fails."""
         with contextlib.suppress(*FAILURES):
             await self._disk.run(
-                lambda: self._db.set_alone(recording.request, recording.body, recording.prompts)
+                lambda: self._db.update(recording.request, recording.body, recording.prompts)
             )
 
     async def end(self, recording: Recording, end: End) -> None:
@@ -322,9 +326,10 @@ class JournalWriter:
 
     async def clean(self) -> None:
         """Remove answers that are too old, or whose key is unknown, a few at a time, and count the others."""
-        db, before = self._db, int(time.time()) - KEPT_S
+        db, now = self._db, int(time.time())
+        kept = range(now - KEPT_S, now + KEPT_S)
         busy = self._busy()
-        old = await self._disk.run(lambda: db.old(before, self._owners or None, busy))
+        old = await self._disk.run(lambda: db.old(kept, self._owners or None, busy))
         for start in range(0, len(old), _CLEANED_AT_ONCE):
             busy = self._busy()
             some = [id_ for id_ in old[start : start + _CLEANED_AT_ONCE] if id_ not in busy]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import array
 import json
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mlx_ring.core import errors
+from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import TokenLogprob
 
@@ -43,6 +46,8 @@ class KeptRequest:
     """Source of the answer's ids and of seeds that the request leaves open."""
     runs_alone: bool
     """True if the answer is computed whether or not a client reads it."""
+    model: str = ""
+    """Digest of the model that answers it; empty if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,36 @@ class Totals:
     bytes: int
     answers: int
     ended: int
+
+
+# ---- ends
+
+
+def failed(error: RingError) -> End:
+    """Return the end of an answer that failed."""
+    param = error.param if isinstance(error, RequestError) else None
+    return End("failed", int(time.time()), type(error).__name__, str(error), param)
+
+
+def error_of(end: End) -> RingError | None:
+    """Return the error that ended an answer; None if there is none."""
+    match end.kind:
+        case "completed":
+            return None
+        case "cancelled":
+            return AnswerCancelled("The answer was cancelled.")
+        case "failed":
+            kind = getattr(errors, end.error, ServingError)
+            try:
+                error: RingError = kind(end.message)
+            except TypeError:
+                # It needs numbers that are not kept.
+                error = (
+                    RequestError(end.message) if issubclass(kind, RequestError) else ServingError(end.message)
+                )
+            if isinstance(error, RequestError):
+                error.param = end.param
+            return error
 
 
 # ---- deltas
@@ -165,9 +200,33 @@ def whole_deltas(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield line[8:]
 
 
+def logged_deltas(rows: Iterable[bytes]) -> dict[int, list[bytes]]:
+    """Return the lines of a log by the number of their answers. Each has a delta behind its place."""
+    found: dict[int, list[bytes]] = {}
+    for row in rows:
+        for line in row.splitlines():
+            number, _, rest = line.partition(b" ")
+            if number.isdigit():
+                found.setdefault(int(number), []).append(rest)
+    return found
+
+
+def with_logged(joined: bytes, logged: Iterable[bytes]) -> bytes:
+    """Return joined deltas with those that were logged since."""
+    lines = joined.splitlines()
+    for entry in logged:
+        place, _, line = entry.partition(b" ")
+        # A failed write leaves a gap: deltas after it are computed again.
+        if place.isdigit() and int(place) == len(lines):
+            lines.append(line)
+    return b"".join(b"%b\n" % line for line in lines)
+
+
 def checksum_of(request: KeptRequest, body: bytes, prompts: bytes) -> int:
     """Return the checksum of a request, the JSON of its body and its encoded prompts."""
     parts = (request.id, request.owner, request.path, request.created, request.random, request.runs_alone)
+    # Earlier versions kept no model.
+    parts += (request.model,) * bool(request.model)
     return zlib.crc32(prompts, zlib.crc32(body, zlib.crc32(repr(parts).encode())))
 
 

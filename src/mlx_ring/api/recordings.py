@@ -10,14 +10,19 @@ from random import Random
 from typing import Literal, Protocol
 
 from mlx_ring.api.generation import take_deltas
-from mlx_ring.api.kept_answers import End, KeptAnswer, by_token, decode_delta, encode_delta
+from mlx_ring.api.kept_answers import (
+    End,
+    KeptAnswer,
+    by_token,
+    decode_delta,
+    encode_delta,
+    error_of,
+    failed,
+)
 from mlx_ring.api.streaming import Submit
-from mlx_ring.core import errors
 from mlx_ring.core.errors import (
-    AnswerCancelled,
     NotReady,
     Overloaded,
-    RequestError,
     RingError,
     ServingError,
     Suspended,
@@ -49,6 +54,14 @@ class Keeper(Protocol):
 
     async def drop(self, recording: Recording) -> None:
         """Remove a request that was refused."""
+        ...
+
+    async def update(self, recording: Recording) -> None:
+        """Write what is known of an answer's request, unless the disk fails."""
+        ...
+
+    async def end(self, recording: Recording, end: End) -> None:
+        """End an answer that is not computed, unless it has ended."""
         ...
 
     def collect_soon(self, recording: Recording) -> None:
@@ -125,8 +138,13 @@ class Recording:
 
     # ---- from readers
 
-    async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Reader:
-        """Start to read. Submit what is not yet answered, unless it is in progress.
+    async def open(self, submit: Submit, requests: Sequence[GenerateRequest], model: str) -> Reader:
+        """Start to read. Submit what is not yet answered, unless it is in progress, or another model began it.
+
+        Args:
+            submit: submits to an engine.
+            requests: the requests of its sequences.
+            model: digest of the engine's model; empty if it is unknown.
 
         Raises:
             Overloaded: it would run alone, and cannot be written.
@@ -137,24 +155,24 @@ class Recording:
         try:
             async with self._starts:
                 if self.end is None and not self._is_computed:
-                    await self._start(submit, requests)
+                    await self._start(submit, requests, model)
         except BaseException:
             self._readers.discard(reader)
             raise
         self.opened.set()
         return reader
 
-    async def keep(self, requests: Sequence[GenerateRequest]) -> None:
+    async def keep(self, requests: Sequence[GenerateRequest], model: str = "") -> None:
         """Write a new request before its submission. Raises `Overloaded` if it runs alone, and cannot be written."""
-        self.request = replace(self.request, id=requests[0].request_id.rpartition("-")[0])
+        self.request = replace(self.request, id=requests[0].request_id.rpartition("-")[0], model=model)
         self.prompts = tuple(request.prompt_tokens for request in requests)
         await self._keeper.add(self)
         self._is_new = False
 
-    async def _start(self, submit: Submit, requests: Sequence[GenerateRequest]) -> None:
+    async def _start(self, submit: Submit, requests: Sequence[GenerateRequest], model: str) -> None:
         was_new = self._is_new
         if was_new:
-            await self.keep(requests)
+            await self.keep(requests, model)
         await self._is_written.wait()
         answered: dict[int, list[int]] = {index: [] for index in range(len(requests))}
         for index, delta in map(decode_delta, self.deltas):
@@ -171,6 +189,8 @@ class Recording:
             )
             for index, tokens in answered.items()
         ]
+        if rest and not await self._has_model(model):
+            return
         try:
             streams = submit(*rest) if rest else []
         except BaseException:
@@ -186,6 +206,20 @@ class Recording:
         for stream in streams:
             stream.set_listener(self._on_update)
         self._on_update()
+
+    async def _has_model(self, model: str) -> bool:
+        """Report whether a model may continue the answer. End it if another one, under the same name, began it."""
+        began = self.request.model
+        if began and model and began != model:
+            problem = f"its model has other weights or another configuration than when it began ({began}, now {model})"
+            error = ServingError(f"{self.id} cannot be continued, because {problem}: send the request again.")
+            await self._keeper.end(self, failed(error))
+            return False
+        if model and not began and not self.deltas:
+            # It was queued before its model was loaded.
+            self.request = replace(self.request, model=model)
+            await self._keeper.update(self)
+        return True
 
     def _on_update(self) -> None:
         if self.is_paused:
@@ -280,7 +314,7 @@ class Recording:
     def failure(self) -> RingError | None:
         """Error that ended the answer, or its writing; None if there is none."""
         if self.end is not None:
-            return _error_of(self.end)
+            return error_of(self.end)
         if self._keeper.has_ended:
             return Suspended(f"{self.id} continues with the next server.")
         return self._setback
@@ -358,7 +392,7 @@ class RecordedPlayback:
             streams: True for events, False for the answer or its state.
         """
         self.recording, self.is_first = recording, is_first
-        self._after, self.streams = after, streams
+        self._after, self.streams, self.model = after, streams, ""
         self._random = Random(recording.request.random)  # noqa: S311 - its seed is secret
         self._next = 0
         self._gave_id = False
@@ -395,33 +429,4 @@ class RecordedPlayback:
         return b"id: %s:%d\n%s" % (self.recording.id.encode(), number, event)
 
     async def open(self, submit: Submit, requests: Sequence[GenerateRequest]) -> Reader:
-        return await self.recording.open(submit, requests)
-
-
-# ---- ends
-
-
-def failed(error: RingError) -> End:
-    """Return the end of an answer that failed."""
-    param = error.param if isinstance(error, RequestError) else None
-    return End("failed", int(time.time()), type(error).__name__, str(error), param)
-
-
-def _error_of(end: End) -> RingError | None:
-    match end.kind:
-        case "completed":
-            return None
-        case "cancelled":
-            return AnswerCancelled("The answer was cancelled.")
-        case "failed":
-            kind = getattr(errors, end.error, ServingError)
-            try:
-                error: RingError = kind(end.message)
-            except TypeError:
-                # It needs numbers that are not kept.
-                error = (
-                    RequestError(end.message) if issubclass(kind, RequestError) else ServingError(end.message)
-                )
-            if isinstance(error, RequestError):
-                error.param = end.param
-            return error
+        return await self.recording.open(submit, requests, self.model)

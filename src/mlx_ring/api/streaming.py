@@ -83,6 +83,8 @@ class Playback(Protocol):
     is_first: bool
     streams: bool
     """True if a repetition writes events, whatever the request says."""
+    model: str
+    """Digest of the model that answers now; empty if it is unknown."""
 
     @property
     def created(self) -> int:

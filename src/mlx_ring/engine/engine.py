@@ -96,7 +96,7 @@ class Engine:
         self._model_limits = limits
         self._wanted_kv: Mapping[RankId, int] = {}
         """Limits set while the engine serves; a long sequence in progress may delay them."""
-        self._limits = limits.within(self._scheduler.capacity_tokens)
+        self.limits = limits.within(self._scheduler.capacity_tokens)
         self._live: dict[int, LiveRequest] = {}
         self._sequence_ids, self._is_paused = count(1), False
         self._ended: RingError | None = None
@@ -126,7 +126,7 @@ class Engine:
         check_places(len(requests), self.policy, free=free, waiting=waiting)
         now = self._clock()
         sequences = [
-            make_sequence(next(self._sequence_ids), request, self._limits, now) for request in requests
+            make_sequence(next(self._sequence_ids), request, self.limits, now) for request in requests
         ]
         lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
         for live in lives:
@@ -138,7 +138,7 @@ class Engine:
         return [live.stream for live in lives]
 
     def _start(self, live: LiveRequest) -> None:
-        self._live[live.sequence.id] = live
+        self._live[live.sequence.id], live.model = live, self.limits.model
         self._scheduler.add(live.sequence, self._kept.pop(live, None))
         if live.completion_tokens and live.sequence.finish_reason is not None:
             # A smaller context ends here.
@@ -152,7 +152,7 @@ class Engine:
         now = self._clock()
         for live in lives:
             try:
-                live.continue_on(next(self._sequence_ids), self._limits, now, self._meter)
+                live.continue_on(next(self._sequence_ids), self.limits, now, self._meter)
             except RingError as error:
                 live.end("error", error, now, self._meter)
                 self._finished["error"] += 1
@@ -194,7 +194,7 @@ class Engine:
     def warm_up(self, tokens: tuple[int, ...], owner: str = "") -> RequestStream:
         """Compute the KV of tokens, and keep it in the prefix cache for a request of `owner` that is about to be taken over."""
         now = self._clock()
-        live = WarmUp(tokens, owner, next(self._sequence_ids), self._limits, now, self._vocabulary, self)
+        live = WarmUp(tokens, owner, next(self._sequence_ids), self.limits, now, self._vocabulary, self)
         self._start(live)
         self._send_steps(now)
         return live.stream
@@ -213,7 +213,7 @@ class Engine:
         if self._ended is not None:
             return False
         for request in requests:
-            make_sequence(0, request, self._limits, self._clock())
+            make_sequence(0, request, self.limits, self._clock())
         needs = len(requests) - self._scheduler.places
         shed = choose_to_shed(self.lives, CLIENT.get(), wants=len(requests), needs=needs)
         for live in shed or ():
@@ -382,7 +382,7 @@ class Engine:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        return self._limits.context_length
+        return self.limits.context_length
 
     @property
     def error(self) -> RingError | None:
@@ -402,7 +402,7 @@ class Engine:
     def _apply_kv_limits(self) -> None:
         self._scheduler.limit_kv(self._wanted_kv)
         before = self.context_length
-        self._limits = self._model_limits.within(self._scheduler.capacity_tokens)
+        self.limits = self._model_limits.within(self._scheduler.capacity_tokens)
         log_new_context(self._instance, before, self.context_length)
         self._executor.limit_kv(self._scheduler.kv.budget.even_limits)
 

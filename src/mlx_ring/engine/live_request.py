@@ -17,6 +17,7 @@ from mlx_ring.core.errors import (
     GroupStuck,
     RepeatedLoss,
     RingError,
+    ServingError,
 )
 from mlx_ring.core.generation import (
     Delta,
@@ -110,6 +111,8 @@ class LiveRequest:
         """True from a loss until the next tokens."""
         self._paused_s = 0.0
         """Times from the last token before a loss until the next one."""
+        self.model = ""
+        """Digest of the model that answers it; empty if it is unknown."""
         self.left: LeftKv | None = None
         """KV that its lost instance left of it; None while an engine works on it."""
         self.has_ended = False
@@ -190,8 +193,23 @@ class LiveRequest:
         """True if it waits and nothing was computed for it yet."""
         return self.sequence.opened_at is None
 
+    def has_model(self, limits: Limits) -> bool:
+        """Report whether an engine with these limits has the model that began its answer, as far as that is known."""
+        is_known = bool(self.completion_tokens and self.model and limits.model)
+        return not is_known or self.model == limits.model
+
     def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
-        """Make a sequence for another engine. Raises what `continue_sequence` raises."""
+        """Make a sequence for another engine.
+
+        Raises:
+            ServingError: the engine has another model than the one that began the answer.
+            ContextExceeded: the known tokens do not fit the engine.
+        """
+        if not self.has_model(limits):
+            raise ServingError(
+                "The answer cannot be continued, because the model's files were replaced while it was in progress "
+                f"(digest {self.model}, now {limits.model}): send the request again."
+            )
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
         if self.interrupted_at is not None:
             meter.record_resumed(now - self.interrupted_at)

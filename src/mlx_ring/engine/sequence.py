@@ -35,12 +35,13 @@ class Limits:
     """Most tokens of prompt and answer together."""
     vocab_size: int
     eos: frozenset[int]
+    model: str = ""
+    """Digest of the model as it was loaded; empty if it is unknown."""
 
     def within(self, tokens: int | None) -> Limits:
         """Return these limits with a context of at most `tokens`, if a number is given."""
-        return (
-            self if tokens is None or tokens >= self.context_length else replace(self, context_length=tokens)
-        )
+        is_less = tokens is not None and tokens < self.context_length
+        return replace(self, context_length=tokens) if is_less else self
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +81,7 @@ class Sequence:
     reused: int = 0
     """KV length that the prefix cache supplied this time."""
     kept: int = 0
-    """KV length that the stages from `kept_from` on have kept since a loss. Until the others have as much, only they
-    compute."""
+    """KV length that the stages from `kept_from` on have kept since a loss. Only the others compute up to there."""
     kept_from: int = 0
     taken: int = 0
     """Tokens of cached KV that this sequence took over."""

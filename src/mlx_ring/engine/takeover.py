@@ -262,7 +262,9 @@ class Target(Protocol):
         ...
 
     @property
-    def context_length(self) -> int: ...
+    def limits(self) -> Limits:
+        """Limits of its model, with its own context."""
+        ...
 
     @property
     def moves(self) -> KvMoves:
@@ -283,7 +285,8 @@ async def move_requests(source: Source, target: Target) -> int:
 
     Requests continue on their engine until the other one has computed almost all of their known tokens. Then all move at
     once, so that two engines share the machines' processors for a short time only. A request that may become longer than
-    the other engine's context stays until its end. If only the context limits it, it stays if it is longer already.
+    the other engine's context stays until its end. If only the context limits it, it stays if it is longer already. So
+    does an answer that was begun before the model's files were replaced.
 
     Raises:
         RingError: the target was lost. The requests are still with their engine.
@@ -361,7 +364,7 @@ async def _bring(
 def _fits(live: LiveRequest, target: Target) -> bool:
     limit = live.sequence.request.sampling.max_tokens
     most = live.sequence.length + 1 if limit is None else live.sequence.max_length
-    return most <= target.context_length
+    return most <= target.limits.context_length and live.has_model(target.limits)
 
 
 async def _wait_for_end(live: LiveRequest) -> None:

@@ -409,7 +409,7 @@ class Instance:
         engine = Engine(
             executor,
             Vocabulary.of(self._served.tokenizer),
-            limits.within(context),
+            replace(limits.within(context), model=placed.model_digest),
             instance=instance,
             epoch=self._epoch.number,
             policy=policy_of(self._settings, longest),

@@ -150,7 +150,8 @@ class HostedModel:
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        return {**self._metadata, "digest": self.served.digest}
+        loaded = (each.engine.limits.model for each in self._preferred())
+        return {**self._metadata, "digest": next(loaded, "") or self.served.digest}
 
     @property
     def state(self) -> State:

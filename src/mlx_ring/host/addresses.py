@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+from typing import cast
 
 from mlx_ring.core.errors import ConfigError
 
@@ -222,3 +223,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def listening_socket(address: str, backlog: int) -> socket.socket:
+    """Return a socket that listens on `host:port`; on all addresses of both families for one that means every address.
+
+    Raises:
+        OSError: the address is in use, or not this machine's.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if host in ("::", EVERY_IPV4):
+        if socket.has_dualstack_ipv6():
+            every = ("::", int(port))
+            return socket.create_server(every, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        host = EVERY_IPV4
+    family, _, _, _, own = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(cast("tuple[str, int]", own), family=family, backlog=backlog)

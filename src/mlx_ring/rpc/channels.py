@@ -29,6 +29,8 @@ PROBE_MESSAGE_BYTES = 65 << 20
 """Limit for probes of links, whose largest frame has 64 MiB."""
 _HANDSHAKE_MS = 10_000
 """Time after which a peer that connects and says nothing is dropped, because it holds a descriptor."""
+_MOST_CONNECTIONS = 768
+"""Connections of a server, far more than a cluster needs. Each takes a descriptor, of which a process has 1,024 or more."""
 _READERS = ("grpc._cython.cygrpc", "grpc._common")
 """Loggers of the code that decodes messages."""
 _TRY_AGAIN_MS = 100
@@ -54,12 +56,19 @@ def _options(max_message_bytes: int) -> Options:
 
 
 def _server_options(max_message_bytes: int) -> Options:
-    """Return options that permit pings: gRPC ends a connection by default when they are frequent or come in a burst."""
+    """Return options that bound connections, and permit pings.
+
+    gRPC ends a connection by default when pings are frequent or come in a burst.
+    """
     pings = [
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_EVERY_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
     ]
-    return [*_options(max_message_bytes), *pings]
+    return [
+        *_options(max_message_bytes),
+        *pings,
+        ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
+    ]
 
 
 FOR_STRANGERS: Sequence[tuple[str, Any]] = (
@@ -190,9 +199,13 @@ def add_secure_port(
     try:
         return server.add_secure_port(_target(address), credentials)
     except RuntimeError as error:
-        raise AddressInUse(
-            f"{address} cannot be used: another process listens there, or this machine has no such address."
-        ) from error
+        raise address_in_use(address) from error
+
+
+def address_in_use(address: str) -> AddressInUse:
+    return AddressInUse(
+        f"{address} cannot be used: another process listens there, or this machine has no such address."
+    )
 
 
 def _shorten_decode_errors() -> None:

@@ -1,6 +1,6 @@
 """The head's side of `Enrol` and `Renew`, by which a machine becomes and stays a member.
 
-A token bucket for each address limits wrong join requests.
+A token bucket for each address limits wrong join requests. No address can keep others from connecting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import ConfigError, RingError, TokenRefused
 from mlx_ring.core.folders import AGENT_LOCK
+from mlx_ring.host.addresses import listening_socket
 from mlx_ring.host.private_files import is_held
-from mlx_ring.rpc.channels import FOR_STRANGERS, add_secure_port, make_aio_server
+from mlx_ring.rpc.channels import FOR_STRANGERS, add_secure_port, address_in_use, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.hello import check_hello, greeting_handler, make_hello
 from mlx_ring.rpc.methods import ENROL, ENROLMENT_SERVICE, RENEW, RENEWAL_SERVICE, service_handler
@@ -37,7 +38,6 @@ from mlx_ring.rpc.tls.credentials import Credentials, load_credentials, serve_re
 from mlx_ring.rpc.tls.peers import (
     address_of_call,
     check_node_id,
-    host_of_call,
     node_name,
     open_identity,
     peer_of_call,
@@ -106,6 +106,11 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 10
 _MOST_WAITING = 64
 """Join requests of one address that may wait at once: a hall of machines behind one router, and no flood."""
+_MOST_CONNECTIONS = 256
+_SILENT_S = 10.0
+"""Time after which a connection without a byte is closed."""
+_BLOCK = 64 << 10
+_BACKLOG = 1024
 
 Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[object, object]
@@ -126,6 +131,8 @@ class EnrolmentService:
         self._authority, self._tokens, self._members = authority, tokens, members
         self._tries = tries or TryLimit()
         self._clock = clock
+        self.callers: dict[str, str] = {}
+        """Addresses of the machines behind the connections that a `StrangersPort` forwards, by their own."""
         self._waiting = Counter[str]()
         """Join requests that wait or are handled, by address."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
@@ -140,17 +147,19 @@ class EnrolmentService:
 
     async def enrol(self, request: enrol_pb2.EnrolRequest, context: Context) -> enrol_pb2.EnrolReply:
         """Sign a request with a valid token; log a refusal with the peer's address."""
-        group = address_group(host_of_call(context))
+        own = address_of_call(context)
+        address = self.callers.get(own, own)
+        group = address_group(_host_of(address))
         if self._waiting[group] >= _MOST_WAITING:
             return _refuse(
-                context,
+                address,
                 TokenRefused("Too many join requests from this address at once: try again in a minute."),
             )
         self._waiting[group] += 1
         try:
-            certificate = await self._apart(self._enrol_limited, request, address_of_call(context))
+            certificate = await self._apart(self._enrol_limited, request, address)
         except RingError as error:
-            return _refuse(context, error)
+            return _refuse(address, error)
         finally:
             self._waiting[group] -= 1
             if not self._waiting[group]:
@@ -159,7 +168,7 @@ class EnrolmentService:
 
     def _enrol_limited(self, request: enrol_pb2.EnrolRequest, address: str) -> x509.Certificate:
         """Enrol, unless this address was wrong too often. As one request is handled at a time, guesses cannot race."""
-        host = address.rpartition(":")[0].strip("[]")
+        host = _host_of(address)
         if not self._tries.has_try(host, self._clock()):
             raise TokenRefused("Too many wrong join requests from this address: wait a minute.")
         try:
@@ -192,7 +201,7 @@ class EnrolmentService:
         try:
             certificate = await self._apart(self._renew, request, peer_of_call(context).node)
         except RingError as error:
-            return _refuse(context, error)
+            return _refuse(address_of_call(context), error)
         return self._reply(certificate)
 
     def _renew(self, request: enrol_pb2.RenewRequest, node: str) -> x509.Certificate:
@@ -213,8 +222,12 @@ class EnrolmentService:
         )
 
 
-def _refuse(context: Context, error: RingError) -> enrol_pb2.EnrolReply:
-    log.warning("Refused to enrol %s: %s", address_of_call(context), error)
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _refuse(address: str, error: RingError) -> enrol_pb2.EnrolReply:
+    log.warning("Refused to enrol %s: %s", address, error)
     return enrol_pb2.EnrolReply(failure=error_to_failure(error))
 
 
@@ -246,13 +259,92 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
     return credentials
 
 
+class StrangersPort:
+    """Port for machines without a certificate. It forwards their connections to a gRPC server, which only this machine reaches.
+
+    gRPC limits the connections of a server, but one address could hold all of them. Here, the oldest connection of the
+    address that has most of them makes room for a new one.
+    """
+
+    def __init__(self, server: grpc.aio.Server, port: int, callers: dict[str, str]) -> None:
+        """Prepare to forward to a server that listens on a port of loopback, and to record in `callers` for whom."""
+        self._server, self._port, self._callers = server, port, callers
+        self._open: dict[asyncio.StreamWriter, str] = {}
+        """Owner of each connection's address, the oldest connection first."""
+        self._listening: asyncio.Server | None = None
+
+    async def listen(self, address: str) -> int:
+        """Listen, and return the port. Raises `AddressInUse`."""
+        try:
+            own = listening_socket(address, _BACKLOG)
+        except OSError as error:
+            raise address_in_use(address) from error
+        self._listening = await asyncio.start_server(self._serve, sock=own, backlog=_BACKLOG)
+        return own.getsockname()[1]
+
+    async def stop(self, grace: float | None) -> None:
+        """Close the port and all connections."""
+        if self._listening is not None:
+            self._listening.close()
+        for writer in list(self._open):
+            self._close(writer)
+        await self._server.stop(grace)
+
+    def _close(self, writer: asyncio.StreamWriter) -> None:
+        self._open.pop(writer, None)
+        writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port, *_ = writer.get_extra_info("peername") or ("", 0)
+        host = host.removeprefix("::ffff:")
+        if len(self._open) >= _MOST_CONNECTIONS:
+            counts = Counter(self._open.values())
+            self._close(max(self._open, key=lambda each: counts[self._open[each]]))
+        self._open[writer] = address_group(host)
+        try:
+            async with asyncio.timeout(_SILENT_S):
+                first = await reader.read(_BLOCK)
+            if first:
+                address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                await self._forward(first, reader, writer, address)
+        except (OSError, TimeoutError) as error:
+            log.debug("A connection from %s ended: %s", host, error)
+        finally:
+            self._open.pop(writer, None)
+            writer.close()
+
+    async def _forward(
+        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
+    ) -> None:
+        answers, requests = await asyncio.open_connection("127.0.0.1", self._port)
+        own = "{}:{}".format(*requests.get_extra_info("sockname"))
+        self._callers[own] = address
+        requests.write(first)
+        ways = [asyncio.ensure_future(_copy(*way)) for way in ((reader, requests), (answers, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            del self._callers[own]
+            requests.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_BLOCK):
+        writer.write(data)
+        await writer.drain()
+
+
 async def start_enrolment_server(
     service: EnrolmentService, authority: Authority, address: str
-) -> tuple[grpc.aio.Server, int]:
+) -> tuple[StrangersPort, int]:
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES, more=FOR_STRANGERS)
     server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
     shown = serve_renewed(authority.head_credentials, admits_strangers=True)
-    port = add_secure_port(server, address, shown)
+    port = StrangersPort(server, add_secure_port(server, "127.0.0.1:0", shown), service.callers)
+    listened = await port.listen(address)
     await server.start()
-    return server, port
+    return port, listened
