@@ -6,8 +6,8 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 from typing import cast
+from urllib.parse import urlsplit
 
 from mlx_ring.core.errors import ConfigError
 
