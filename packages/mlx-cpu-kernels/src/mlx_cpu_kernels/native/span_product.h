@@ -191,14 +191,21 @@ class SpanTile {
 
  private:
   // The scales or biases of some rows as float32.
-  static const float* convert(const void* values, const Quantized& w, int64_t from, int64_t rows, Slot slot) {
+  [[gnu::flatten]] static const float* convert(const void* values, const Quantized& w, int64_t from, int64_t rows,
+                                               Slot slot) {
     const int64_t count = (rows - 1) * w.row_groups + w.columns / w.group_size;
     values = at(values, w.type, from);
     if (w.type == Type::float32) return static_cast<const float*>(values);
     float* to = scratch<float>(slot, count);
-    int64_t i = 0;
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, w.type, i));
-    if (i < count) V::store(to + i, V::load_some_values(values, w.type, i, count - i));
+    auto convert_as = [&](Type type) {  // known when it is compiled, so that no vector asks for it again
+      int64_t i = 0;
+      for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, type, i));
+      if (i < count) V::store(to + i, V::load_some_values(values, type, i, count - i));
+    };
+    if (w.type == Type::float16)
+      convert_as(Type::float16);
+    else
+      convert_as(Type::bfloat16);
     return to;
   }
 
