@@ -23,6 +23,8 @@ constexpr int64_t kQuarterColumns = 16;
 // Rows of the matrix that take turns with the digits of some spans, and bytes of these.
 constexpr int64_t kSpanRows = 16;
 constexpr int64_t kSpanDigits = 16384;
+// Words between those that one row is multiplied with and those that are fetched.
+constexpr int64_t kPrefetchWords = 512;
 
 template <class V, int vectors>
 struct Span {
@@ -172,8 +174,8 @@ class SpanTile {
   // row of y.
   void multiply(const Quantized& w, int64_t first, int64_t count, float* y, int64_t y_stride) const {
     const int64_t rows = x_.rows(), sums_of_row = rows * V::kLanes, from = first * w.row_groups;
-    const float* scales = fetch(w.scales, w, from, count, Slot::group_scales);
-    const float* biases = fetch(w.biases, w, from, count, Slot::group_biases);
+    const float* scales = convert(w.scales, w, from, count, Slot::group_scales);
+    const float* biases = convert(w.biases, w, from, count, Slot::group_biases);
     std::fill(sums_, sums_ + round_up(count, 4) * sums_of_row, 0.f);
     if (rows == 1)
       add<true>(w, first, count, 0, x_.spans().count(), scales, biases);
@@ -188,16 +190,22 @@ class SpanTile {
   }
 
  private:
-  // The scales or biases of some rows as float32, and fetches those of later rows.
-  static const float* fetch(const void* values, const Quantized& w, int64_t from, int64_t rows, Slot slot) {
+  // The scales or biases of some rows as float32.
+  [[gnu::flatten]] static const float* convert(const void* values, const Quantized& w, int64_t from, int64_t rows,
+                                               Slot slot) {
     const int64_t count = (rows - 1) * w.row_groups + w.columns / w.group_size;
-    prefetch(at(values, w.type, from + rows_ahead(w) * w.row_groups), count * size_of(w.type));
     values = at(values, w.type, from);
     if (w.type == Type::float32) return static_cast<const float*>(values);
     float* to = scratch<float>(slot, count);
-    int64_t i = 0;
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, w.type, i));
-    if (i < count) V::store(to + i, V::load_some_values(values, w.type, i, count - i));
+    auto convert_as = [&](Type type) {  // known when it is compiled, so that no vector asks for it again
+      int64_t i = 0;
+      for (; i + V::kLanes <= count; i += V::kLanes) V::store(to + i, V::load_values(values, type, i));
+      if (i < count) V::store(to + i, V::load_some_values(values, type, i, count - i));
+    };
+    if (w.type == Type::float16)
+      convert_as(Type::float16);
+    else
+      convert_as(Type::bfloat16);
     return to;
   }
 
@@ -206,7 +214,9 @@ class SpanTile {
   template <bool is_one>
   [[gnu::flatten]] void add(const Quantized& w, int64_t first, int64_t count, int64_t begin, int64_t end,
                             const float* scales, const float* biases) const {
-    const int64_t x_rows = x_.rows(), whole = smaller(end, x_.spans().whole), ahead = rows_ahead(w) * w.row_words;
+    const int64_t x_rows = x_.rows(), whole = smaller(end, x_.spans().whole);
+    // One row passes through the matrix word by word. With others, the same words of later rows come next.
+    const int64_t ahead = is_one ? kPrefetchWords : rows_ahead(w) * w.row_words;
     const int64_t all_words = w.columns / 8, all_groups = w.columns / group_size_;
     const int64_t full = smaller(whole, all_words / S::kWords);  // spans that lack nothing
     const auto order = order_, rest_order = rest_order_;
@@ -216,6 +226,11 @@ class SpanTile {
       float* const sums = sums_ + r * x_rows * V::kLanes;
       const int8_t* x = x_.span(begin);
       auto products = V::zero(), offsets = V::zero();
+      if (begin == 0) {  // not those of all rows at once: so many fetches would have to wait for one another
+        const int64_t later = (first + r + rows_ahead(w)) * w.row_groups;
+        prefetch(at(w.scales, w.type, later), all_groups * size_of(w.type));
+        prefetch(at(w.biases, w.type, later), all_groups * size_of(w.type));
+      }
       auto add_span = [&]<int span_vectors>(const uint32_t* words, auto scale, auto bias) {
         typename V::Int weights[span_vectors * kNibbles];
         V::template unpack_quarters<span_vectors>(words, weights);
@@ -234,7 +249,7 @@ class SpanTile {
       };
       for (int64_t s = begin; s < full; s++) {
         const uint32_t* words = row_words + s * S::kWords;
-        for (int64_t i = 0; i < S::kWords; i += 16) __builtin_prefetch(words + ahead + i, 0, 2);
+        for (int64_t i = 0; i < S::kWords; i += 16) __builtin_prefetch(words + ahead + i, 0, is_one ? 3 : 2);
         add_span.template operator()<vectors>(words, V::template spread<groups>(row_scales + s * groups, order),
                                               V::template spread<groups>(row_biases + s * groups, order));
       }
