@@ -1,10 +1,17 @@
 import assert from "node:assert/strict";
-import { createRequire } from "node:module";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { adaptTree } from "../../../src/mlx_ring/api/page/web/markdown/math.js";
 import { inAlphabet } from "../../../src/mlx_ring/api/page/web/markdown/math-alphabets.js";
 
-const katex = createRequire(import.meta.url)("katex");
+const VENDORED = new URL("../../../src/mlx_ring/api/page/web/vendor/katex.min.js", import.meta.url);
+
+/** KaTeX as the page has it. Its file is a script, not a module. */
+const katex = (() => {
+  const module = { exports: /** @type {any} */ ({}) };
+  new Function("module", "exports", readFileSync(VENDORED, "utf8"))(module, module.exports);
+  return module.exports;
+})();
 
 /** Return what a browser shows of a formula, without its source. @param {string} source */
 function toMathml(source) {
