@@ -14,8 +14,8 @@ const BRANCH = " (branch)";
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
  * streams. `key` finds the answer among the messages. `kept` is there while the next try has no text yet: the former
  * answer is shown, whose id and end these are. `failed` is how the next try ended without a text. `isQueued` is true
- * while other answers of this browser must end first. `earlier` and `later` are the other versions of an answer that was
- * requested again, without versions of their own.
+ * while other answers of this browser must end first. `earlier` and `later` are the other versions of an answer that
+ * was requested again, without versions of their own.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
  *   parameters?: Record<string, unknown>, isQueued?: boolean, key?: string,
@@ -268,7 +268,7 @@ export function joinAnswers(answer, before, continues) {
   if (end === null) {
     return { ...shown, id, end, isPaused, isQueued, waitsFor, kept: { id: former.id, end: former.end } };
   }
-  // An end without a new text leaves the former answer as it was. Who stopped the try knows why it ended.
+  // An end without a new text leaves the former answer as it was. A person who stopped the try needs no reason.
   return end === "stopped" ? shown : { ...shown, failed: { end, problem } };
 }
 

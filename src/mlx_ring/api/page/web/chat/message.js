@@ -31,7 +31,7 @@ const ENDS = {
   unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
 
-const HAS_RESULTS = "A version that calls tools cannot be shown or left once its chat goes on.";
+const HAS_RESULTS = "A version that calls tools cannot be shown or left once messages follow it.";
 
 /**
  * Render a question. `edit` returns false if nothing was sent. `draft` is a change that was begun before the view
