@@ -17,8 +17,8 @@ const USUAL_PORT = "8100";
  */
 
 /**
- * Return the command that starts this server: its models, and the options with which it was started. A server of another
- * version may not name its options: then those that the page knows.
+ * Return the command that starts this server: its models, and the options with which it was started. A server of
+ * another version may not name its options: then those that the page knows.
  * @param {Started} cluster
  * @param {{ nodes?: number, opens?: boolean, port?: string, hasKey?: boolean }} [options] `nodes`: another number of
  *   machines; `opens`: other machines and phones shall reach it
