@@ -120,6 +120,17 @@ def test_link_to_a_chat_opens_it_in_another_tab_and_an_unknown_one_says_so(
         expect(other.get_by_role("button", name="Retry")).to_be_visible()
         expect(other.get_by_role("alert")).to_have_count(0)
         expect(other).not_to_have_url(re.compile("0123456789abcdef"))
+        page.get_by_label("Conversations").get_by_role("link", name="One.").click()
+        address = page.url
+        page.get_by_role("button", name="Delete One.").click()
+        other.goto(address)
+        expect(other.get_by_role("alert")).to_contain_text("This browser has no chat")
+        other.get_by_label("Your question").fill("A draft")
+        page.get_by_role("button", name="Undo").click()
+        other.get_by_label("Conversations").get_by_role("link", name="One.").click()
+        expect(other.get_by_role("heading", level=1)).to_have_text("One.")
+        expect(other.get_by_role("alert")).to_have_count(0)
+        expect(other).to_have_url(address)
         assert events.problems == []
 
 
@@ -148,6 +159,35 @@ def test_retry_keeps_the_earlier_answers_which_can_be_shown_by_key(browser: Brow
         text = saved.value.path().read_text()
         assert text.index("(version 2 of 2, token limit reached)") < text.index("(version 1 of 2)")
         assert events.problems == []
+
+
+def test_retry_without_an_answer_says_why_and_leaves_the_former_one_as_it_was(
+    browser: Browser, twin_url: str
+) -> None:
+    with open_page(browser, twin_url) as (page, _):
+        answer, retry = page.get_by_role("article", name="Answer"), page.get_by_role("button", name="Retry")
+        ask(page, "Which?")
+        retry.click()
+        expect(answer).to_contain_text("2/2")
+        path = re.compile("chat/completions")
+        page.route(path, lambda route: route.abort())
+        retry.click()
+        expect(answer.get_by_role("alert")).to_contain_text(
+            "The server could not be reached, so there is no other"
+        )
+        page.get_by_role("button", name="Earlier version").click()
+        expect(answer).to_contain_text("1/2")
+        expect(answer.get_by_role("alert")).to_have_count(0)
+        page.unroute_all()
+        page.route(path, lambda _: None)
+        retry.click()
+        other = page.context.new_page()
+        other.goto(page.url)
+        later = other.get_by_role("button", name="Later version")
+        expect(later).to_have_attribute("title", re.compile("Another tab of this browser receives"))
+        page.close()
+        expect(later).to_have_attribute("title", "Later version")
+        expect(other.get_by_role("article", name="Answer")).not_to_contain_text("incomplete")
 
 
 def test_chat_without_room_in_the_browser_says_so_until_there_is_room(

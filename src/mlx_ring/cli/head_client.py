@@ -19,7 +19,7 @@ import typer
 from mlx_ring.core.errors import ConfigError, ModelNotFound, RequestError, without_number
 from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.models.short_names import find_hub_id
-from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings
+from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings, own_url
 
 if TYPE_CHECKING:
     import httpx
@@ -84,16 +84,21 @@ def ask_head(
 
 def _refusal(url: str, status: int, reply: Any, *, had_key: bool) -> str:
     if status == HTTPStatus.UNAUTHORIZED:
-        key = "another API key" if had_key else "an API key"
-        return f"The head at {url} asks for {key}: {_give_key(had_key=had_key)}"
+        return f"The head at {url} asks for {asked_key(had_key=had_key)}"
     return f"The head at {url} refuses: {reply['error']['message']}"
 
 
-def _give_key(*, had_key: bool) -> str:
-    """Return how to give a key, and why the one of the settings was not sent."""
-    kept = not had_key and load_settings({}).api_key
-    why = " A key in a file is sent only to the server that the file sets up." if kept else ""
-    return f"give it with --api-key, or set {KEY_VARIABLE}.{why}"
+def asked_key(*, had_key: bool) -> str:
+    """Return which API key a server asks for, how to give it, and why the one of the settings was not sent."""
+    settings = None if had_key else load_settings({})
+    why = (
+        " A key in a file is sent only to the server that the file sets up: for that one, use --url "
+        f"{own_url(settings)}."
+        if settings is not None and settings.api_key
+        else ""
+    )
+    which = "another" if had_key else "an"
+    return f"{which} API key: give it with --api-key, or set {KEY_VARIABLE}.{why}"
 
 
 def pull_at(
@@ -365,7 +370,7 @@ def _check(response: httpx.Response) -> None:
         return
     kind = ConnectionBroke if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE else ChatError
     if response.status_code == HTTPStatus.UNAUTHORIZED and "authorization" not in response.request.headers:
-        raise ChatError(f"This server requires an API key: {_give_key(had_key=False)}")
+        raise ChatError(f"This server requires {asked_key(had_key=False)}")
     try:
         message = _message_of(response.json()["error"])
     except (ValueError, KeyError, TypeError):

@@ -148,7 +148,7 @@ def ask_running_head(
         body: fields to send as JSON.
         answer_type: type of the answer.
         cacert: file of a certificate to trust.
-        api_key: API key to send; the environment's by default.
+        api_key: key of a flag; without one, `key_to_send` finds it.
 
     Raises:
         ConfigError: it does not answer, or not as this version does, or it refuses the question.

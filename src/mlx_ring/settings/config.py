@@ -5,12 +5,15 @@ Those of models, placement and clusters are in `placement_settings.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 from pydantic_settings import SettingsConfigDict
 
 from mlx_ring.core.logs import LogFormat, LogLevel
@@ -334,37 +337,67 @@ OTHER_NAMES = dict(other_names(Settings.model_fields))
 """Field of `Settings` by each other name that a file may use: vLLM's flags, and names of earlier versions."""
 OLD_NAMES = {old: name for name, field in Settings.model_fields.items() for old in flag_of(field).old}
 """Field of `Settings` by its name in earlier versions."""
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 _NOT_SHOWN = ("model", "more_models")
 
 
-def shown_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the flags of a command line of `serve` with their values, without models. Secrets become their placeholder.
+def shown_flags(arguments: Sequence[str], *, shows_folders: bool) -> list[str]:
+    """Return the flags of a command line of `serve` with their values, each once, under today's names, without models.
+
+    Keys and passwords become placeholders. URLs keep their scheme, host and port.
 
     Args:
         arguments: words after the command's name.
+        shows_folders: False for readers elsewhere: absolute paths become placeholders too.
     """
-    known = {"--config": "FILE"} | {
-        each: name
-        for name, field in Settings.model_fields.items()
-        for each in (flag_name(name), *flag_of(field).aliases, *map(flag_name, flag_of(field).old))
-    }
-    alone = {
-        each
-        for field in Settings.model_fields.values()
-        for each in (*flag_of(field).switch_on, *flag_of(field).switch_off)
-    }
-    shown: list[str] = []
+    known, alone = _shown_tables()
+    shown: dict[str, list[str]] = {}
     rest = iter(arguments)
     for word in rest:
         flag, equals, value = word.partition("=")
         if word in alone:
-            shown.append(word)
+            shown[word] = [word]
         elif flag in known and known[flag] not in _NOT_SHOWN:
-            field = Settings.model_fields.get(known[flag])
             given = value if equals else next(rest, "")
-            if field is None or field.repr:
-                shown += [flag, _URL_USER.sub("", given)]
-            else:
-                shown += [flag, flag_of(field).metavar.partition(",")[0]]
-    return shown
+            name = flag_name(known[flag])
+            shown[name] = [
+                name,
+                _shown_value(Settings.model_fields.get(known[flag]), given, shows_folders=shows_folders),
+            ]
+    return [word for words in shown.values() for word in words]
+
+
+@cache
+def _shown_tables() -> tuple[dict[str, str], frozenset[str]]:
+    """Return the field of each flag with a value, and the flags without one."""
+    flags = {name: (field, flag_of(field)) for name, field in Settings.model_fields.items()}
+    known = {"--config": "config"} | {
+        each: name
+        for name, (_, flag) in flags.items()
+        for each in (flag_name(name), *flag.aliases, *map(flag_name, flag.old))
+    }
+    return known, frozenset(
+        each for _, flag in flags.values() for each in (*flag.switch_on, *flag.switch_off)
+    )
+
+
+def _shown_value(field: FieldInfo | None, value: str, *, shows_folders: bool) -> str:
+    """Return a flag's value for others to read; the flag of a settings file has no field."""
+    placeholder = "FILE" if field is None else flag_of(field).metavar.partition(",")[0]
+    if field is not None and not field.repr:
+        return placeholder
+    if "://" in value or placeholder == "URL":
+        return ",".join(
+            each if each == "*" else _shown_url(each) for each in map(str.strip, value.split(","))
+        )
+    return placeholder if not shows_folders and value.startswith(("/", "~")) else value
+
+
+def _shown_url(url: str) -> str:
+    """Return the scheme, host and port of a URL, or "URL": all else may hold a secret."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # An "@" after the host ends a password that has one of the characters "/", "?" and "#".
+        rest = f"{parts.path}{parts.query}{parts.fragment}"
+        if parts.scheme and parts.hostname and parts.port != 0 and "@" not in rest:
+            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return "URL"

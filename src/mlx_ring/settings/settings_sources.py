@@ -414,10 +414,20 @@ def checked_key(key: str | None) -> str | None:
     return key
 
 
+def own_url(settings: Settings) -> str:
+    """Return the URL by which this machine reaches the server of these settings."""
+    return local_url(settings.host, settings.port, _scheme(settings))
+
+
+def _scheme(settings: Settings) -> str:
+    return "http" if settings.ssl_certfile is None else "https"
+
+
 def _is_own(url: str, settings: Settings) -> bool:
     """Report whether a URL is that of the server of these settings, or of a head of this machine."""
-    host, port = settings.host, settings.port
-    scheme = "http" if settings.ssl_certfile is None else "https"
-    named = [local_url(host, port, scheme), *lan_urls(host, port, scheme, lan_addresses(), ())]
+    named = [
+        own_url(settings),
+        *lan_urls(settings.host, settings.port, _scheme(settings), lan_addresses(), ()),
+    ]
     heads = (each.url for each in running_here(state_folder(settings.state_dir)) if each.kind == "head")
     return any(is_same_server(url, each) for each in (*named, *heads))

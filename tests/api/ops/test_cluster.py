@@ -196,23 +196,67 @@ def test_status_has_the_program_as_it_was_called_but_no_folders_above(
     assert Api().get("/cluster/status").json()["program"] == "mlx-ring"
 
 
+def options_for(client: str) -> list[str]:
+    return Api(client=client).get("/cluster/status").json()["options"]
+
+
 def test_status_has_the_options_of_the_start_without_keys_and_passwords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = (
         *("serve", "demo", "--stages", "2", "--port=8200", "-tp", "1", "--config", "ring.yaml"),
         *("--yield-to-user", "--no-join-lines", "--api-key", "s3cret", "--api-key=s3cret,other"),
-        *("--ssl-keyfile-password", "s3cret", "--otlp-traces-endpoint", "http://me:s3cret@traces:4318/v1"),
+        *("--ssl-keyfile-password", "s3cret", "--nodes", "1", "--stages=3", "--nodes", "2"),
         *("--more-models", "demo-moe", "--unknown", "s3cret"),
     )
     monkeypatch.setattr("sys.argv", ["mlx-ring", *given])
-    assert Api().get("/cluster/status").json()["options"] == [
-        *("--stages", "2", "--port", "8200", "-tp", "1", "--config", "ring.yaml", "--yield-to-user"),
-        *("--api-key", "KEY", "--api-key", "KEY", "--ssl-keyfile-password", "PASSWORD"),
-        *("--otlp-traces-endpoint", "http://traces:4318/v1"),
+    assert options_for("127.0.0.1") == [
+        *("--stages", "3", "--port", "8200", "--tp", "1", "--config", "ring.yaml", "--yield-to-user"),
+        *("--api-key", "KEY", "--ssl-keyfile-password", "PASSWORD", "--nodes", "2"),
     ]
     monkeypatch.setattr("sys.argv", ["mlx-ring"])
-    assert Api().get("/cluster/status").json()["options"] == []
+    assert options_for("127.0.0.1") == []
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://traces:4318", "http://traces:4318"),
+        ("https://me:s3cret@[fe80::1]:4318/v1", "https://[fe80::1]:4318"),
+        ("http://me:p@s3cret@traces/v1", "http://traces"),
+        ("https://traces/v1?api-key=s3cret", "https://traces"),
+        ("https://traces/s3cret#s3cret", "https://traces"),
+        ("http://me:s3cret/w@traces/v1", "URL"),
+        ("http://me:12/s3cret@traces/v1", "URL"),
+        ("http://me:12?s3cret@traces/v1", "URL"),
+        ("http://me:12#s3cret@traces/v1", "URL"),
+        ("me:s3cret@traces", "URL"),
+        ("http://[s3cret", "URL"),
+        ("", "URL"),
+    ],
+)
+def test_status_has_the_scheme_host_and_port_of_a_url_alone(
+    url: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = f"*,{url}"
+    given = ("--otlp-traces-endpoint", url, "--allowed-origins", origins)
+    monkeypatch.setattr("sys.argv", ["mlx-ring", "serve", "demo", *given])
+    assert options_for("127.0.0.1") == [
+        *("--otlp-traces-endpoint", shown, "--allowed-origins", f"*,{shown}"),
+    ]
+
+
+def test_only_clients_of_this_machine_see_absolute_paths_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders = ("--state-dir", "/home/joe/x", "--config=~joe/ring.yaml", "--api-key-file", "/home/joe/keys")
+    monkeypatch.setattr("sys.argv", ["mlx-ring", "serve", "demo", *folders, "--log-dir", "logs"])
+    assert options_for("127.0.0.1") == [
+        *("--state-dir", "/home/joe/x", "--config", "~joe/ring.yaml", "--api-key-file", "/home/joe/keys"),
+        *("--log-dir", "logs"),
+    ]
+    elsewhere = ["--state-dir", "DIR", "--config", "FILE", "--api-key-file", "FILE", "--log-dir", "logs"]
+    assert options_for("192.168.1.9") == elsewhere
 
 
 def test_status_says_why_no_machine_can_join() -> None:

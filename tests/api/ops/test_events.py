@@ -24,6 +24,7 @@ from tests.engine.twin import TwinExecutor
 from tests.engine.twin_rank import hash_token
 from tests.eventually import eventually
 
+from mlx_ring.api.ops import events
 from mlx_ring.api.ops.events import MOST_WATCHERS, Counters, EventFeed, json_patch, rates_between
 from mlx_ring.core.engine_stats import COUNTS, RankTotals, StepTotals
 from mlx_ring.core.errors import Overloaded
@@ -55,6 +56,19 @@ def test_state_has_cluster_cache_and_requests_but_no_prompt() -> None:
             0,
         )
         assert secret not in json.dumps(state)
+
+
+def test_only_watchers_of_this_machine_see_absolute_paths_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mlx-ring", "serve", "demo", "--state-dir", "/home/joe/x"])
+    with serving(TwinService()) as url:
+        shown: list[list[str]] = []
+        for own in ("127.0.0.1", "192.168.1.7"):
+            monkeypatch.setattr(events, "is_loopback", own.__eq__)
+            with httpx.stream("GET", f"{url}/cluster/events") as response:
+                shown.append(first_state(response.iter_lines())["cluster"]["options"])
+    assert shown == [["--state-dir", "/home/joe/x"], ["--state-dir", "DIR"]]
 
 
 @pytest.mark.slow

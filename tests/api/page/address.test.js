@@ -1,6 +1,11 @@
 import assert from "node:assert/strict";
 import { beforeEach, test } from "node:test";
-import { followAddress, openAddressed, readAddress } from "../../../src/mlx_ring/api/page/web/address.js";
+import {
+  describeMissing,
+  followAddress,
+  openAddressed,
+  readAddress,
+} from "../../../src/mlx_ring/api/page/web/address.js";
 import { ChatStore } from "../../../src/mlx_ring/api/page/web/chat/store.js";
 import { setUpBrowser } from "./support.js";
 
@@ -92,6 +97,27 @@ test("a chat that the browser does not have leaves its address until a question 
   unfollow();
   goTo("#chat/none")();
   assert.equal(store.now.open.id, "b");
+});
+
+test("the address follows again after a chat that the browser does not have", () => {
+  const store = openStore(["b"]);
+  followAddress(store, () => {});
+  goTo("#chat/none")();
+  store.open("b");
+  assert.deepEqual([location.hash, written.at(-1)], ["#chat/b", "push #chat/b"]);
+  goTo("#chat/none")();
+  goTo("#chat")();
+  assert.deepEqual([store.now.missing, location.hash], [null, "#chat"]);
+  goTo("#chat/none")();
+  store.startNew();
+  assert.deepEqual([store.now.missing, location.hash], [null, "#chat"]);
+});
+
+test("a chat that the browser does not have is named by ids of the stored form alone", () => {
+  assert.match(describeMissing("0123456789abcdef"), /^This browser has no chat 0123456789abcdef\. /);
+  for (const id of ["a".repeat(5000), "<img src=x>", "%00", ".."]) {
+    assert.match(describeMissing(id), /^The address names no chat\. /);
+  }
 });
 
 test("other views leave the open chat as it is", () => {

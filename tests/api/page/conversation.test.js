@@ -1,11 +1,14 @@
 import assert from "node:assert/strict";
 import { describe, test } from "node:test";
 import * as conversations from "../../../src/mlx_ring/api/page/web/chat/conversation.js";
-import { describeEnd } from "../../../src/mlx_ring/api/page/web/chat/message.js";
+import { describeEnd, describeFailed, Versions } from "../../../src/mlx_ring/api/page/web/chat/message.js";
+import { endAnswers } from "../../../src/mlx_ring/api/page/web/chat/stored-chats.js";
+import { toHtml } from "./support.js";
 
 /** @import { AnswerMessage, Message } from "../../../src/mlx_ring/api/page/web/chat/conversation.js" */
 
-const { EMPTY_ANSWER, canContinue, isCutOff, joinAnswers, newConversation, openCalls, versionsOf } = conversations;
+const { EMPTY_ANSWER, canContinue, isCutOff, joinAnswers, newConversation, openCalls, versionsOf, versionSteps } =
+  conversations;
 const { requestMessages, withAnswer, withEdit, withMessage, withVersion } = conversations;
 
 /** @param {string} content @returns {Message} */
@@ -51,8 +54,8 @@ describe("an answer that is requested again", () => {
   const none = answer("", { end: null, id: "2" });
 
   test("keeps the former text until the new one begins", () => {
-    const { content, reasoning, isKept, end, id } = joinAnswers(none, before, false);
-    assert.deepEqual([content, reasoning, isKept, end, id], ["Half of", "Hm.", true, null, "2"]);
+    const { content, reasoning, kept, end, id } = joinAnswers(none, before, false);
+    assert.deepEqual([content, reasoning, kept, end, id], ["Half of", "Hm.", { id: "", end: "cut" }, null, "2"]);
     const begun = answer("W", { end: null });
     assert.deepEqual(joinAnswers(begun, before, false), { ...begun, earlier: [before] });
   });
@@ -86,14 +89,55 @@ describe("an answer that is requested again", () => {
 
   for (const end of ["cut", "unreached", "stopped"]) {
     test(`stays as it was if the new try ends without a text: ${end}`, () => {
-      const { content, end: shown, isKept } = joinAnswers({ ...none, end }, before, false);
-      assert.deepEqual([content, shown, isKept], ["Half of", "cut", false]);
+      const { failed, ...shown } = joinAnswers({ ...none, end, askedAt: 2, parameters: { seed: 1 } }, before, false);
+      assert.deepEqual(shown, { ...before, earlier: [], later: [] });
+      assert.equal(failed?.end, end === "stopped" ? undefined : end);
     });
   }
 
-  test("shows why the server refused, below the former text", () => {
-    const { content, end, problem } = joinAnswers({ ...none, end: "error", problem: "Too long." }, before, false);
-    assert.deepEqual([content, end, problem], ["Half of", "cut", "Too long."]);
+  test("shows why the next try has no text, until another version is shown or asked for", () => {
+    const refused = joinAnswers({ ...none, end: "error", problem: "Too long." }, before, false);
+    assert.deepEqual([refused.content, refused.end, refused.problem], ["Half of", "cut", null]);
+    const why = [refused.failed, ...["unreached", "cut", "stop"].map((end) => ({ end, problem: null }))];
+    assert.deepEqual(
+      why.map((failed) => failed && describeFailed(failed)),
+      [
+        "Too long.",
+        "The server could not be reached, so there is no other answer.",
+        "The connection broke before another answer began.",
+        "The model wrote no other answer.",
+      ],
+    );
+    assert.equal("failed" in joinAnswers(none, refused, false), false);
+    const { earlier = [] } = joinAnswers(answer("Whole"), refused, false);
+    assert.deepEqual(earlier, [before], "the failed try leaves no trace in the former answer");
+  });
+
+  test("gets its own end back if the page is closed, or the chat is copied, before the next try has a text", () => {
+    const whole = answer("Whole", { id: "1" });
+    const chat = { ...newConversation(), messages: [joinAnswers(none, whole, false), answer("", { end: null })] };
+    const ends = (/** @type {any} */ { messages: [first, second] }) => {
+      assert.equal("kept" in first, false);
+      return [first.content, first.id, first.end, second.end];
+    };
+    assert.deepEqual(ends(endAnswers(chat)), ["Whole", "1", "stop", "unknown"]);
+    assert.deepEqual(ends(conversations.withAnswersStopped(chat)), ["Whole", "1", "stop", "stopped"]);
+  });
+
+  test("lets a person step over versions that call tools, once their results may follow", () => {
+    const call = answer("", { calls: CALLS });
+    const versions = { earlier: [answer("1"), call], later: [answer("4")] };
+    assert.deepEqual(versionSteps(answer("3", versions), true), { earlier: 1, later: 3 });
+    assert.deepEqual(versionSteps(answer("3", versions), false), { earlier: 0, later: 3 });
+    assert.deepEqual(versionSteps({ ...call, ...versions }, false), { earlier: null, later: null });
+    /** @param {boolean} isLast @param {string} [refusalOfVersions] */
+    const shown = (isLast, refusalOfVersions = "") => {
+      const message = answer("2", { earlier: [call], later: [answer("3")] });
+      return toHtml(Versions({ message, isLast, showVersion: () => {}, refusalOfVersions }));
+    };
+    assert.doesNotMatch(shown(true), /aria-disabled|calls tools/);
+    assert.match(shown(false), /aria-label="Earlier version" aria-disabled="true" title="A version that calls tools/);
+    assert.match(shown(true, "Wait."), /(aria-disabled="true" title="Wait\.".*){2}/);
   });
 
   test("is followed by the new text if the model continues it", () => {

@@ -153,3 +153,24 @@ test("the start command has the options with which the server was started, each 
     "mlx-ring serve demo --api-key-file keys --port 9000",
   );
 });
+
+test("the start command has the port that was given for any free one, and options of any name", () => {
+  /** @type {any} */
+  const started = { models: [{ model: "demo" }], urls: [], nodes: [], join_refusal: "One.", options: [] };
+  const command = (/** @type {string[]} */ ...options) =>
+    startCommand({ ...started, options }, { port: "40123", hasKey: false });
+  assert.equal(command("--port", "0", "--stages", "2"), "mlx-ring serve demo --port 40123 --stages 2");
+  const odd = command("--log-dir", "constructor", "--nodes", "2", "--port", "8200");
+  assert.equal(odd, "mlx-ring serve demo --log-dir constructor --nodes 2 --port 8200");
+});
+
+test("a person is asked for the folders and parts of URLs that the start command lacks", () => {
+  const missing = whatIsMissing(
+    { options: [] },
+    "serve --state-dir DIR --api-key-file FILE --api-key KEY --at http://h",
+  );
+  assert.match(
+    missing,
+    /^Put your own in place of KEY, FILE and DIR\. Addresses may lack a path, user or password\. Run/,
+  );
+});

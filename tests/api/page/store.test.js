@@ -84,6 +84,20 @@ test("a chat that another tab could not store stays here, one that it deleted do
   assert.deepEqual([ids(store), store.now.unstored], [["c4", "c2", "c1"], 0]);
 });
 
+test("a chat that was asked for is opened when it comes back, unless a person writes a question", () => {
+  const { store, storeElsewhere } = openStore([chat(1)]);
+  store.open("c2");
+  assert.equal(store.now.missing, "c2");
+  storeElsewhere([chat(3), chat(1)]);
+  assert.deepEqual([store.now.missing, store.now.open.messages.length], ["c2", 0]);
+  store.drafts.set(store.now.open, "Why");
+  storeElsewhere([chat(2), chat(1)]);
+  assert.deepEqual([store.now.missing, store.now.open.messages.length], ["c2", 0]);
+  store.drafts.set(store.now.open, "");
+  storeElsewhere([chat(2), chat(1)]);
+  assert.deepEqual([store.now.missing, store.now.open.id], [null, "c2"]);
+});
+
 test("each result of a tool is stored, also while others are missing", () => {
   const calls = ["a", "b"].map((id) => ({ id, name: id, arguments: "{}" }));
   const { store } = openStore([

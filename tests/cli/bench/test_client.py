@@ -157,6 +157,7 @@ def test_a_refused_key_is_reported_in_two_sentences() -> None:
     for said in ("Wrong key", "Wrong key."):
         refusal = httpx.Response(401, json={"error": {"message": said}})
         with pytest.raises(
-            ConfigError, match=r"^http://x/v1/models answers 401: Wrong key\. Give --api-key\.$"
+            ConfigError,
+            match=r"^http://x/v1/models answers 401: Wrong key\. Give --api-key, from which alone ",
         ):
             _served_models(refusal, "http://x")

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 
 from mlx_ring.api.context import ApiContext, workers_of
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
+from mlx_ring.api.ops.models import client_host, is_loopback
 from mlx_ring.api.ops.status import ClusterParts
 from mlx_ring.api.service import LinkInfo, ModelService, ServedInstance, State
 from mlx_ring.core.engine_stats import Policy, StepTiming
@@ -191,7 +192,8 @@ class ClusterStatus(ClusterParts):
     program: str
     """Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout."""
     options: list[str]
-    """Flags with which the server was started, and their values, for another start. Keys and passwords are left out."""
+    """Flags with which the server was started, for another start. Placeholders stand for keys and passwords, and for absolute
+    paths where the client is on another machine. URLs have only their scheme, host and port."""
     join_refusal: str | None
     """Reason why no other machine can join; null if others can."""
 
@@ -199,8 +201,8 @@ class ClusterStatus(ClusterParts):
 def routes(context: ApiContext) -> Router:
     router = Router()
 
-    async def status(_: Request) -> ClusterStatus:
-        return cluster_status(context)
+    async def status(request: Request) -> ClusterStatus:
+        return cluster_status(context, shows_folders=is_loopback(client_host(request)))
 
     documented_get(
         router,
@@ -213,8 +215,12 @@ def routes(context: ApiContext) -> Router:
     return router
 
 
-def cluster_status(context: ApiContext) -> ClusterStatus:
-    """Return the cluster's present state."""
+def cluster_status(context: ApiContext, *, shows_folders: bool = False) -> ClusterStatus:
+    """Return the cluster's present state.
+
+    Args:
+        shows_folders: as for `start_options`.
+    """
     model, parts = context.default, context.catalog.cluster()
     error, instances = model.error, model.instances
     first = _instance(instances[0]) if instances else None
@@ -248,9 +254,18 @@ def cluster_status(context: ApiContext) -> ClusterStatus:
         ),
         urls=list(context.settings.urls()),
         program=program(shows_folders=False),
-        options=shown_flags(sys.argv[2:]) if sys.argv[1:2] == ["serve"] else [],
+        options=start_options(shows_folders=shows_folders),
         join_refusal=context.settings.join_refusal or None,
     )
+
+
+def start_options(*, shows_folders: bool) -> list[str]:
+    """Return the flags with which this server was started. They do not change.
+
+    Args:
+        shows_folders: True for clients of this machine, which may read absolute paths.
+    """
+    return shown_flags(sys.argv[2:], shows_folders=shows_folders) if sys.argv[1:2] == ["serve"] else []
 
 
 def _model(model: ModelService) -> ServedModelStatus:

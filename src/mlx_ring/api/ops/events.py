@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Literal, NotRequired, cast
 
@@ -26,7 +27,8 @@ from mlx_ring.api.dialect import Json
 from mlx_ring.api.errors import error_body
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_get
 from mlx_ring.api.ops.cache import CacheStatistics, cache_statistics
-from mlx_ring.api.ops.cluster import ClusterStatus, cluster_status
+from mlx_ring.api.ops.cluster import ClusterStatus, cluster_status, start_options
+from mlx_ring.api.ops.models import client_host, is_loopback
 from mlx_ring.api.service import ModelService
 from mlx_ring.api.streaming import EVENT_STREAM, StreamedAnswer
 from mlx_ring.core.engine_stats import RankTotals, StepTotals
@@ -126,10 +128,21 @@ def routes(context: ApiContext) -> Router:
         def failure(error: Exception) -> bytes:
             return event("error", error_body(error, request.scope))
 
-        return StreamedAnswer(feed.subscribe, failure=failure)
+        shows_folders = is_loopback(client_host(request))
+        return StreamedAnswer(
+            partial(feed.subscribe, _with_folders if shows_folders else dict), failure=failure
+        )
 
     documented_get(router, "/cluster/events", cluster_events, _DOC)
     return router
+
+
+def _with_folders(state: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a state for a client of this machine. Changes never concern the options, because they stay the same."""
+    return {
+        **state,
+        "cluster": {**cast("Json", state["cluster"]), "options": start_options(shows_folders=True)},
+    }
 
 
 def event(name: str, value: object) -> bytes:
@@ -170,8 +183,13 @@ class EventFeed:
         self._updated = asyncio.Event()
 
     @asynccontextmanager
-    async def subscribe(self) -> AsyncGenerator[AsyncGenerator[bytes]]:
+    async def subscribe(
+        self, shown: Callable[[Mapping[str, object]], Mapping[str, object]] = dict
+    ) -> AsyncGenerator[AsyncGenerator[bytes]]:
         """Yield the events of a new watcher.
+
+        Args:
+            shown: returns a whole state as the watcher may see it, which differs only in what never changes.
 
         Raises:
             Overloaded: there are too many watchers.
@@ -186,7 +204,7 @@ class EventFeed:
             if self._reader is None:
                 self._update()
                 self._reader = asyncio.create_task(self._keep_updating(), name="live feed")
-            events = self._events()
+            events = self._events(shown)
             try:
                 yield events
             finally:
@@ -220,13 +238,15 @@ class EventFeed:
         updated, self._updated = self._updated, asyncio.Event()
         updated.set()
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, shown: Callable[[Mapping[str, object]], Mapping[str, object]]
+    ) -> AsyncGenerator[bytes]:
         sent = line = 0
         while True:
             if sent != self._number:
                 is_next = sent and sent == self._number - 1
                 sent = self._number
-                yield self._change if is_next else event("state", self._state)
+                yield self._change if is_next else event("state", shown(self._state))
             lines = self._lines(line)
             if lines:
                 line = lines[-1].number

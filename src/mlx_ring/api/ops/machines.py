@@ -13,7 +13,7 @@ from starlette.routing import Router
 
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.openapi import JsonObject, RouteDoc, documented_post
-from mlx_ring.api.ops.models import is_loopback
+from mlx_ring.api.ops.models import client_host, is_loopback
 from mlx_ring.api.ops.status import ProposalStatus
 from mlx_ring.api.request_body import Body
 from mlx_ring.api.service import Moved
@@ -115,7 +115,7 @@ def routes(context: ApiContext) -> Router:
 
     async def invite(request: Request) -> JoinCommands:
         await context.read(request, InviteRequest)
-        host = _host(request)
+        host = client_host(request)
         if not is_loopback(host):
             raise Refused(
                 f"Another machine ({host}) cannot make join tokens: open this page on the head's machine, "
@@ -219,13 +219,9 @@ def _moved(moved: Moved) -> MovedModel:
     }
 
 
-def _host(request: Request) -> str:
-    return "" if request.client is None else request.client.host
-
-
 def _check_manager(context: ApiContext, request: Request) -> None:
     """Check that the client may move layers: on another machine, it needs an API key. Raises `Refused`."""
-    if not context.settings.api_keys and not is_loopback(host := _host(request)):
+    if not context.settings.api_keys and not is_loopback(host := client_host(request)):
         raise Refused(
             f"Layers are moved from another machine ({host}) only with an API key: "
             "start the server with --api-key, or ask on the head's machine."

@@ -331,12 +331,17 @@ def check_manager(request: Request, settings: ApiSettings) -> None:
     Raises:
         Refused: the server has no API keys, and the client is on another machine.
     """
-    host = "" if request.client is None else request.client.host
+    host = client_host(request)
     if not settings.api_keys and not is_loopback(host):
         raise Refused(
             f"Models are managed from another machine ({host}) only with an API key: "
             "start the server with --api-key."
         )
+
+
+def client_host(request: Request) -> str:
+    """Return the address of a request's client; empty if there is none."""
+    return "" if request.client is None else request.client.host
 
 
 def is_loopback(host: str) -> bool:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
 
 import httpx
 
 from mlx_ring.cli.bench.summary import STOPPED, Record
 from mlx_ring.cli.bench.workload import Job, Words, as_text, draw
-from mlx_ring.cli.head_client import distrust
+from mlx_ring.cli.head_client import asked_key, distrust
 from mlx_ring.core.errors import ConfigError, NotReady
-from mlx_ring.host.addresses import plain_url
+from mlx_ring.host.addresses import is_loopback, plain_url
 
 DONE = "[DONE]"
 
@@ -270,7 +271,7 @@ def _note(record: Record, data: str, now: float) -> bool:
 def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, Any]]:
     """Return the served models by id."""
     if not response.is_success:
-        hint = " Give --api-key." if response.status_code in _UNAUTHORIZED else ""
+        hint = f" {_key_hint(response, url)}" if response.status_code in _UNAUTHORIZED else ""
         said = error_message(response.text)
         raise ConfigError(f"{url}/v1/models answers {response.status_code}: {said.rstrip('.')}.{hint}")
     try:
@@ -280,6 +281,13 @@ def _served_models(response: httpx.Response, url: str) -> dict[str, dict[str, An
     if not models:
         raise ConfigError(f"{url} serves no model.")
     return models
+
+
+def _key_hint(response: httpx.Response, url: str) -> str:
+    """Return how to give the key that a server asks for: on another machine, only a flag's is sent."""
+    if is_loopback(urlsplit(url).hostname or ""):
+        return f"It asks for {asked_key(had_key='authorization' in response.request.headers)}"
+    return "Give --api-key, from which alone servers of other machines get a key."
 
 
 def _aliases(entry: dict[str, Any]) -> list[str]:

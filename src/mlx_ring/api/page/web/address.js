@@ -28,6 +28,15 @@ export function chatAddress({ id, messages }) {
 }
 
 /**
+ * Return why the conversation that the address names is not shown.
+ * @param {string} id
+ */
+export function describeMissing(id) {
+  const named = /^[\w-]{1,40}$/.test(id) ? `This browser has no chat ${id}.` : "The address names no chat.";
+  return `${named} It was deleted, or another browser has it: chats are stored only in the browser that asked.`;
+}
+
+/**
  * Open the conversation that the address names when the page is opened. Without a name, the newest one stays.
  * @param {ChatStore} chats
  */
@@ -53,6 +62,7 @@ export function followAddress(chats, onChange) {
     before = open;
     const address = chatAddress(open);
     const { view } = readAddress(location.hash);
+    if (missing !== null) written = location.hash;
     if (view !== "chat" || missing !== null || address === written) return;
     written = address;
     if (location.hash === address) return;
@@ -60,8 +70,10 @@ export function followAddress(chats, onChange) {
   };
   const onHash = () => {
     const { view, chat } = readAddress(location.hash);
+    const { open, missing } = chats.now;
+    written = location.hash;
     if (chat !== null) chats.open(chat);
-    else if (view === "chat" && chats.now.open.messages.length) chats.startNew();
+    else if (view === "chat" && (open.messages.length || missing !== null)) chats.startNew();
     write(chats.now);
     onChange();
   };

@@ -17,8 +17,8 @@ const USUAL_PORT = "8100";
  */
 
 /**
- * Return the command that starts this server: its models, and the options with which it was started. A server of another
- * version may not name its options: then those that the page knows.
+ * Return the command that starts this server: its models, and the options with which it was started. A server of
+ * another version may not name its options: then those that the page knows.
  * @param {Started} cluster
  * @param {{ nodes?: number, opens?: boolean, port?: string, hasKey?: boolean }} [options] `nodes`: another number of
  *   machines; `opens`: other machines and phones shall reach it
@@ -28,8 +28,10 @@ export function startCommand(
   { nodes = 0, opens = false, port = location.port, hasKey = apiKey.get() !== "" } = {},
 ) {
   const given = cluster.options ?? [];
-  /** @type {Record<string, string>} */
-  const changes = { ...(nodes ? { "--nodes": String(nodes) } : {}), ...(opens ? { "--host": "0.0.0.0" } : {}) };
+  /** @type {Map<string, (value: string) => string>} */
+  const changes = new Map([["--port", (value) => (value === "0" && port) || value]]);
+  if (nodes) changes.set("--nodes", () => String(nodes));
+  if (opens) changes.set("--host", () => "0.0.0.0");
   // A server of another version may lack a field, and this notice stands outside the views.
   const isOpen = opens || cluster.urls?.length > 0;
   const known = [
@@ -46,7 +48,7 @@ export function startCommand(
     `${quoted(cluster.program ?? "mlx-ring")} serve`,
     // A server of another version may lack the name to start with.
     ...cluster.models.map(({ model, start_name: name = model }) => quoted(name)),
-    ...given.map((word, place) => changes[given[place - 1] ?? ""] ?? quoted(word)),
+    ...given.map((word, place) => quoted(changes.get(given[place - 1] ?? "")?.(word) ?? word)),
     ...added.map(({ option }) => option),
   ]
     .filter(Boolean)
@@ -80,9 +82,16 @@ export function StartCommand({ cluster, nodes = 0, opens = false }) {
  */
 export function whatIsMissing({ options }, command) {
   if (!options) return "Add the other options with which it was started.";
-  const secrets = ["KEY", "PASSWORD"].filter((each) => command.split(" ").includes(each));
-  const own = secrets.length ? `Put your own in place of ${secrets.join(" and ")}. ` : "";
-  return `${own}Run it in the same folder and with the same environment variables as before.`;
+  const words = command.split(" ");
+  const left = ["KEY", "PASSWORD", "URL", "FILE", "DIR"].filter((each) => words.includes(each));
+  const own = left.length ? `Put your own in place of ${inWords(left)}. ` : "";
+  const urls = words.some((word) => word.includes("://")) ? "Addresses may lack a path, user or password. " : "";
+  return `${own}${urls}Run it in the same folder and with the same environment variables as before.`;
+}
+
+/** @param {string[]} words */
+function inWords(words) {
+  return words.join(", ").replace(/, (?=[^,]*$)/, " and ");
 }
 
 /**

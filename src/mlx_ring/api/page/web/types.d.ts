@@ -131,7 +131,7 @@ export interface ClusterStatus {
   urls: string[];
   /** Program that serves, as it was called: `mlx-ring`, or such as `.venv/bin/mlx-ring` from a checkout. */
   program: string;
-  /** Flags with which the server was started, and their values, for another start. Keys and passwords are left out. */
+  /** Flags with which the server was started, for another start. Placeholders stand for keys and passwords, and for absolute paths where the client is on another machine. URLs have only their scheme, host and port. */
   options: string[];
   /** Reason why no other machine can join; null if others can. */
   join_refusal: string | null;

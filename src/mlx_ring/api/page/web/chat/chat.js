@@ -8,6 +8,7 @@
 /** @import { Parameters } from "./parameters.js" */
 /** @import { ChatStore } from "./store.js" */
 
+import { describeMissing } from "../address.js";
 import { Notice } from "../components.js";
 import { counted } from "../format.js";
 import { answers } from "../live.js";
@@ -24,6 +25,8 @@ import { MAX_CONVERSATIONS } from "./store.js";
 import { Thread } from "./thread.js";
 import { TitleBar } from "./title-bar.js";
 import { Welcome } from "./welcome.js";
+
+const ANSWERS_ELSEWHERE = "Another tab of this browser receives an answer in this chat.";
 
 /**
  * Render the chat view.
@@ -53,13 +56,13 @@ export function Chat({ chats, live, models, jobs, notices }) {
     setStored(id);
     setPicks((count) => count + 1);
   };
+  // Other versions can be read without the server.
+  const refusalOfVersions = now.elsewhere.has(now.open.id) ? ANSWERS_ELSEWHERE : "";
   const refusal = isOffline
     ? "The server does not answer."
     : isMissing(models, wanted)
       ? `${wanted} is not loaded.`
-      : now.elsewhere.has(now.open.id)
-        ? "Another tab of this browser receives an answer in this chat."
-        : "";
+      : refusalOfVersions;
   const problem = findProblem(parameters);
   /** Send nothing that would be refused, and show parameters that have a problem. Return true if it was sent. */
   const send = (/** @type {() => boolean} */ act) => {
@@ -93,6 +96,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
         isRunning=${isRunning}
         request=${request}
         refusal=${refusal}
+        refusalOfVersions=${refusalOfVersions}
         edits=${chats.edits}
         edit=${(/** @type {number} */ place, /** @type {string} */ text) =>
           send(() => chats.edit(place, text, options))}
@@ -120,13 +124,7 @@ export function Chat({ chats, live, models, jobs, notices }) {
           setModel=${setModel}
         />`
       }
-      ${
-        now.missing !== null &&
-        html`<${Notice} tone="bad">
-        This browser has no chat ${now.missing}. It was deleted, or another browser has it: chats are stored only in the
-        browser that asked.
-      </${Notice}>`
-      }
+      ${now.missing !== null && html`<${Notice} tone="bad">${describeMissing(now.missing)}</${Notice}>`}
       ${
         !now.isStored &&
         html`<${Notice} tone="note">

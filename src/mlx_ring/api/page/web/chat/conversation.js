@@ -12,12 +12,14 @@ const BRANCH = " (branch)";
 
 /**
  * The model's answer. `end` is a finish reason, "stopped", "cut", "unreached", "error" or "unknown"; null while it
- * streams. `key` finds the answer among the messages. `isKept` is true while the text is that of the try before, and
- * the next one has none yet. `isQueued` is true while other answers of this browser must end first. `earlier` and
- * `later` are the other versions of an answer that was requested again, without versions of their own.
+ * streams. `key` finds the answer among the messages. `kept` is there while the next try has no text yet: the former
+ * answer is shown, whose id and end these are. `failed` is how the next try ended without a text. `isQueued` is true
+ * while other answers of this browser must end first. `earlier` and `later` are the other versions of an answer that
+ * was requested again, without versions of their own.
  * @typedef {Omit<Completion, "figures" | "model"> & {
  *   role: "assistant", figures: Partial<Figures>, problem: string | null, model?: string | null, askedAt?: number,
- *   parameters?: Record<string, unknown>, isKept?: boolean, isQueued?: boolean, key?: string,
+ *   parameters?: Record<string, unknown>, isQueued?: boolean, key?: string,
+ *   kept?: Pick<Completion, "id" | "end">, failed?: { end: string | null, problem: string | null },
  *   earlier?: AnswerMessage[], later?: AnswerMessage[]
  * }} AnswerMessage
  */
@@ -95,8 +97,20 @@ export function withTitle(conversation, title) {
  */
 export function withAnswersStopped(conversation) {
   /** @type {(message: Message) => Message} */
-  const stopped = (message) => (isAnswer(message) && message.end === null ? { ...message, end: "stopped" } : message);
+  const stopped = (message) => (isAnswer(message) ? withEnd(message, "stopped") : message);
   return { ...conversation, messages: conversation.messages.map(stopped) };
+}
+
+/**
+ * End an answer that streams. A former one that is still shown gets its own end back.
+ * @param {AnswerMessage} answer
+ * @param {string} end
+ * @returns {AnswerMessage}
+ */
+export function withEnd(answer, end) {
+  if (answer.end !== null) return answer;
+  const { kept = { end }, ...rest } = answer;
+  return { ...rest, ...kept };
 }
 
 /**
@@ -188,7 +202,7 @@ export function canContinue({ content, calls, end }) {
  * @param {AnswerMessage} answer
  * @returns {AnswerMessage[]}
  */
-export function versionsOf({ earlier = [], later = [], ...shown }) {
+export function versionsOf({ earlier = [], later = [], failed: _, ...shown }) {
   return [...earlier, shown, ...later];
 }
 
@@ -210,6 +224,24 @@ export function withVersion(conversation, place, number) {
 }
 
 /**
+ * Return the numbers of the next versions before and after the one that is shown; null where there is none. Results of
+ * tools belong to the calls of one version, so only the last message may get or lose calls.
+ * @param {AnswerMessage} answer
+ * @param {boolean} isLast whether no message follows
+ */
+export function versionSteps(answer, isLast) {
+  const versions = versionsOf(answer);
+  const number = answer.earlier?.length ?? 0;
+  const isOpen = (/** @type {number} */ each) =>
+    isLast || !(versions[each]?.calls.length || versions[number]?.calls.length);
+  const numbers = [...versions.keys()].filter(isOpen);
+  return {
+    earlier: numbers.findLast((each) => each < number) ?? null,
+    later: numbers.find((each) => each > number) ?? null,
+  };
+}
+
+/**
  * Return the answer to show while the server answers once more: the former text, until the new one begins. Then the
  * former text is an earlier version.
  * @param {AnswerMessage} answer so far
@@ -219,7 +251,7 @@ export function withVersion(conversation, place, number) {
  */
 export function joinAnswers(answer, before, continues) {
   if (!before || !hasText(before)) return answer;
-  const { earlier = [], later = [] } = before;
+  const { earlier = [], later = [], failed: _, ...former } = before;
   if (continues) {
     return {
       ...answer,
@@ -231,11 +263,13 @@ export function joinAnswers(answer, before, continues) {
     };
   }
   if (hasText(answer)) return { ...answer, earlier: versionsOf(before) };
-  const { content, reasoning, calls, figures, model } = before;
-  // An end without a new text leaves the former answer as it was.
-  const isKept = answer.end === null;
-  const end = isKept ? answer.end : before.end;
-  return { ...answer, earlier, later, content, reasoning, calls, figures, end, isKept, ...(model ? { model } : {}) };
+  const { key, id, end, problem, isPaused, isQueued = false, waitsFor = "" } = answer;
+  const shown = { ...former, ...(key ? { key } : {}), earlier, later };
+  if (end === null) {
+    return { ...shown, id, end, isPaused, isQueued, waitsFor, kept: { id: former.id, end: former.end } };
+  }
+  // An end without a new text leaves the former answer as it was. A person who stopped the try needs no reason.
+  return end === "stopped" ? shown : { ...shown, failed: { end, problem } };
 }
 
 /**

@@ -58,7 +58,7 @@ export function History({ now, chats }) {
             conversation=${conversation}
             isOpen=${conversation.id === now.open.id}
             isRunning=${now.running.has(conversation.id)}
-            onOpen=${closeAfter(() => {})}
+            onOpen=${closeAfter(() => chats.open(conversation.id))}
             remove=${() => chats.delete(conversation.id)}
           />`,
         )}
@@ -117,7 +117,7 @@ function Entry({ conversation, isOpen, isRunning, onOpen, remove }) {
       href=${chatAddress(conversation)}
       dir="auto"
       aria-current=${isOpen ? "true" : null}
-      onClick=${onOpen}
+      onClick=${(/** @type {MouseEvent} */ event) => isPlain(event) && onOpen()}
     >
       ${isRunning ? html`<i class="dot busy" role="img" aria-label="streaming"></i>` : null}${title}
     </a>
@@ -129,4 +129,12 @@ function Entry({ conversation, isOpen, isRunning, onOpen, remove }) {
       onClick=${onSingleClick(remove)}
     >×</button>
   </li>`;
+}
+
+/**
+ * Return true for a click that opens a link here: not in a new tab or window, and not as a download.
+ * @param {Pick<MouseEvent, "altKey" | "ctrlKey" | "metaKey" | "shiftKey">} event
+ */
+function isPlain({ altKey, ctrlKey, metaKey, shiftKey }) {
+  return !(altKey || ctrlKey || metaKey || shiftKey);
 }

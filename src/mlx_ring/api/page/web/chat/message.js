@@ -16,7 +16,7 @@ import {
 import { counted, duration, figures } from "../format.js";
 import { Markdown } from "../markdown/markdown.js";
 import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { canContinue, hasText, isCutOff, versionsOf } from "./conversation.js";
+import { canContinue, hasText, isCutOff, versionSteps, versionsOf } from "./conversation.js";
 import { AnswerProgress } from "./progress.js";
 
 /** Characters and lines beyond which a question is shown in part. */
@@ -30,6 +30,8 @@ const ENDS = {
   unreached: "The server could not be reached, so there is no answer.",
   unknown: "The answer was incomplete when the page was closed, or another tab receives it.",
 };
+
+const HAS_RESULTS = "A version that calls tools cannot be shown or left once messages follow it.";
 
 /**
  * Render a question. `edit` returns false if nothing was sent. `draft` is a change that was begun before the view
@@ -139,7 +141,9 @@ function Editor({ text, setDraft, ask, askApart, cancel }) {
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, while the answer streams
  * @property {(() => void) | null} retry null if it cannot be requested again
+ * @property {boolean} isLast true if no message follows
  * @property {((number: number) => void) | null} showVersion null while it cannot be changed
+ * @property {string} refusalOfVersions why no other version can be shown; empty if one can
  * @property {(() => void) | null} branch copies the conversation up to here; null while the answer streams
  * @property {(() => void) | null} proceed continues the answer; null on all but the last
  * @property {string} refusal why nothing can be sent now; empty if it can
@@ -153,7 +157,7 @@ function Editor({ text, setDraft, ask, askApart, cancel }) {
  */
 export function Answer(props) {
   const { message, isRunning, request, openCalls, addResult } = props;
-  const { content, reasoning, calls, problem, isPaused, isKept = false, isQueued = false, waitsFor = "" } = message;
+  const { content, reasoning, calls, problem, isPaused, kept, failed, isQueued = false, waitsFor = "" } = message;
   const isEmpty = !content && !reasoning && !calls.length;
   return html`<article class="message answer" aria-label="Answer" aria-busy=${isRunning}>
     ${reasoning && html`<${Reasoning} text=${reasoning} />`}
@@ -168,7 +172,7 @@ export function Answer(props) {
       html`<p class="caret">
         <${AnswerProgress}
           request=${request}
-          isEmpty=${isEmpty || isKept}
+          isEmpty=${isEmpty || kept !== undefined}
           isPaused=${isPaused}
           isQueued=${isQueued}
           waitsFor=${waitsFor}
@@ -176,7 +180,8 @@ export function Answer(props) {
         <i aria-hidden="true"></i>
       </p>`
     }
-    ${problem && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
+    ${problem && !kept && html`<${Notice} tone="bad">${withCommands(problem)}</${Notice}>`}
+    ${failed && html`<${Notice} tone="bad">${withCommands(describeFailed(failed))}</${Notice}>`}
     ${!isRunning && html`<${AnswerFooter} ...${props} />`}
   </article>`;
 }
@@ -252,8 +257,20 @@ export function describeEnd(message) {
   return ENDS[message.end ?? ""] ?? "";
 }
 
-/** @param {Pick<AnswerProps, "message" | "retry" | "showVersion" | "branch" | "proceed" | "refusal">} props */
-function AnswerFooter({ message, retry, showVersion, branch, proceed, refusal }) {
+/**
+ * Return why the next try of an answer has no text.
+ * @param {NonNullable<AnswerMessage["failed"]>} failed
+ */
+export function describeFailed({ end, problem }) {
+  if (problem) return problem;
+  if (end === "unreached") return "The server could not be reached, so there is no other answer.";
+  if (end === "cut") return "The connection broke before another answer began.";
+  return "The model wrote no other answer.";
+}
+
+/** @param {AnswerProps} props */
+function AnswerFooter(props) {
+  const { message, retry, branch, proceed, refusal } = props;
   const end = describeEnd(message);
   const tone = isCutOff(message) ? "state bad" : "muted";
   const button = (/** @type {string} */ name, /** @type {(() => void) | null} */ act) =>
@@ -268,7 +285,7 @@ function AnswerFooter({ message, retry, showVersion, branch, proceed, refusal })
   return html`<footer>
     ${end !== "" && html`<p class=${`end ${tone}`}>${end}</p>`}
     ${message.content !== "" && html`<${CopyButton} text=${() => message.content} what="answer" />`}
-    <${Versions} message=${message} show=${showVersion} />
+    <${Versions} ...${props} />
     ${button("Retry", retry)} ${button("Continue", canContinue(message) ? proceed : null)}
     ${
       branch &&
@@ -286,28 +303,35 @@ function AnswerFooter({ message, retry, showVersion, branch, proceed, refusal })
 
 /**
  * Render which version of an answer is shown, and the way to the others. Nothing if there is only one.
- * @param {{ message: AnswerMessage, show: ((number: number) => void) | null }} props
+ * @param {Pick<AnswerProps, "message" | "isLast" | "showVersion" | "refusalOfVersions">} props
  */
-function Versions({ message, show }) {
+export function Versions({ message, isLast, showVersion, refusalOfVersions }) {
   const { length: count } = versionsOf(message);
   const number = message.earlier?.length ?? 0;
   if (count < 2) return null;
+  const steps = versionSteps(message, isLast);
   // A button that were disabled would lose the focus.
-  const step = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ wanted) => {
-    const isThere = show !== null && wanted >= 0 && wanted < count;
+  const step = (
+    /** @type {string} */ sign,
+    /** @type {string} */ name,
+    /** @type {number | null} */ wanted,
+    /** @type {boolean} */ isAny,
+  ) => {
+    const refusal = refusalOfVersions || (isAny && wanted === null ? HAS_RESULTS : "");
+    const act = wanted !== null && !refusal && showVersion ? () => showVersion(wanted) : null;
     return html`<button
       type="button"
       class="quiet"
       aria-label=${name}
-      aria-disabled=${isThere ? null : "true"}
-      title=${name}
-      onClick=${() => isThere && show(wanted)}
+      aria-disabled=${act ? null : "true"}
+      title=${refusal || name}
+      onClick=${act}
     >${sign}</button>`;
   };
   return html`<span class="versions" role="group" aria-label="Versions of this answer">
-    ${step("«", "Earlier version", number - 1)}
+    ${step("«", "Earlier version", steps.earlier, number > 0)}
     <span role="status">${number + 1}/${count}</span>
-    ${step("»", "Later version", number + 1)}
+    ${step("»", "Later version", steps.later, number < count - 1)}
   </span>`;
 }
 

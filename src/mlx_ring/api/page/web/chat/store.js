@@ -378,11 +378,13 @@ export class ChatStore {
    * Return false if the stored list lacks conversations for which it has room.
    */
   #takeOthers() {
-    const { conversations: own, open } = this.now;
+    const { conversations: own, open, missing: wanted } = this.now;
     const { conversations, missing, unstored, deleted } = this.#stored.join(own, (id) => this.#running.has(id));
     for (const id of [...this.#running.keys()]) if (deleted.has(id)) this.#drop(id);
     this.#unstored = new Set(missing.filter((id) => this.#unstored.has(id) || unstored.has(id)));
-    const found = conversations.find(({ id }) => id === open.id);
+    // The one that was asked for may have come back, but a person who types stays.
+    const id = wanted !== null && !this.drafts.get(open) ? wanted : open.id;
+    const found = conversations.find((each) => each.id === id);
     const shown = found ?? (open.messages.length ? newConversation() : open);
     this.drafts.keepOnly([shown, ...conversations].map(({ id }) => id));
     this.#update({ conversations, open: shown, unstored: this.#unstored.size });

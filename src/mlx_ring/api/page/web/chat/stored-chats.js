@@ -6,7 +6,7 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { readStored, writeStored } from "../storage.js";
-import { EMPTY_ANSWER, isAnswer, withStreaming } from "./conversation.js";
+import { EMPTY_ANSWER, isAnswer, withEnd, withStreaming } from "./conversation.js";
 
 /** Name of the stored list. */
 const STORED_CHATS = "mlx-ring.chats";
@@ -130,8 +130,7 @@ export function sortNewestFirst(conversations) {
  */
 export function endAnswers(conversation) {
   /** @type {(message: Message) => Message} */
-  const ended = (message) =>
-    isAnswer(message) ? { ...EMPTY_ANSWER, ...message, end: message.end ?? "unknown" } : message;
+  const ended = (message) => (isAnswer(message) ? withEnd({ ...EMPTY_ANSWER, ...message }, "unknown") : message);
   return { ...conversation, messages: conversation.messages.map(ended) };
 }
 

@@ -6,7 +6,7 @@
 /** @import { Conversation, Message } from "./conversation.js" */
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
-import { editName, isAnswer, isCutOff, openCalls, versionsOf } from "./conversation.js";
+import { editName, isAnswer, isCutOff, openCalls } from "./conversation.js";
 import { Answer, ToolResult, UserMessage } from "./message.js";
 
 /** Distance from the end at which the thread still follows new text. */
@@ -18,6 +18,7 @@ const NEAR_END_PX = 60;
  * @property {boolean} isRunning
  * @property {RequestStatus | undefined} request the server's, of the answer that streams
  * @property {string} refusal why nothing can be sent now; empty if it can
+ * @property {string} refusalOfVersions why no other version of an answer can be shown now; empty if one can
  * @property {Map<string, string>} edits questions that are being changed, by conversation and place
  * @property {(place: number, text: string) => boolean} edit
  * @property {(place: number, text: string) => boolean} editApart asks the changed question in a copy
@@ -35,7 +36,7 @@ const NEAR_END_PX = 60;
  */
 export function Thread(props) {
   const { conversation, isRunning, request, refusal, edits, edit, editApart, branch } = props;
-  const { retry, showVersion, proceed, addResult, empty } = props;
+  const { retry, showVersion, refusalOfVersions, proceed, addResult, empty } = props;
   const { scroller, isBehind, scrollToEnd, onScroll } = useFollowing(conversation);
   const { messages } = conversation;
   const calls = openCalls(conversation);
@@ -49,8 +50,6 @@ export function Thread(props) {
           // The place of the answer that streams: a retry leaves the messages after it.
           const streams = isRunning && message.end === null;
           const mayRetry = !isRunning && (isLast || (isCutOff(message) && !message.calls.length));
-          // Results of tools belong to the calls of one version.
-          const mayChange = !isRunning && (isLast || versionsOf(message).every((each) => !each.calls.length));
           return html`<${Answer}
             key=${key}
             message=${message}
@@ -58,7 +57,9 @@ export function Thread(props) {
             request=${streams ? request : undefined}
             refusal=${refusal}
             retry=${mayRetry ? () => retry(place) : null}
-            showVersion=${mayChange ? (/** @type {number} */ number) => showVersion(place, number) : null}
+            isLast=${isLast}
+            showVersion=${isRunning ? null : (/** @type {number} */ number) => showVersion(place, number)}
+            refusalOfVersions=${refusalOfVersions}
             branch=${streams ? null : () => branch(place + 1)}
             proceed=${isLast && !isRunning ? proceed : null}
             openCalls=${calls}
@@ -133,7 +134,7 @@ function useFollowing(conversation) {
  * @param {Message | undefined} message
  */
 function endText(message) {
-  if (!message || !isAnswer(message) || message.problem || message.end === "unknown") return "";
+  if (!message || !isAnswer(message) || message.problem || message.failed || message.end === "unknown") return "";
   if (message.end === "unreached") return "The server could not be reached.";
   if (message.end === "cut") return "The answer was cut off.";
   return message.end === "stopped" ? "The answer was stopped." : "The answer is complete.";
