@@ -262,6 +262,77 @@ def test_answer_is_json_of_its_schema_or_a_tool_call() -> None:
     assert not accepts(grammar, "One")
 
 
+@every_format
+def test_answer_is_any_object_or_a_tool_call(example: CallExample) -> None:
+    any_object = AnswerFormat("json_object", {}, "response_format")
+    for tools in ((WEATHER, CLOCK), (replace(WEATHER, strict=False),)):
+        grammar = grammar_of(example, tools_conversation(*tools, choice="auto", format=any_object))
+        for text in ("{}", '{"a": 1}', '{"name": "x"}', example.whole(example.call)):
+            assert accepts(grammar, text, example), text
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+REQUEST = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+    "required": ["name", "parameters"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "texts"),
+    [
+        ("json_object", {}, ('{"a": {"b": []}, "name": "get_weather"}', '{"name": "get_weathers", "a": 1}')),
+        ("json_object", {}, ('{\n  "type": "x",\n  "name": 1\n}', '{"name":"get"}', '{"a": "\\"", "a": 1}')),
+        ("json_schema", PERSON, ('{"name": "Rome", "age": 3}', '{"name":"","age":-1}')),
+        ("json_schema", REQUEST, ('{"name": "clocks", "parameters": {}}',)),
+        ("json_schema", {"anyOf": [PERSON, REQUEST]}, ('{"name": "Rome", "age": 3}',)),
+        (
+            "json_schema",
+            {"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": PERSON}},
+            ('{"name": "Rome", "age": 3}',),
+        ),
+    ],
+)
+def test_json_of_llama_is_of_its_schema_or_a_call_that_keeps_the_schema_of_a_strict_tool(
+    kind: Literal["json_object", "json_schema"], schema: Any, texts: tuple[str, ...]
+) -> None:
+    example = example_of("llama3")
+    format_ = AnswerFormat(kind, schema, "response_format")
+    for parallel in (True, False):
+        conversation = tools_conversation(WEATHER, CLOCK, choice="auto", parallel=parallel, format=format_)
+        grammar = grammar_of(example, conversation)
+        for text in texts:
+            assert accepts(grammar, text, example), text
+        for before in ("{", '{"type": "function", ', "{\n    "):
+            call = example.call.replace("{", before, 1)
+            assert accepts(grammar, call, example)
+            assert read_calls(example, call, WEATHER) == [("get_weather", json.loads(ARGUMENTS))]
+            for wrong in WRONG[:4]:
+                assert not accepts(grammar, call.replace(*wrong), example)
+        assert not accepts(grammar, '{"name": "functions.get_weather", "parameters": {}}', example)
+        assert accepts(grammar, example.two_calls(), example) == parallel
+
+
+def test_call_of_llama_may_follow_white_space_and_name_its_type() -> None:
+    example = example_of("llama3")
+    format_ = replace(example.format(), thinking=THINKING)
+    typed = example.call.replace("{", '{"type": "function", ', 1)
+    for choice in ("required", "auto"):
+        grammar = answer_grammar(
+            format_, tools_conversation(WEATHER, choice=choice), thinking_open=False, open_schemas=False
+        )
+        for before in ("", "\n\n", "<think>I look.</think>\n\n", "<think>I look.</think>"):
+            for call in (example.call, typed):
+                assert accepts(grammar, before + call, example)
+                assert not accepts(grammar, before + call.replace("3", "15"), example)
+    assert read_calls(example, f"\n\n{typed}", WEATHER) == [("get_weather", json.loads(ARGUMENTS))]
+
+
 def test_json_object_format_accepts_only_objects() -> None:
     conversation = tools_conversation(choice="auto", format=AnswerFormat("json_object"))
     grammar = answer_grammar(ChatFormat(), conversation, thinking_open=False, open_schemas=False)

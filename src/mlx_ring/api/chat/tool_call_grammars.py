@@ -26,6 +26,7 @@ from mlx_ring.api.chat.lark import (
 from mlx_ring.api.chat.model_format import INNER_MARKS, JSON_SPELLINGS, CallMarks, JsonSpelling
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
+from mlx_ring.models.grammars import JSON_OPTIONS
 
 _STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
 """Keywords of a string's schema that lists its texts or allows any."""
@@ -37,22 +38,32 @@ _PLAIN_KEYS = frozenset(
 )
 """Keywords of a schema whose arguments can be written one by one."""
 _COMMA = f'"," {SPACE}?'
-_JSON_TYPES = ("integer", "number", "boolean", "object", "array")
+JSON_TYPES = ("integer", "number", "boolean", "object", "array")
 _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
 _MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
 """Pattern of a tool's name. The excluded names are recipients of messages."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+SPACES = r"[\s\x1c-\x1f]*"
+"""Pattern of white space as Python knows it, in grammars."""
+JSON_SPACE = f"/{JSON_OPTIONS['whitespace_pattern']}/"
+_KIND = '"type": "function", '
+"""Member that a call may have before its tool's name."""
 
 
 def write_calls(
-    grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool
+    grammar: LarkGrammar,
+    marks: CallMarks,
+    tools: Sequence[Tool],
+    *,
+    parallel: bool,
+    beside_json: bool = False,
 ) -> tuple[str, str]:
-    """Return the text that opens the calls, and the rule of the calls after it.
+    """Return the text that opens the calls, and the rule of the calls after it; the answer may be JSON `beside_json`.
 
     Raises:
         RequestError: the format has no grammar, or a tool's schema cannot be enforced in it.
     """
-    calls = _Calls(grammar, marks, tools, parallel)
+    calls = _Calls(grammar, marks, tools, parallel, beside_json)
     if (spelling := JSON_SPELLINGS.get(marks.parser)) is not None:
         return _json_calls(calls, spelling)
     spell = _SPELLINGS.get(marks.parser)
@@ -64,19 +75,6 @@ def write_calls(
     return spell(calls)
 
 
-def other_openings(marks: CallMarks, tools: Sequence[Tool]) -> str:
-    """Return the pattern of texts that open a call otherwise than with the first mark; empty if there are none."""
-    names = [tool.name for tool in tools]
-    found = [
-        rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names) if start != marks.start
-    ]
-    if marks.is_bare_json:
-        known = "|".join(map(re.escape, names))
-        kind = r'("type"\s*:\s*"function"\s*,\s*)?'
-        found.append(rf'[\s\x1c-\x1f]*\{{\s*{kind}"name"\s*:\s*"(functions\.)?({known})"(?s:.*)')
-    return "|".join(found)
-
-
 @dataclass(frozen=True, slots=True)
 class _Calls:
     """Input of a format's writer."""
@@ -85,6 +83,7 @@ class _Calls:
     marks: CallMarks
     tools: Sequence[Tool]
     parallel: bool
+    beside_json: bool = False
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
         """Return a rule of a call to any of the tools."""
@@ -168,12 +167,28 @@ def _json_calls(calls: _Calls, spelling: JsonSpelling) -> tuple[str, str]:
     inner = INNER_MARKS.get(marks.parser, ())
     known = (each for each in spelling.written if tokens.keys() >= set(filter(each.call.count, inner)))
     text = next(known, spelling.written[-1])
-    call = calls.one_of(lambda tool: calls.written(text.call, tool))
+    write = _bare_call if marks.is_bare_json else _Calls.written
+    call = calls.one_of(lambda tool: write(calls, text.call, tool))
     between = calls.written(text.between)
     return (
         marks.start,
         f"{calls.written(text.before)} {calls.repeated(call, between)} {calls.written(f'{text.behind}END')}",
     )
+
+
+def _bare_call(calls: _Calls, text: str, tool: Tool) -> str:
+    """Write a call that needs no mark, in JSON's tokens beside JSON, since each text is read as the longest token."""
+    heading, _, end = text.replace("NAME", tool.name).partition("JSON")
+
+    def apart(words: str) -> str:
+        found = re.findall(r'"[^"]*"|[^\s"]', words)
+        return " ".join(f"{json.dumps(word)} {JSON_SPACE}?" for word in found)
+
+    if calls.beside_json:
+        opening = f"{apart(heading[0])} ({apart(_KIND)})? {apart(heading[1:])}"
+        return f"{opening} {calls.arguments(tool)} {JSON_SPACE}? {json.dumps(end)}"
+    opening = rf"/[ \t\r\n]{{0,8}}\{{({_KIND})?{re.escape(heading[1:])}/"
+    return f"{opening} {calls.arguments(tool)} {json.dumps(end)}"
 
 
 def _pythonic(calls: _Calls) -> tuple[str, str]:
@@ -363,7 +378,7 @@ def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
     elif _texts_of(schema) is not None or schema.get("type") == "string":
         is_json = False
     else:
-        is_json = how.any_json or schema.get("type") in _JSON_TYPES
+        is_json = how.any_json or schema.get("type") in JSON_TYPES
     value = grammar.json(_alone_of(tool, schema), **options_of(tool)) if is_json else ""
     return [f"{value} {grammar.exactly(how.behind)}"] if is_json else []
 
