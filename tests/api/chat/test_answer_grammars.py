@@ -16,6 +16,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tests.api.chat.call_examples import (
     ARGUMENTS,
     CLOCK,
+    DSML,
     END,
     FORMATS,
     IDS,
@@ -196,6 +197,77 @@ def test_strings_of_deepseek_may_contain_other_tags() -> None:
             text = each.whole(each.minimal_call.replace("Rome", city))
             assert accepts(grammar, text, each)
             assert read_calls(each, text, WEATHER) == [("get_weather", {"city": city, "days": 3})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "others"),
+    [
+        ({"type": ["string", "null"]}, {"Rome": "Rome", "null": "null"}, {"null": None, '"Rome"': "Rome"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"": "", "5": "5"}, {"null": None, '"a"': "a"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, {"5": "5"}, {"5": 5, '"5"': "5"}),
+        ({}, {"Rome": "Rome", "[1]": "[1]"}, {"[1]": [1], '"Rome"': "Rome", "true": True}),
+        ({"enum": ["Rome", 5, None]}, {"Rome": "Rome"}, {"5": 5, "null": None, '"Rome"': "Rome"}),
+        ({"type": "string", "minLength": 2}, {}, {'"ab"': "ab"}),
+        ({"enum": [" a", "b"]}, {}, {'" a"': " a"}),
+    ],
+    ids=str,
+)
+def test_strings_among_other_values_are_written_and_read_as_deepseek_does(
+    schema: dict[str, Any], written: dict[str, str], others: dict[str, Any]
+) -> None:
+    """Check that both ways of its encoder are accepted: strings as they stand, and all else as JSON."""
+    example = example_of("deepseek_v32")
+    parameters = {"type": "object", "properties": {"city": schema}, "required": ["city"]}
+    tool = Tool("get_weather", parameters=parameters, strict=True)
+    grammar = grammar_of(example, tools_conversation(tool))
+    tag = f'<{DSML}parameter name="city" string="{{}}">{{}}</{DSML}parameter>\n'
+    for kind, values in (("true", written), ("false", others)):
+        for text, value in values.items():
+            call = f'\n<{DSML}invoke name="get_weather">\n{tag.format(kind, text)}</{DSML}invoke>\n'
+            assert accepts(grammar, example.whole(call), example), text
+            assert read_calls(example, example.whole(call), tool) == [("get_weather", {"city": value})]
+    listed = f'\n<{DSML}invoke name="get_weather">\n{tag.format("true", "x")}</{DSML}invoke>\n'
+    assert accepts(grammar, example.whole(listed), example) == (bool(written) and "enum" not in schema)
+
+
+def test_call_of_deepseek_without_arguments_may_have_an_empty_line() -> None:
+    example = example_of("deepseek_v32")
+    text = example.whole(f'\n<{DSML}invoke name="clock">\n\n</{DSML}invoke>\n')
+    assert accepts(grammar_of(example, tools_conversation(CLOCK)), text, example)
+    assert read_calls(example, text, CLOCK) == [("clock", {})]
+
+
+def test_calls_of_granite_may_be_indented() -> None:
+    example = example_of("granite")
+    calls = [
+        {"name": "get_weather", "arguments": json.loads(each)} for each in (ARGUMENTS, MINIMAL_ARGUMENTS)
+    ]
+    text = example.whole(json.dumps(calls, indent=4))
+    assert accepts(grammar_of(example, tools_conversation(WEATHER)), text, example)
+    assert read_calls(example, text, WEATHER) == [(call["name"], call["arguments"]) for call in calls]
+
+
+def test_white_space_that_only_python_knows_is_white_space() -> None:
+    bare = example_of("llama3")
+    grammar = grammar_of(bare, tools_conversation(WEATHER, choice="auto"))
+    assert not accepts(grammar, '{"name":\x1c"get_weather", "parameters": {"city": 5}}', bare)
+    optional = Tool(
+        "get_weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}}, strict=True
+    )
+    for parser in ("qwen3_coder", "seed_oss", "minimax_m2", "minicpm5", "glm47", "laguna"):
+        example = example_of(parser)
+        city = re.sub(
+            r"<(param|arg_key)[^R]*days.*?(</parameter>\n|</param>|</arg_value>)",
+            "",
+            example.minimal_call,
+            flags=re.DOTALL,
+        )
+        grammar = grammar_of(example, tools_conversation(optional))
+        for text, passes in (("\x1cRome", True), ("\x1cnull", False), ("NULL\x1f", False), ("null", False)):
+            assert accepts(grammar, example.whole(city.replace("Rome", text)), example) == passes, (
+                parser,
+                text,
+            )
 
 
 def test_reasoning_may_precede_a_constrained_answer() -> None:

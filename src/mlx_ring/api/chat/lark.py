@@ -18,7 +18,7 @@ from mlx_ring.models.grammars import JSON_OPTIONS
 
 ANY_TEXT = "/(?s:.*)/"
 """Pattern of any text. Special tokens are not text."""
-SPACE = r"/[ \t\r\n]{1,8}/"
+SPACE = r"/[ \t\r\n]{1,12}/"
 PYTHON_STRINGS = {"json_allowed_escapes": 'nrbtf\\"'}
 """Options for JSON strings that are read as Python's, which has fewer escapes."""
 

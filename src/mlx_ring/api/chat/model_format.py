@@ -177,6 +177,7 @@ _JSON_CALL = '{"name": "NAME", "arguments": JSON}'
 _KIMI_K2_CALL = "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"
 _COMMAND_CALL = '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": JSON}'
 _COMMAND = WrittenCalls(_COMMAND_CALL, ",\n    ", "[\n    ", "\n]")
+_GRANITE = WrittenCalls('{~"name": "NAME",~"arguments": JSON~}', ",~", "[~", "~]")
 _JSON_TOOLS = JsonSpelling(
     (WrittenCalls(f"~{_JSON_CALL}~", "END~START"),),
     _json_heading(rf"{_FENCE}\{{{{1,2}}"),
@@ -204,7 +205,7 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     "json_tools": _JSON_TOOLS,
     "longcat": _JSON_TOOLS,
     "nemotron": _JSON_LIST,
-    "granite": _JSON_LIST,
+    "granite": replace(_JSON_LIST, written=(_GRANITE,)),
     "command": replace(_JSON_LIST, written=(_COMMAND,)),
     "llama3": JsonSpelling(
         (WrittenCalls('{"name": "NAME", "parameters": JSON}', "; "),),
