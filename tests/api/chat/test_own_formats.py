@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,8 +15,9 @@ from tests.api.chat.call_examples import DSML, deepseek, own_format
 from tests.api.chat.formats import TOOLS, read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
+from mlx_ring.api.chat import tool_calls
 from mlx_ring.api.chat.answer import ChatAnswer
-from mlx_ring.api.chat.model_format import read_format
+from mlx_ring.api.chat.model_format import JSON_SPELLINGS, read_format
 from mlx_ring.api.chat.reader import AnswerReader
 from mlx_ring.api.chat.request import CallArguments, ContentText, Tool
 
@@ -181,6 +184,53 @@ def test_long_white_space_is_read_in_linear_time(begun: str) -> None:
     text = deepseek("calls begin") + begun
     answer = answer_of("deepseek_v31", list(text + "\n" * 12_000), early=False)
     assert answer.calls or answer.content.startswith(text)
+
+
+@dataclass
+class CountingPattern:
+    """Pattern that counts the characters that it reads."""
+
+    pattern: re.Pattern[str]
+    read: int = 0
+
+    def match(self, text: str, start: int = 0) -> re.Match[str] | None:
+        found = self.pattern.match(text, start)
+        self.read += 1 if found is None else found.end() - start
+        return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("name", "call", "space"),
+    [
+        ("nemotron", '<TOOLCALL>[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("nemotron", '<TOOLCALL>[{"name": "get_time", "arguments": {}}', " ]\n"),
+        ("granite", '<|tool_call|>[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("granite", '<|tool_call|>{"name": "get_time", "arguments": {}}', ", "),
+        ("granite", '<|tool_call|>```json\n[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("command", '<|START_ACTION|>[{"tool_name": "get_time", "parameters": {}}]', "\n"),
+        ("llama3", '{"name": "get_time", "parameters": {}}', ";\n"),
+        ("smollm", '<tool_call>{"name": "get_time", "arguments": {}}', "\n"),
+        (
+            "deepseek_v31",
+            f"{deepseek('calls begin')}get_time{deepseek('sep')}{{}}{deepseek('call end')}",
+            "\n",
+        ),
+        ("deepseek_v3", f"{deepseek('calls begin')}get_time{deepseek('sep')}```json\n{{}}\n```", "\n"),
+    ],
+)
+def test_text_that_closes_a_call_is_read_once(
+    name: str, call: str, space: str, monkeypatch: pytest.MonkeyPatch, *, early: bool
+) -> None:
+    format_ = own_format(name)
+    parser = format_.calls.parser if format_.calls is not None else ""
+    closing = CountingPattern(JSON_SPELLINGS[parser].closing)
+    spelling = replace(JSON_SPELLINGS[parser], closing=cast("Any", closing))
+    monkeypatch.setattr(tool_calls, "JSON_SPELLINGS", {**JSON_SPELLINGS, parser: spelling})
+    text = call + space * 500
+    answer = ChatAnswer(parts=read(list(text), rules(format_, early=early)))
+    assert ([made.name for made in answer.calls], answer.content) == (["get_time"], "")
+    assert closing.read < 2 * len(text)
 
 
 def test_template_that_refuses_several_calls_gets_one() -> None:

@@ -156,7 +156,7 @@ class JsonSpelling:
     Without one, mlx-lm's parser reads the call when it is complete.
     """
     closing: re.Pattern[str] = re.compile(r"\s*")
-    """Text that may follow the object."""
+    """Text that may follow the object. It is taken as it comes, so each piece of it must match alone."""
     following: tuple[str, ...] = ()
     """Starts of further calls and of marks after one. Without any, all text up to the mark after calls belongs to them."""
     is_object: bool = False
@@ -197,7 +197,7 @@ _DEEPSEEK_V31 = JsonSpelling(
         rf"\s*+(?:{re.escape(_BEGIN)}\s*+)?(?:function{re.escape(_SEPARATOR)})?(?P<name>[\w.-]++)(?P<id>)"
         rf"\s*+(?:{re.escape(_SEPARATOR)}\s*+)?{_FENCE}(?=\{{)"
     ),
-    re.compile(rf"\s*(?:{re.escape(_END)})?\s*"),
+    re.compile(rf"(?:\s|{re.escape(_END)})*"),
     (_BEGIN, _END, f"function{_SEPARATOR}"),
 )
 JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
@@ -233,7 +233,7 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
             r"\s*+(?:<\|tool_call_begin\|>\s*+)?(?=(?P<name>[^\s<]++))(?:(?P<id>[^\s<]{1,300}[:_]\d{1,9})(?=[\s<])|[^\s<]++)"
             r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
         ),
-        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
+        re.compile(r"(?:\s|<\|tool_call_(?:section_)?end\|>)*"),
         tuple(f"<|tool_call_{name}|>" for name in ("begin", "end", "section_end", "section_begin")),
     ),
     "kimi_k3": JsonSpelling(
