@@ -264,6 +264,7 @@ _LISTED = {"nemotron": ("<TOOLCALL>", "</TOOLCALL>"), "granite": ("<|tool_call|>
         '\n[\n  {"name": "get_weather", "arguments": {"city": "Rome"}},\n  {"name": "get_time", "arguments": {}}\n]\n',
         '```json\n[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]\n```',
         '{"name": "get_weather", "arguments": {"city": "Rome"}}\n{"name": "get_time", "arguments": {}}',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}][{"name": "get_time", "arguments": {}}]',
     ],
 )
 def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, early: bool) -> None:
@@ -278,6 +279,16 @@ def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, ea
         assert answer.content == "I look."
         alone = answer_of(name, pieces, early=early, parallel=False)
         assert [call.name for call in alone.calls] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", _LISTED)
+def test_block_of_code_after_listed_calls_is_content(name: str) -> None:
+    start, end = _LISTED[name]
+    call = '[{"name": "get_time", "arguments": {}}]'
+    for pieces in ([text := f"{start}{call}, ```json\n{call}\n```{end}"], list(text)):
+        answer = answer_of(name, pieces, early=False)
+        assert [call.name for call in answer.calls] == ["get_time"]
+        assert answer.content.startswith(f"```json\n{call}")
 
 
 def test_listed_arguments_are_streamed_as_they_arrive() -> None:

@@ -188,7 +188,7 @@ _JSON_LIST = JsonSpelling(
     (WrittenCalls(_JSON_CALL, ", ", "[", "]"),),
     _json_heading(rf"{_FENCE}(?:\[\s*+)?\{{{{1,2}}"),
     re.compile(r"[\s}\],]*"),
-    ("{",),
+    ("{", "["),
     is_object=True,
 )
 _DEEPSEEK_V31 = JsonSpelling(

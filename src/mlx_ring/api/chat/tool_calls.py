@@ -228,8 +228,8 @@ class CallsReader:
         if self._spelling is None:
             return False
         self._take(len(self._text) - len(self._text.lstrip()))
-        if self.calls > self._first:
-            self._behind_closing()
+        if self.calls > self._first and self._text_after() is not None:
+            return False
         found = self._spelling.heading.match(self._text, 0, LONGEST_HEADING)
         tool = None if found is None else self._rules.find_tool(found["name"])
         if found is None or tool is None:
