@@ -273,10 +273,6 @@ def _problem(grammar: Grammar) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ---- patterns that no grammar enforces
 
 _LOOK_AROUND = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*|(?P<found>\(\?<?[=!])", re.DOTALL)
@@ -318,3 +314,7 @@ def _inside(value: object) -> object:
 
 def _looks_around(pattern: object) -> bool:
     return isinstance(pattern, str) and any(found["found"] for found in _LOOK_AROUND.finditer(pattern))
+
+
+if __name__ == "__main__":
+    main()
