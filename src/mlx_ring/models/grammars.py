@@ -273,5 +273,48 @@ def _problem(grammar: Grammar) -> str:
     return ""
 
 
+# ---- patterns that no grammar enforces
+
+_LOOK_AROUND = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*|(?P<found>\(\?<?[=!])", re.DOTALL)
+"""Look-around in a pattern, or something that may only look like it: an escaped character, or a class."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
+)
+"""Keywords whose values are schemas by names, which may be keywords."""
+
+
+def without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
+    """Return a schema without the patterns that look around, which no grammar enforces."""
+    kept: dict[str, object] = {}
+    for name, value in schema.items():
+        if name == "pattern" and _looks_around(value):
+            continue
+        if name in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            named = cast("Mapping[str, object]", value)
+            kept[name] = {key: _inside(each) for key, each in named.items()}
+        else:
+            kept[name] = value if name in _VALUES else _inside(value)
+    if isinstance(kept.get("patternProperties"), dict):
+        patterns = cast("dict[str, object]", kept["patternProperties"])
+        known = {key: each for key, each in patterns.items() if not _looks_around(key)}
+        if len(known) < len(patterns):
+            # The properties that the other patterns would describe are now further ones, so these may be any.
+            kept |= {"patternProperties": known, "additionalProperties": True}
+            kept.pop("unevaluatedProperties", None)
+    return kept
+
+
+def _inside(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_look_around(cast("Mapping[str, object]", value))
+    return list(map(_inside, cast("list[object]", value))) if isinstance(value, list) else value
+
+
+def _looks_around(pattern: object) -> bool:
+    return isinstance(pattern, str) and any(found["found"] for found in _LOOK_AROUND.finditer(pattern))
+
+
 if __name__ == "__main__":
     main()

@@ -16,6 +16,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tests.api.chat.call_examples import (
     ARGUMENTS,
     CLOCK,
+    DSML,
     END,
     FORMATS,
     IDS,
@@ -198,6 +199,77 @@ def test_strings_of_deepseek_may_contain_other_tags() -> None:
             assert read_calls(each, text, WEATHER) == [("get_weather", {"city": city, "days": 3})]
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "others"),
+    [
+        ({"type": ["string", "null"]}, {"Rome": "Rome", "null": "null"}, {"null": None, '"Rome"': "Rome"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"": "", "5": "5"}, {"null": None, '"a"': "a"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, {"5": "5"}, {"5": 5, '"5"': "5"}),
+        ({}, {"Rome": "Rome", "[1]": "[1]"}, {"[1]": [1], '"Rome"': "Rome", "true": True}),
+        ({"enum": ["Rome", 5, None]}, {"Rome": "Rome"}, {"5": 5, "null": None, '"Rome"': "Rome"}),
+        ({"type": "string", "minLength": 2}, {}, {'"ab"': "ab"}),
+        ({"enum": [" a", "b"]}, {}, {'" a"': " a"}),
+    ],
+    ids=str,
+)
+def test_strings_among_other_values_are_written_and_read_as_deepseek_does(
+    schema: dict[str, Any], written: dict[str, str], others: dict[str, Any]
+) -> None:
+    """Check that both ways of its encoder are accepted: strings as they stand, and all else as JSON."""
+    example = example_of("deepseek_v32")
+    parameters = {"type": "object", "properties": {"city": schema}, "required": ["city"]}
+    tool = Tool("get_weather", parameters=parameters, strict=True)
+    grammar = grammar_of(example, tools_conversation(tool))
+    tag = f'<{DSML}parameter name="city" string="{{}}">{{}}</{DSML}parameter>\n'
+    for kind, values in (("true", written), ("false", others)):
+        for text, value in values.items():
+            call = f'\n<{DSML}invoke name="get_weather">\n{tag.format(kind, text)}</{DSML}invoke>\n'
+            assert accepts(grammar, example.whole(call), example), text
+            assert read_calls(example, example.whole(call), tool) == [("get_weather", {"city": value})]
+    listed = f'\n<{DSML}invoke name="get_weather">\n{tag.format("true", "x")}</{DSML}invoke>\n'
+    assert accepts(grammar, example.whole(listed), example) == (bool(written) and "enum" not in schema)
+
+
+def test_call_of_deepseek_without_arguments_may_have_an_empty_line() -> None:
+    example = example_of("deepseek_v32")
+    text = example.whole(f'\n<{DSML}invoke name="clock">\n\n</{DSML}invoke>\n')
+    assert accepts(grammar_of(example, tools_conversation(CLOCK)), text, example)
+    assert read_calls(example, text, CLOCK) == [("clock", {})]
+
+
+def test_calls_of_granite_may_be_indented() -> None:
+    example = example_of("granite")
+    calls = [
+        {"name": "get_weather", "arguments": json.loads(each)} for each in (ARGUMENTS, MINIMAL_ARGUMENTS)
+    ]
+    text = example.whole(json.dumps(calls, indent=4))
+    assert accepts(grammar_of(example, tools_conversation(WEATHER)), text, example)
+    assert read_calls(example, text, WEATHER) == [(call["name"], call["arguments"]) for call in calls]
+
+
+def test_white_space_that_only_python_knows_is_white_space() -> None:
+    bare = example_of("llama3")
+    grammar = grammar_of(bare, tools_conversation(WEATHER, choice="auto"))
+    assert not accepts(grammar, '{"name":\x1c"get_weather", "parameters": {"city": 5}}', bare)
+    optional = Tool(
+        "get_weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}}, strict=True
+    )
+    for parser in ("qwen3_coder", "seed_oss", "minimax_m2", "minicpm5", "glm47", "laguna"):
+        example = example_of(parser)
+        city = re.sub(
+            r"<(param|arg_key)[^R]*days.*?(</parameter>\n|</param>|</arg_value>)",
+            "",
+            example.minimal_call,
+            flags=re.DOTALL,
+        )
+        grammar = grammar_of(example, tools_conversation(optional))
+        for text, passes in (("\x1cRome", True), ("\x1cnull", False), ("NULL\x1f", False), ("null", False)):
+            assert accepts(grammar, example.whole(city.replace("Rome", text)), example) == passes, (
+                parser,
+                text,
+            )
+
+
 def test_reasoning_may_precede_a_constrained_answer() -> None:
     format_ = JSON_TOOLS.format(THINKING)
     for conversation, text in (
@@ -260,6 +332,77 @@ def test_answer_is_json_of_its_schema_or_a_tool_call() -> None:
     assert accepts(grammar, JSON_TOOLS.whole(JSON_TOOLS.call))
     assert not accepts(grammar, "[1.5]")
     assert not accepts(grammar, "One")
+
+
+@every_format
+def test_answer_is_any_object_or_a_tool_call(example: CallExample) -> None:
+    any_object = AnswerFormat("json_object", {}, "response_format")
+    for tools in ((WEATHER, CLOCK), (replace(WEATHER, strict=False),)):
+        grammar = grammar_of(example, tools_conversation(*tools, choice="auto", format=any_object))
+        for text in ("{}", '{"a": 1}', '{"name": "x"}', example.whole(example.call)):
+            assert accepts(grammar, text, example), text
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+REQUEST = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+    "required": ["name", "parameters"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "texts"),
+    [
+        ("json_object", {}, ('{"a": {"b": []}, "name": "get_weather"}', '{"name": "get_weathers", "a": 1}')),
+        ("json_object", {}, ('{\n  "type": "x",\n  "name": 1\n}', '{"name":"get"}', '{"a": "\\"", "a": 1}')),
+        ("json_schema", PERSON, ('{"name": "Rome", "age": 3}', '{"name":"","age":-1}')),
+        ("json_schema", REQUEST, ('{"name": "clocks", "parameters": {}}',)),
+        ("json_schema", {"anyOf": [PERSON, REQUEST]}, ('{"name": "Rome", "age": 3}',)),
+        (
+            "json_schema",
+            {"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": PERSON}},
+            ('{"name": "Rome", "age": 3}',),
+        ),
+    ],
+)
+def test_json_of_llama_is_of_its_schema_or_a_call_that_keeps_the_schema_of_a_strict_tool(
+    kind: Literal["json_object", "json_schema"], schema: Any, texts: tuple[str, ...]
+) -> None:
+    example = example_of("llama3")
+    format_ = AnswerFormat(kind, schema, "response_format")
+    for parallel in (True, False):
+        conversation = tools_conversation(WEATHER, CLOCK, choice="auto", parallel=parallel, format=format_)
+        grammar = grammar_of(example, conversation)
+        for text in texts:
+            assert accepts(grammar, text, example), text
+        for before in ("{", '{"type": "function", ', "{\n    "):
+            call = example.call.replace("{", before, 1)
+            assert accepts(grammar, call, example)
+            assert read_calls(example, call, WEATHER) == [("get_weather", json.loads(ARGUMENTS))]
+            for wrong in WRONG[:4]:
+                assert not accepts(grammar, call.replace(*wrong), example)
+        assert not accepts(grammar, '{"name": "functions.get_weather", "parameters": {}}', example)
+        assert accepts(grammar, example.two_calls(), example) == parallel
+
+
+def test_call_of_llama_may_follow_white_space_and_name_its_type() -> None:
+    example = example_of("llama3")
+    format_ = replace(example.format(), thinking=THINKING)
+    typed = example.call.replace("{", '{"type": "function", ', 1)
+    for choice in ("required", "auto"):
+        grammar = answer_grammar(
+            format_, tools_conversation(WEATHER, choice=choice), thinking_open=False, open_schemas=False
+        )
+        for before in ("", "\n\n", "<think>I look.</think>\n\n", "<think>I look.</think>"):
+            for call in (example.call, typed):
+                assert accepts(grammar, before + call, example)
+                assert not accepts(grammar, before + call.replace("3", "15"), example)
+    assert read_calls(example, f"\n\n{typed}", WEATHER) == [("get_weather", json.loads(ARGUMENTS))]
 
 
 def test_json_object_format_accepts_only_objects() -> None:

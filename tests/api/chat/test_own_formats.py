@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,8 +15,9 @@ from tests.api.chat.call_examples import DSML, deepseek, own_format
 from tests.api.chat.formats import TOOLS, read, rules, split_at
 from tests.api.twins import ByteTokenizer
 
+from mlx_ring.api.chat import tool_calls
 from mlx_ring.api.chat.answer import ChatAnswer
-from mlx_ring.api.chat.model_format import read_format
+from mlx_ring.api.chat.model_format import JSON_SPELLINGS, read_format
 from mlx_ring.api.chat.reader import AnswerReader
 from mlx_ring.api.chat.request import CallArguments, ContentText, Tool
 
@@ -183,6 +186,53 @@ def test_long_white_space_is_read_in_linear_time(begun: str) -> None:
     assert answer.calls or answer.content.startswith(text)
 
 
+@dataclass
+class CountingPattern:
+    """Pattern that counts the characters that it reads."""
+
+    pattern: re.Pattern[str]
+    read: int = 0
+
+    def match(self, text: str, start: int = 0) -> re.Match[str] | None:
+        found = self.pattern.match(text, start)
+        self.read += 1 if found is None else found.end() - start
+        return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
+@pytest.mark.parametrize(
+    ("name", "call", "space"),
+    [
+        ("nemotron", '<TOOLCALL>[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("nemotron", '<TOOLCALL>[{"name": "get_time", "arguments": {}}', " ]\n"),
+        ("granite", '<|tool_call|>[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("granite", '<|tool_call|>{"name": "get_time", "arguments": {}}', ", "),
+        ("granite", '<|tool_call|>```json\n[{"name": "get_time", "arguments": {}}]', "\n"),
+        ("command", '<|START_ACTION|>[{"tool_name": "get_time", "parameters": {}}]', "\n"),
+        ("llama3", '{"name": "get_time", "parameters": {}}', ";\n"),
+        ("smollm", '<tool_call>{"name": "get_time", "arguments": {}}', "\n"),
+        (
+            "deepseek_v31",
+            f"{deepseek('calls begin')}get_time{deepseek('sep')}{{}}{deepseek('call end')}",
+            "\n",
+        ),
+        ("deepseek_v3", f"{deepseek('calls begin')}get_time{deepseek('sep')}```json\n{{}}\n```", "\n"),
+    ],
+)
+def test_text_that_closes_a_call_is_read_once(
+    name: str, call: str, space: str, monkeypatch: pytest.MonkeyPatch, *, early: bool
+) -> None:
+    format_ = own_format(name)
+    parser = format_.calls.parser if format_.calls is not None else ""
+    closing = CountingPattern(JSON_SPELLINGS[parser].closing)
+    spelling = replace(JSON_SPELLINGS[parser], closing=cast("Any", closing))
+    monkeypatch.setattr(tool_calls, "JSON_SPELLINGS", {**JSON_SPELLINGS, parser: spelling})
+    text = call + space * 500
+    answer = ChatAnswer(parts=read(list(text), rules(format_, early=early)))
+    assert ([made.name for made in answer.calls], answer.content) == (["get_time"], "")
+    assert closing.read < 2 * len(text)
+
+
 def test_template_that_refuses_several_calls_gets_one() -> None:
     single, several = own_format("llama").calls, own_format("llama3").calls
     assert single is not None
@@ -214,6 +264,7 @@ _LISTED = {"nemotron": ("<TOOLCALL>", "</TOOLCALL>"), "granite": ("<|tool_call|>
         '\n[\n  {"name": "get_weather", "arguments": {"city": "Rome"}},\n  {"name": "get_time", "arguments": {}}\n]\n',
         '```json\n[{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "get_time", "arguments": {}}]\n```',
         '{"name": "get_weather", "arguments": {"city": "Rome"}}\n{"name": "get_time", "arguments": {}}',
+        '[{"name": "get_weather", "arguments": {"city": "Rome"}}][{"name": "get_time", "arguments": {}}]',
     ],
 )
 def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, early: bool) -> None:
@@ -228,6 +279,16 @@ def test_listed_calls_in_other_spellings_are_read(name: str, written: str, *, ea
         assert answer.content == "I look."
         alone = answer_of(name, pieces, early=early, parallel=False)
         assert [call.name for call in alone.calls] == ["get_weather"]
+
+
+@pytest.mark.parametrize("name", _LISTED)
+def test_block_of_code_after_listed_calls_is_content(name: str) -> None:
+    start, end = _LISTED[name]
+    call = '[{"name": "get_time", "arguments": {}}]'
+    for pieces in ([text := f"{start}{call}, ```json\n{call}\n```{end}"], list(text)):
+        answer = answer_of(name, pieces, early=False)
+        assert [call.name for call in answer.calls] == ["get_time"]
+        assert answer.content.startswith(f"```json\n{call}")
 
 
 def test_listed_arguments_are_streamed_as_they_arrive() -> None:

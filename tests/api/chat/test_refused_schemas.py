@@ -108,6 +108,14 @@ def test_strict_tool_is_refused_where_an_unquoted_format_is_ambiguous(schema: An
         grammar_of(example_of("qwen3_coder"), tools_conversation(tool))
 
 
+@pytest.mark.parametrize("parser", ["deepseek_v32", "minimax_m2", "qwen3_coder", "glm47", "minicpm5"])
+@pytest.mark.parametrize("name", ["a>b", "a<b", "a'", '"', "a\nb", "a" * 300])
+def test_property_that_would_be_read_under_another_name_is_refused(parser: str, name: str) -> None:
+    parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+    with pytest.raises(RequestError, match="is a name that this model's format cannot write"):
+        grammar_of(example_of(parser), tools_conversation(Tool("f", parameters=parameters, strict=True)))
+
+
 class HeldTrials(GrammarTrials):
     """Trials of which each lasts until `may_end` is set."""
 

@@ -6,17 +6,19 @@ import asyncio
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import cast
 
-from mlx_ring.api.chat.lark import ANY_TEXT, DEFINITIONS, SPACE, LarkGrammar, closed, either, options_of
+from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, Schema, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.chat.tool_call_grammars import (
-    other_openings,
+    JSON_SPACE,
+    JSON_TYPES,
+    SPACES,
     write_calls,
     write_harmony_calls,
     write_muse_calls,
@@ -24,7 +26,7 @@ from mlx_ring.api.chat.tool_call_grammars import (
 from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import Grammar
-from mlx_ring.models.grammars import GrammarTrials
+from mlx_ring.models.grammars import GrammarTrials, without_look_around
 
 _TURN_WITHIN_S = 30.0
 """Longest wait for the trials of other grammars."""
@@ -69,16 +71,6 @@ def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa:
     return conversation.format.kind != "text" or use.choice == "required" or strict
 
 
-_LOOK_AROUND = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*|(?P<found>\(\?<?[=!])", re.DOTALL)
-"""Look-around in a pattern, or something that may only look like it: an escaped character, or a class."""
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
-_NAMED_SCHEMAS = frozenset(
-    {"properties", "patternProperties", "dependentSchemas", "dependencies", *DEFINITIONS}
-)
-"""Keywords whose values are schemas by names, which may be keywords."""
-
-
 def _with_known_patterns(conversation: Conversation) -> Conversation:
     """Return the conversation without patterns that no grammar enforces in tools that are not strict.
 
@@ -88,40 +80,10 @@ def _with_known_patterns(conversation: Conversation) -> Conversation:
     tools = [
         tool
         if tool.strict or tool.parameters is None
-        else replace(tool, parameters=_without_look_around(tool.parameters))
+        else replace(tool, parameters=without_look_around(tool.parameters))
         for tool in use.tools
     ]
     return replace(conversation, tool_use=replace(use, tools=tools))
-
-
-def _without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
-    kept: dict[str, object] = {}
-    for name, value in schema.items():
-        if name == "pattern" and _looks_around(value):
-            continue
-        if name in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            named = cast("Mapping[str, object]", value)
-            kept[name] = {key: _inside(each) for key, each in named.items()}
-        else:
-            kept[name] = value if name in _VALUES else _inside(value)
-    if isinstance(kept.get("patternProperties"), dict):
-        patterns = cast("dict[str, object]", kept["patternProperties"])
-        known = {key: each for key, each in patterns.items() if not _looks_around(key)}
-        if len(known) < len(patterns):
-            # The properties that the other patterns would describe are now further ones, so these may be any.
-            kept |= {"patternProperties": known, "additionalProperties": True}
-            kept.pop("unevaluatedProperties", None)
-    return kept
-
-
-def _inside(value: object) -> object:
-    if isinstance(value, Mapping):
-        return _without_look_around(cast("Mapping[str, object]", value))
-    return list(map(_inside, cast("list[object]", value))) if isinstance(value, list) else value
-
-
-def _looks_around(pattern: object) -> bool:
-    return isinstance(pattern, str) and any(found["found"] for found in _LOOK_AROUND.finditer(pattern))
 
 
 def _with_closed_schemas(conversation: Conversation) -> Conversation:
@@ -147,7 +109,7 @@ def _grammar(format: ChatFormat, conversation: Conversation, *, thinking_open: b
     calls = format.calls if use.callable_tools else None
     must_call = use.choice == "required"
     grammar = LarkGrammar(format.added)
-    plain = None if must_call else _content(grammar, content)
+    plain = None if must_call else _content(grammar, content, calls, use)
     for tool in use.callable_tools:
         _check_options(tool)
     write_messages = _MESSAGES.get(format.calls.parser) if format.calls is not None else None
@@ -193,15 +155,50 @@ def _own(content: AnswerFormat) -> Mapping[str, object]:
     return content.schema
 
 
-def _content(grammar: LarkGrammar, content: AnswerFormat) -> str | None:
+def _content(
+    grammar: LarkGrammar, content: AnswerFormat, calls: CallMarks | None, use: ToolUse
+) -> str | None:
     """Return the rule of the answer's text; None if any text is allowed."""
     match content.kind:
         case "text":
             return None
         case "json_object":
-            return grammar.json({"type": "object"})
+            return _json(grammar, {"type": "object"}, calls, use.callable_tools)
         case "json_schema":
-            return grammar.json(_own(content))
+            return _json(grammar, _own(content), calls, use.callable_tools)
+
+
+def _json(grammar: LarkGrammar, schema: Schema, marks: CallMarks | None, tools: Sequence[Tool] = ()) -> str:
+    """Return an expression of an answer in JSON that is not read as a call of a strict tool."""
+    names = [f"{before}{tool.name}" for tool in tools if tool.strict for before in ("", "functions.")]
+    if marks is None or not marks.is_bare_json or not names:
+        return grammar.json(schema)
+    other = {"type": "string", "pattern": f"^{_other_than(names)}$"}
+    heading = {"type": {}, "name": {"anyOf": [{"type": [*JSON_TYPES, "null"]}, other]}}
+    own = schema.get("allOf")
+    parts = [*(cast("list[object]", own) if isinstance(own, list) else []), {"properties": heading}]
+    options = [grammar.json({**schema, "allOf": parts})]
+    if schema == {"type": "object"}:  # its members may be in any order
+        first = grammar.terminal(rf'/"([^"\\\x00-\x1f]|\\["\\\/bfnrt])*"/ & ~/"({"|".join(heading)})"/')
+        value = grammar.json({})
+        more = grammar.fresh(
+            f'"," ~ {grammar.json({"type": "string"})} ~ ":" ~ {value} ~'.replace("~", f"{JSON_SPACE}?")
+        )
+        options.append(f'"{{" ~ {first} ~ ":" ~ {value} ~ {more}* "}}"'.replace("~", f"{JSON_SPACE}?"))
+    return either(options)
+
+
+def _other_than(texts: Iterable[str]) -> str:
+    """Return the pattern of every text but these."""
+    followed: dict[str, list[str]] = {}
+    ends = False
+    for text in texts:
+        ends |= not text
+        if text:
+            followed.setdefault(text[0], []).append(text[1:])
+    others = f"[^{''.join(map(re.escape, followed))}](?s:.*)" if followed else "(?s:.+)"
+    options = [f"{re.escape(first)}{_other_than(rests)}" for first, rests in followed.items()]
+    return f"({'|'.join([*([] if ends else ['']), others, *options])})"
 
 
 def _refuse_headers(format: ChatFormat, content: AnswerFormat) -> None:  # noqa: A002 - as above
@@ -241,18 +238,33 @@ def _dropped(grammar: LarkGrammar, format: ChatFormat) -> str:  # noqa: A002 - a
 def _with_calls(grammar: LarkGrammar, marks: CallMarks, conversation: Conversation, plain: str | None) -> str:
     use = conversation.tool_use
     parallel = use.parallel and not marks.is_single
-    opening, rest = write_calls(grammar, marks, use.callable_tools, parallel=parallel)
+    opening, rest = write_calls(
+        grammar, marks, use.callable_tools, parallel=parallel, beside_json=plain is not None
+    )
     calls = rest if marks.is_bare_json else f"{grammar.exactly(opening)} {rest}"
     if use.choice == "required":
         return calls
     if plain is not None:
         return f"({plain} | {calls})"
-    others = other_openings(marks, use.callable_tools)
+    others = _other_openings(marks, use.callable_tools)
     text = grammar.text_besides(others)
     then = grammar.fresh(f"{grammar.until(opening, besides=others)} {rest}")
     if not marks.end:  # text after such calls might continue them
         return either([calls, then, text] if marks.is_bare_json else [then, text])
     return f"{then}* {text}" if parallel else f"({then} {SPACE}? | {text})"
+
+
+def _other_openings(marks: CallMarks, tools: Sequence[Tool]) -> str:
+    """Return the pattern of texts that open a call otherwise than with the first mark; empty if there are none."""
+    names = [tool.name for tool in tools]
+    found = [
+        rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names) if start != marks.start
+    ]
+    if marks.is_bare_json:
+        known = "|".join(map(re.escape, names))
+        opening = rf'~\{{~("type"~:~"function"~,~)?"name"~:~"(functions\.)?({known})"(?s:.*)'
+        found.append(opening.replace("~", SPACES))
+    return "|".join(found)
 
 
 def _harmony(grammar: LarkGrammar, marks: CallMarks, use: ToolUse, final: str | None) -> str:

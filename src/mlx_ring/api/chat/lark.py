@@ -18,7 +18,7 @@ from mlx_ring.models.grammars import JSON_OPTIONS
 
 ANY_TEXT = "/(?s:.*)/"
 """Pattern of any text. Special tokens are not text."""
-SPACE = r"/[ \t\r\n]{1,8}/"
+SPACE = r"/[ \t\r\n]{1,12}/"
 PYTHON_STRINGS = {"json_allowed_escapes": 'nrbtf\\"'}
 """Options for JSON strings that are read as Python's, which has fewer escapes."""
 
@@ -65,24 +65,24 @@ class LarkGrammar:
         free = ANY_TEXT
         if others and first not in self.tokens:  # the token behind it makes it a mark
             start = re.escape(first).replace("/", r"\/")
-            free = self._terminal(f"/(?s:.*){start}/ & {_without(first + others[0])}{_other_than(besides)}")
+            free = self.terminal(f"/(?s:.*){start}/ & {_without(first + others[0])}{_other_than(besides)}")
             return f"{free} {self.exactly(''.join(others))}"
         if besides or first != first.strip():
-            free = self._terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{_other_than(besides)}")
+            free = self.terminal(f"{ANY_TEXT} & {_without(first.strip() or first)}{_other_than(besides)}")
         if first in self.tokens:
             return f"{free} {self.exactly(text)}"
         return self.fresh(f"{free} {json.dumps(first)}", lazy=True)
 
     def text_besides(self, pattern: str) -> str:
         """Return an expression of any text that does not match the pattern, if there is one."""
-        return self._terminal(f"{ANY_TEXT}{_other_than(pattern)}") if pattern else ANY_TEXT
+        return self.terminal(f"{ANY_TEXT}{_other_than(pattern)}") if pattern else ANY_TEXT
 
     def until_mark(self, mark: str, within: Iterable[str] = ()) -> str:
         """Return an expression of any text up to a mark in any spelling. The text must match each of `within`."""
-        free = self._terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
+        free = self.terminal(" & ".join([ANY_TEXT, _without(mark), *within]))
         if mark in self.tokens:
             return f"{free} {self.exactly(mark)}"
-        return self._terminal(f"{free} {json.dumps(mark)}")
+        return self.terminal(f"{free} {json.dumps(mark)}")
 
     def in_order(self, values: Mapping[str, str], required: Collection[object], *, between: str) -> str:
         """Return an expression of the values in order, each at most once, and those in `required` exactly once."""
@@ -102,7 +102,8 @@ class LarkGrammar:
     def write(self) -> str:
         return "\n".join(["%llguidance {}", *(f"{name}: {body}" for name, body in self.rules.items())])
 
-    def _terminal(self, body: str) -> str:
+    def terminal(self, body: str) -> str:
+        """Add a terminal under a new name and return it."""
         name = f"T{len(self.rules)}"
         self.rules[name] = body
         return name

@@ -156,7 +156,7 @@ class JsonSpelling:
     Without one, mlx-lm's parser reads the call when it is complete.
     """
     closing: re.Pattern[str] = re.compile(r"\s*")
-    """Text that may follow the object."""
+    """Text that may follow the object. It is taken as it comes, so each piece of it must match alone."""
     following: tuple[str, ...] = ()
     """Starts of further calls and of marks after one. Without any, all text up to the mark after calls belongs to them."""
     is_object: bool = False
@@ -177,6 +177,7 @@ _JSON_CALL = '{"name": "NAME", "arguments": JSON}'
 _KIMI_K2_CALL = "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"
 _COMMAND_CALL = '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": JSON}'
 _COMMAND = WrittenCalls(_COMMAND_CALL, ",\n    ", "[\n    ", "\n]")
+_GRANITE = WrittenCalls('{~"name": "NAME",~"arguments": JSON~}', ",~", "[~", "~]")
 _JSON_TOOLS = JsonSpelling(
     (WrittenCalls(f"~{_JSON_CALL}~", "END~START"),),
     _json_heading(rf"{_FENCE}\{{{{1,2}}"),
@@ -187,7 +188,7 @@ _JSON_LIST = JsonSpelling(
     (WrittenCalls(_JSON_CALL, ", ", "[", "]"),),
     _json_heading(rf"{_FENCE}(?:\[\s*+)?\{{{{1,2}}"),
     re.compile(r"[\s}\],]*"),
-    ("{",),
+    ("{", "["),
     is_object=True,
 )
 _DEEPSEEK_V31 = JsonSpelling(
@@ -196,7 +197,7 @@ _DEEPSEEK_V31 = JsonSpelling(
         rf"\s*+(?:{re.escape(_BEGIN)}\s*+)?(?:function{re.escape(_SEPARATOR)})?(?P<name>[\w.-]++)(?P<id>)"
         rf"\s*+(?:{re.escape(_SEPARATOR)}\s*+)?{_FENCE}(?=\{{)"
     ),
-    re.compile(rf"\s*(?:{re.escape(_END)})?\s*"),
+    re.compile(rf"(?:\s|{re.escape(_END)})*"),
     (_BEGIN, _END, f"function{_SEPARATOR}"),
 )
 JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
@@ -204,7 +205,7 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
     "json_tools": _JSON_TOOLS,
     "longcat": _JSON_TOOLS,
     "nemotron": _JSON_LIST,
-    "granite": _JSON_LIST,
+    "granite": replace(_JSON_LIST, written=(_GRANITE,)),
     "command": replace(_JSON_LIST, written=(_COMMAND,)),
     "llama3": JsonSpelling(
         (WrittenCalls('{"name": "NAME", "parameters": JSON}', "; "),),
@@ -232,7 +233,7 @@ JSON_SPELLINGS: Mapping[str, JsonSpelling] = {
             r"\s*+(?:<\|tool_call_begin\|>\s*+)?(?=(?P<name>[^\s<]++))(?:(?P<id>[^\s<]{1,300}[:_]\d{1,9})(?=[\s<])|[^\s<]++)"
             r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
         ),
-        re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_section_end\|>)?\s*"),
+        re.compile(r"(?:\s|<\|tool_call_(?:section_)?end\|>)*"),
         tuple(f"<|tool_call_{name}|>" for name in ("begin", "end", "section_end", "section_begin")),
     ),
     "kimi_k3": JsonSpelling(

@@ -30,7 +30,7 @@ class Tags:
     """Pattern of any tag: a group `call_tag`, `key_tag`, `end_call`, `end_value` or `end`, and the name in `call` or `key`.
 
     A group `cdata` is the start of a text at the beginning of an argument in which no tags count. A group `string` is
-    `true` in the tag before an argument that is a string as it stands, whatever its schema is.
+    `true` in the tag before an argument that is a string as it stands, whatever its schema is, and `false` before JSON.
     """
     openings: tuple[str, ...]
     """Starts of all tags."""
@@ -42,6 +42,11 @@ class Tags:
     """True if strings may also be written as JSON."""
     most_brackets: int = 1
     """Largest number of opening brackets in a tag."""
+
+    def key_of(self, tag: str) -> str | None:
+        """Return the name of an argument from the tag before it; None if there is none."""
+        found = self.tag.fullmatch(tag.strip())
+        return None if found is None or found.lastgroup != "key_tag" else _unquoted(found["key"])
 
     @property
     def has_call_tags(self) -> bool:
@@ -173,8 +178,8 @@ class TaggedReader:
         self._closed_inner = False
         """True if the last tag that may end the argument also closes one within it."""
         self._texts: dict[str, str] = {}
-        self._strings = set[str]()
-        """Keys of the arguments that are strings by their tags."""
+        self._strings: dict[str, bool] = {}
+        """Keys of the arguments whose tags say that they are strings as they stand, or JSON."""
         self._is_cdata = False
         """True within a text in which no tags count."""
 
@@ -309,7 +314,8 @@ class TaggedReader:
         self._last = tag.end()
         if kind == "key_tag":
             self._key = _unquoted(tag["key"])
-            self._strings |= {self._key} if tag.groupdict().get("string") == "true" else set()
+            if word := tag.groupdict().get("string"):
+                self._strings[self._key] = word == "true"
             self._value = tag.end()
             self._state, self._open, self._counts = "value", [], Counter()
             return _MORE
@@ -399,7 +405,7 @@ class TaggedReader:
         ]
 
     def _trimmed(self, value: str, *, loose: bool) -> str:
-        if self._key in self._strings and not loose:
+        if self._strings.get(self._key) and not loose:
             return value
         if self._tags.is_trimmed or (value.startswith("\n") and value.endswith("\n")):
             return value.removeprefix("\n").removesuffix("\n")
@@ -410,13 +416,13 @@ class TaggedReader:
             return _BROKEN
         arguments = {
             key: text
-            if key in self._strings
+            if self._strings.get(key)
             else read_value(
                 text,
                 self._tool,
                 key,
                 untyped_json=self._tags.untyped_json,
-                json_strings=self._tags.json_strings,
+                json_strings=self._tags.json_strings or key in self._strings,
             )
             for key, text in self._texts.items()
         }

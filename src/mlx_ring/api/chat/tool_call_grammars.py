@@ -25,7 +25,9 @@ from mlx_ring.api.chat.lark import (
 )
 from mlx_ring.api.chat.model_format import INNER_MARKS, JSON_SPELLINGS, CallMarks, JsonSpelling
 from mlx_ring.api.chat.request import Tool
+from mlx_ring.api.chat.tagged_calls import TAGS
 from mlx_ring.core.errors import RequestError
+from mlx_ring.models.grammars import JSON_OPTIONS
 
 _STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
 """Keywords of a string's schema that lists its texts or allows any."""
@@ -37,22 +39,27 @@ _PLAIN_KEYS = frozenset(
 )
 """Keywords of a schema whose arguments can be written one by one."""
 _COMMA = f'"," {SPACE}?'
-_JSON_TYPES = ("integer", "number", "boolean", "object", "array")
+JSON_TYPES = ("integer", "number", "boolean", "object", "array")
 _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
 _MUSE_NAME = re.compile(r"(?!(?:self|user|commentary)$)[\w.-]+", re.ASCII)
 """Pattern of a tool's name. The excluded names are recipients of messages."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+SPACES = r"[\s\x1c-\x1f]*"
+"""Pattern of white space as Python knows it, in grammars."""
+JSON_SPACE = f"/{JSON_OPTIONS['whitespace_pattern']}/"
+_KIND = '"type": "function", '
+"""Member that a call may have before its tool's name."""
 
 
 def write_calls(
-    grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool
+    grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Tool], *, parallel: bool, beside_json: bool
 ) -> tuple[str, str]:
-    """Return the text that opens the calls, and the rule of the calls after it.
+    """Return the text that opens the calls, and the rule of the calls after it; the answer may be JSON `beside_json`.
 
     Raises:
         RequestError: the format has no grammar, or a tool's schema cannot be enforced in it.
     """
-    calls = _Calls(grammar, marks, tools, parallel)
+    calls = _Calls(grammar, marks, tools, parallel, beside_json)
     if (spelling := JSON_SPELLINGS.get(marks.parser)) is not None:
         return _json_calls(calls, spelling)
     spell = _SPELLINGS.get(marks.parser)
@@ -64,19 +71,6 @@ def write_calls(
     return spell(calls)
 
 
-def other_openings(marks: CallMarks, tools: Sequence[Tool]) -> str:
-    """Return the pattern of texts that open a call otherwise than with the first mark; empty if there are none."""
-    names = [tool.name for tool in tools]
-    found = [
-        rf"(?s:.*){re.escape(start)}(?s:.*)" for start in marks.other_starts(names) if start != marks.start
-    ]
-    if marks.is_bare_json:
-        known = "|".join(map(re.escape, names))
-        kind = r'("type"\s*:\s*"function"\s*,\s*)?'
-        found.append(rf'[\s\x1c-\x1f]*\{{\s*{kind}"name"\s*:\s*"(functions\.)?({known})"(?s:.*)')
-    return "|".join(found)
-
-
 @dataclass(frozen=True, slots=True)
 class _Calls:
     """Input of a format's writer."""
@@ -85,6 +79,7 @@ class _Calls:
     marks: CallMarks
     tools: Sequence[Tool]
     parallel: bool
+    beside_json: bool = False
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
         """Return a rule of a call to any of the tools."""
@@ -135,12 +130,13 @@ def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Too
     calls = _Calls(grammar, marks, tools, parallel)
 
     def write(tool: Tool) -> str:
-        _require_muse_names(tool)
+        if not _MUSE_NAME.fullmatch(tool.name):
+            raise _no_name(tool, tool.name)
         invoke = grammar.fresh(
             " ".join(
                 [
                     calls.exactly(f'<atem:invoke name="{tool.name}">\n'),
-                    *_arguments(grammar, tool, _MUSE),
+                    *_arguments(calls, tool, _MUSE),
                     calls.exactly("</atem:invoke>\n"),
                 ]
             )
@@ -149,14 +145,6 @@ def write_muse_calls(grammar: LarkGrammar, marks: CallMarks, tools: Sequence[Too
         return f"{opening} {calls.repeated(invoke, '')} {calls.exactly(marks.end)}"
 
     return calls.repeated(calls.one_of(write), calls.exactly("<|eom|><|start|>assistant "))
-
-
-def _require_muse_names(tool: Tool) -> None:
-    if not _MUSE_NAME.fullmatch(tool.name):
-        raise _no_name(tool, tool.name)
-    for name in _properties_of(tool):
-        if '"' in name:
-            raise _no_name(tool, name)
 
 
 _Spelling = Callable[[_Calls], tuple[str, str]]
@@ -168,12 +156,28 @@ def _json_calls(calls: _Calls, spelling: JsonSpelling) -> tuple[str, str]:
     inner = INNER_MARKS.get(marks.parser, ())
     known = (each for each in spelling.written if tokens.keys() >= set(filter(each.call.count, inner)))
     text = next(known, spelling.written[-1])
-    call = calls.one_of(lambda tool: calls.written(text.call, tool))
+    write = _bare_call if marks.is_bare_json else _Calls.written
+    call = calls.one_of(lambda tool: write(calls, text.call, tool))
     between = calls.written(text.between)
     return (
         marks.start,
         f"{calls.written(text.before)} {calls.repeated(call, between)} {calls.written(f'{text.behind}END')}",
     )
+
+
+def _bare_call(calls: _Calls, text: str, tool: Tool) -> str:
+    """Write a call that needs no mark, in JSON's tokens beside JSON, since each text is read as the longest token."""
+    heading, _, end = text.replace("NAME", tool.name).partition("JSON")
+
+    def apart(words: str) -> str:
+        found = re.findall(r'"[^"]*"|[^\s"]', words)
+        return " ".join(f"{json.dumps(word)} {JSON_SPACE}?" for word in found)
+
+    if calls.beside_json:
+        opening = f"{apart(heading[0])} ({apart(_KIND)})? {apart(heading[1:])}"
+        return f"{opening} {calls.arguments(tool)} {JSON_SPACE}? {json.dumps(end)}"
+    opening = rf"/[ \t\r\n]{{0,8}}\{{({_KIND})?{re.escape(heading[1:])}/"
+    return f"{opening} {calls.arguments(tool)} {json.dumps(end)}"
 
 
 def _pythonic(calls: _Calls) -> tuple[str, str]:
@@ -259,15 +263,16 @@ def _alone_of(tool: Tool, schema: Schema) -> Schema:
     return {**{key: given[key] for key in DEFINITIONS if key in given}, **schema}
 
 
-def _texts_of(schema: Schema) -> list[str] | None:
-    """Return the possible texts of a property if the schema lists them."""
+def _texts_of(schema: Schema, *, mixed: bool = False) -> list[str] | None:
+    """Return the possible texts of a property if the schema lists them, `mixed` with other values or alone."""
     if not schema.keys() <= _STRING_KEYS:
         return None
     given = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(given, list) or not given:
         return None
     values = cast("list[object]", given)
-    return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
+    texts = [value for value in values if isinstance(value, str)]
+    return texts if mixed or len(texts) == len(values) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +300,9 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged, *, together: 
 
     def spell(calls: _Calls) -> tuple[str, str]:
         def write(tool: Tool) -> str:
-            arguments = _arguments(calls.grammar, tool, argument)
+            arguments = _arguments(calls, tool, argument)
+            if together and not _required_of(tool):  # templates write an empty line where arguments would be
+                arguments.append('"\\n"?')
             return " ".join(
                 [calls.exactly(call_before.format(tool.name)), *arguments, calls.exactly(call_behind)]
             )
@@ -311,12 +318,16 @@ def _tagged(call_before: str, call_behind: str, argument: _Tagged, *, together: 
     return spell
 
 
-def _arguments(grammar: LarkGrammar, tool: Tool, how: _Tagged) -> list[str]:
+def _arguments(calls: _Calls, tool: Tool, how: _Tagged) -> list[str]:
     """Return the rules of one call's arguments; optional ones have a question mark."""
-    required = _required_of(tool)
+    required, properties = _required_of(tool), _properties_of(tool)
+    for name in properties:
+        if (tool.strict or how is _MUSE) and TAGS[calls.marks.parser].key_of(how.before.format(name)) != name:
+            raise _no_name(tool, name)
     return [
-        grammar.fresh(_argument(grammar, tool, name, schema, how)) + ("" if name in required else "?")
-        for name, schema in _properties_of(tool).items()
+        calls.grammar.fresh(_argument(calls.grammar, tool, name, schema, how))
+        + ("" if name in required else "?")
+        for name, schema in properties.items()
     ]
 
 
@@ -324,7 +335,8 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
     before = grammar.exactly(how.before.format(name))
     before_json = grammar.exactly((how.before_json or how.before).format(name))
     options = [f"{before} {text}" for text in _as_text(grammar, tool, schema, how)]
-    options += [f"{before_json} {value}" for value in _as_json(grammar, tool, schema, how)]
+    if how.json_strings or not (options and _is_text(schema)):
+        options += [f"{before_json} {value}" for value in _as_json(grammar, tool, schema, how)]
     if options:
         return either(options)
     if tool.strict:
@@ -338,8 +350,8 @@ def _argument(grammar: LarkGrammar, tool: Tool, name: str, schema: Schema, how: 
 
 def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
     """Return the rule of a string without quotes, if a wrong one can be recognized."""
-    texts = _texts_of(schema)
-    if texts is not None:
+    texts = _texts_of(schema, mixed=bool(how.before_json))
+    if texts:
         safe = all(_is_safe(text, how) for text in texts)
         return [grammar.exactly(text + how.behind) for text in texts] if safe else []
     if not any(each.keys() <= _STRING_KEYS or not tool.strict for each in _strings(schema, how)):
@@ -349,21 +361,32 @@ def _as_text(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> 
 
 def _strings(schema: Schema, how: _Tagged) -> list[Schema]:
     """Return the schema if it is of a string, otherwise its choices that are of strings."""
-    if not how.json_strings or "anyOf" not in schema:
-        return [schema] if schema.get("type") == "string" else []
-    options = schema["anyOf"]
-    given = cast("list[object]", options) if isinstance(options, list) else []
-    choices = [cast("Schema", each) for each in given if isinstance(each, dict)]
-    return [each for each in choices if each.get("type") == "string" and _texts_of(each) is None]
+    options = schema.get("anyOf") if how.json_strings or how.before_json else None
+    given = cast("list[object]", options) if isinstance(options, list) else [schema]
+    choices = [cast("Schema", each) for each in given if isinstance(each, Mapping)]
+    return [each for each in choices if _is_string(each, how)]
+
+
+def _is_string(schema: Schema, how: _Tagged) -> bool:
+    """Return True for a string that is not listed, also among other types where a mark tells it from JSON."""
+    if not how.before_json:
+        return schema.get("type") == "string" and _texts_of(schema) is None
+    types = schema.get("type", "string" if schema.keys() <= _STRING_KEYS else "")
+    may_be = "string" in cast("list[object]", types) if isinstance(types, list) else types == "string"
+    return may_be and _texts_of(schema, mixed=True) is None
+
+
+def _is_text(schema: Schema) -> bool:
+    """Return True if every value is a string."""
+    return schema.get("type") == "string" or _texts_of(schema) is not None
 
 
 def _as_json(grammar: LarkGrammar, tool: Tool, schema: Schema, how: _Tagged) -> list[str]:
-    if how.json_strings:
-        is_json = True
-    elif _texts_of(schema) is not None or schema.get("type") == "string":
-        is_json = False
-    else:
-        is_json = how.any_json or schema.get("type") in _JSON_TYPES
+    is_json = (
+        how.json_strings
+        or how.before_json
+        or (not _is_text(schema) and (how.any_json or schema.get("type") in JSON_TYPES))
+    )
     value = grammar.json(_alone_of(tool, schema), **options_of(tool)) if is_json else ""
     return [f"{value} {grammar.exactly(how.behind)}"] if is_json else []
 
@@ -377,15 +400,23 @@ def _is_safe(text: str, how: _Tagged) -> bool:
     )
 
 
-_GLM = _Tagged("<arg_key>{}</arg_key><arg_value>", "</arg_value>", any_json=True)
+_NULL = f"{SPACES}(?i:null){SPACES}"
+_GLM = _Tagged("<arg_key>{}</arg_key><arg_value>", "</arg_value>", no_string=_NULL, any_json=True)
 _MUSE = _Tagged(
     '<atem:parameter name="{}">',
     "</atem:parameter>\n",
-    no_string=r'\s*(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))\s*',
+    no_string=SPACES
+    + r'(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity|["\[{](?s:.*))'
+    + SPACES,
     json_strings=True,
 )
 _DSML = "\uff5cDSML\uff5c"
 _NULLS = "(?i:null|none|nil)"
+_FUNCTIONS = _tagged(
+    "\n<function={}>\n",
+    "</function>\n",
+    _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string=_NULL),
+)
 _SPELLINGS: Mapping[str, _Spelling] = {
     "pythonic": _pythonic,
     "gemma4": _gemma(gemma.QUOTE),
@@ -403,25 +434,17 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         ),
         together=True,
     ),
-    "qwen3_coder": _tagged(
-        "\n<function={}>\n",
-        "</function>\n",
-        _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string="(?i:null)"),
-    ),
-    "seed_oss": _tagged(
-        "\n<function={}>\n",
-        "</function>\n",
-        _Tagged("<parameter={}>\n", "\n</parameter>\n", no_string="(?i:null)"),
-    ),
+    "qwen3_coder": _FUNCTIONS,
+    "seed_oss": _FUNCTIONS,
     "minimax_m2": _tagged(
         '\n<invoke name="{}">\n',
         "</invoke>\n",
-        _Tagged('<parameter name="{}">', "</parameter>\n", no_string=rf"\s*{_NULLS}\s*"),
+        _Tagged('<parameter name="{}">', "</parameter>\n", no_string=rf"{SPACES}{_NULLS}{SPACES}"),
     ),
     "minicpm5": _tagged(
         '"{}">',
         "",
-        _Tagged('<param name="{}">', "</param>", no_string=rf"\s*({_NULLS}|<!\[CDATA\[(?s:.*))\s*"),
+        _Tagged('<param name="{}">', "</param>", no_string=rf"{SPACES}({_NULLS}|<!\[CDATA\[(?s:.*)){SPACES}"),
     ),
 }
 """Writers by the name of mlx-lm's parser. Formats with a header around each part of an answer have separate ones."""

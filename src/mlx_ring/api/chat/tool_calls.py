@@ -32,7 +32,7 @@ from mlx_ring.api.chat.tagged_calls import TAGS, Progress, TaggedReader
 from mlx_ring.api.streaming import new_id
 from mlx_ring.core.generation import open_end
 
-_FENCE_END = re.compile(r"[\s}\]]*```")
+_FENCE = "```"
 _NUMBER = re.compile(r"[:_]\d{1,9}$")
 
 
@@ -101,8 +101,8 @@ class CallsReader:
         self._begun = begun
         self._text = begun
         """Text that is not parsed yet."""
-        self._raw = mark.removesuffix(begun)
-        """Original text that was parsed since the last complete call."""
+        self._taken = [mark.removesuffix(begun)]
+        """Pieces of the original text that was parsed since the last complete call."""
         self._call: _JsonCall | None = None
         """Call whose arguments are incomplete."""
         self._members: MembersReader | None = None
@@ -125,7 +125,7 @@ class CallsReader:
         if rest is None and self._call is None and self.calls > self._first:
             rest = self._text_after()
         if rest is None and self._is_bare and not self._may_be_bare():
-            return self._reading("", self._raw + self._text)
+            return self._reading("", self._raw())
         return self._reading(rest) if rest is not None else self._look_for_end()
 
     def finish(self, *, cut_off: bool) -> ReadCalls:
@@ -166,7 +166,7 @@ class CallsReader:
         if self._tagged is not None and self._tagged.has_begun(self._text, cut_off=True):
             return True
         if self.calls > self._first:
-            return bool(self._text[self._closing_end() :].strip())
+            return bool(self._behind_closing().strip())
         return not parse_calls(self._rules, self._text)
 
     def _reading(self, rest: str | None, no_call: str = "") -> ReadCalls:
@@ -197,7 +197,7 @@ class CallsReader:
                     is_text = self._is_bare or self.calls > self._first
                     # mlx-lm's parser would drop the arguments that are incomplete.
                     is_text = is_text or reader.has_begun(self._text, cut_off=cut_off)
-                    return self._reading("", self._raw + self._text) if is_text else None
+                    return self._reading("", self._raw()) if is_text else None
                 case "call":
                     self._add_tagged(progress)
                     if progress.is_last or not self._rules.parallel:
@@ -208,7 +208,7 @@ class CallsReader:
         name = progress.tool.name if progress.tool is not None else ""
         self._add([(name, dump(progress.arguments), None)])
         self._take(progress.end)
-        self._raw = ""
+        self._taken.clear()
 
     # ---- calls whose arguments are JSON
 
@@ -228,8 +228,9 @@ class CallsReader:
         if self._spelling is None:
             return False
         self._take(len(self._text) - len(self._text.lstrip()))
-        start = 0 if self.calls == self._first else self._closing_end()
-        found = self._spelling.heading.match(self._text, start, start + LONGEST_HEADING)
+        if self.calls > self._first and self._text_after() is not None:
+            return False
+        found = self._spelling.heading.match(self._text, 0, LONGEST_HEADING)
         tool = None if found is None else self._rules.find_tool(found["name"])
         if found is None or tool is None:
             return False
@@ -266,8 +267,8 @@ class CallsReader:
             return False
         self._members, call = None, self._call
         if call is None:
-            self._text = self._raw + self._text if members.is_broken else self._text
-            self._raw = ""
+            self._text = self._raw() if members.is_broken else self._text
+            self._taken.clear()
             return True
         call.json.is_broken = members.is_broken
         return not members.is_broken and self._end(call)
@@ -280,7 +281,8 @@ class CallsReader:
                 return False
             self._parts += [call.opening, CallArguments(self.calls, call.arguments)]
         self.calls += 1
-        self._call, self._raw = None, ""
+        self._call = None
+        self._taken.clear()
         return True
 
     # ---- the end
@@ -307,9 +309,9 @@ class CallsReader:
             self.calls += 1
             return self._reading(rest)
         if self._call is not None:
-            return self._reading(rest, self._raw + self._text + end)
+            return self._reading(rest, self._raw() + end)
         if self.calls > self._first:
-            left = self._text[self._closing_end() :]
+            left = self._behind_closing()
             if self._rules.parallel and left.startswith("{"):
                 parsed = parse_calls(self._rules, f"[{left.rstrip().removesuffix(']')}]")
                 self._add(parsed)
@@ -319,8 +321,8 @@ class CallsReader:
 
     def _end_in_heading(self) -> ReadCalls:
         """Return the call that was cut off before its arguments, if its name is complete."""
-        start = 0 if self.calls == self._first else self._closing_end()
-        complete, left = _calls_before_cut(self._rules, self._text[start:])
+        text = self._text if self.calls == self._first else self._behind_closing()
+        complete, left = _calls_before_cut(self._rules, text)
         self._add(complete)
         if not complete or self._rules.parallel:
             tool = None if self._tagged is None else self._tagged.begun_tool(left)
@@ -333,7 +335,7 @@ class CallsReader:
         length = listed_length(self._text) if self._rules.marks.parser == "mistral" else len(self._text)
         parsed = [] if self._is_bare else parse_calls(self._rules, self._text[:length])
         if not parsed:
-            return self._reading(rest, self._raw + self._text + end)
+            return self._reading(rest, self._raw() + end)
         self._add(parsed)
         after = self._text[length:].lstrip()
         return self._reading(after + end + rest if after else rest)
@@ -351,28 +353,33 @@ class CallsReader:
             self._take(length)
 
     def _take(self, length: int) -> None:
-        self._raw += self._text[:length]
+        self._taken.append(self._text[:length])
         self._text = self._text[length:]
-        self._searched = 0
+        self._searched = max(0, self._searched - length)
 
-    def _closing_end(self) -> int:
-        """Return the number of characters that still belong to the previous call."""
-        if self._spelling is None:
-            return 0
-        fence = _FENCE_END.match(self._text) if self._is_fenced else None
-        found = self._spelling.closing.match(self._text, 0 if fence is None else fence.end())
-        return 0 if found is None else found.end()
+    def _raw(self) -> str:
+        """Return the original text since the last complete call."""
+        return "".join((*self._taken, self._text))
+
+    def _behind_closing(self) -> str:
+        """Take all text so far that still belongs to the previous call, and return the text after it."""
+        while self._spelling is not None and (found := self._spelling.closing.match(self._text)) is not None:
+            fence = len(_FENCE) if self._is_fenced and self._text.startswith(_FENCE, found.end()) else 0
+            self._is_fenced &= not fence
+            self._take(found.end() + fence)
+            if not fence:
+                break
+        return self._text
 
     def _text_after(self) -> str | None:
         """Return the text after a call if neither the mark after calls nor another call within the marks can follow."""
-        following = self._text[self._closing_end() :]
+        following = self._behind_closing()
         if following.startswith(self._rules.marks.start):
             return following
         spelling, marks = self._spelling, self._rules.marks
         if not following or spelling is None or not spelling.following or self._members is not None:
             return None
-        is_open = self._is_fenced and _FENCE_END.match(self._text) is None
-        starts = (marks.start, marks.end, *spelling.following, "```" if is_open else "")
+        starts = (marks.start, marks.end, *spelling.following, _FENCE if self._is_fenced else "")
         is_call = may_be_call(following, starts, self._rules.names, is_json=spelling.is_object)
         return None if is_call else following
 
@@ -390,10 +397,7 @@ class _JsonCall:
 
 _ParsedCall = tuple[str, str, str | None]
 """Name of a call's tool, its arguments as JSON, and its id if it has one."""
-_READ_LIST: Mapping[str, Callable[[str], object]] = {
-    "mistral": json.loads,
-    "pythonic": python_tree,
-}
+_READ_LIST: Mapping[str, Callable[[str], object]] = {"mistral": json.loads, "pythonic": python_tree}
 """Readers of the formats that write several calls as one list, by parser. They fail for an incomplete list."""
 
 
