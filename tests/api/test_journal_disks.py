@@ -22,6 +22,7 @@ from tests.api.journal_heads import (
 )
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.api.journal_writer import KEPT_S
 from mlx_ring.api.kept_answers import KeptRequest
 from mlx_ring.core.errors import ConfigError
 
@@ -200,9 +201,10 @@ class FullDisk(sqlite3.Connection):
         return super().execute(sql, parameters)
 
 
-def test_answers_that_were_kept_while_the_clock_was_ahead_do_not_stay(
+def test_answers_that_were_kept_while_the_clock_was_ahead_stay_for_a_day_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Keep an answer while the clock is right or behind, too: nobody knows yet which of its times is wrong."""
     now = time.time()
 
     async def ask(days_ahead: int) -> str:
@@ -211,12 +213,39 @@ def test_answers_that_were_kept_while_the_clock_was_ahead_do_not_stay(
             _, text = await head.call("POST", "/v1/responses", {"input": "a"})
             return f"/v1/responses/{json.loads(text)['id']}"
 
-    async def run() -> list[int]:
+    async def run() -> list[list[int]]:
         # A clock may also go back by a little, because it is set.
         paths = [await ask(400), await ask(0)]
         monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now - 60)
+        found: list[list[int]] = []
+        async with running(tmp_path) as head:
+            writer = head.journal._writer  # pyright: ignore[reportPrivateUsage]
+            began = time.monotonic()
+            for seconds in (0.0, KEPT_S - 3600.0, KEPT_S + 3600.0):
+                monkeypatch.setattr(writer, "_clock", lambda at=began + seconds: at)
+                await writer.clean()
+                found.append([(await head.call("GET", path))[0] for path in paths])
+        return found
+
+    assert asyncio.run(run()) == [[200, 200], [200, 200], [404, 200]]
+
+
+def test_clock_that_is_behind_at_the_start_of_a_head_removes_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+
+    async def run() -> tuple[int, int]:
+        async with running(tmp_path) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "a"})
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now - 365 * 86400)
         async with running(tmp_path) as head:
             await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
-            return [(await head.call("GET", path))[0] for path in paths]
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now)
+        async with running(tmp_path) as head:
+            await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
+            return (await head.call("GET", f"/v1/responses/{json.loads(text)['id']}"))[
+                0
+            ], head.journal.stats().ended
 
-    assert asyncio.run(run()) == [404, 200]
+    assert asyncio.run(run()) == (200, 1)

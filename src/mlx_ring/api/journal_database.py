@@ -327,11 +327,18 @@ class JournalDatabase:
         self.fold()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def old(self, kept: range, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
-        """Return the ids of answers to requests from before or after a range of time, and of those of other owners.
+    def ahead(self, of: int) -> list[str]:
+        """Return the ids of answers to requests from after a time, in Unix seconds."""
+        return [id_ for (id_,) in self._db.execute("SELECT id FROM answers WHERE created > ?", (of,))]
+
+    def old(
+        self, since: int, late: Collection[str], owners: Collection[str] | None, busy: Collection[str]
+    ) -> list[str]:
+        """Return the ids of answers to requests from before a time, in Unix seconds, of late ones, and of other owners.
 
         Args:
-            kept: Unix seconds. Answers from later were kept while the clock was ahead, and would stay for too long.
+            since: the time.
+            late: ids of answers that are old whatever their times say.
             owners: known owners; None: all.
             busy: ids of answers that are computed or read, which stay.
         """
@@ -339,7 +346,8 @@ class JournalDatabase:
         return [
             id_
             for id_, owner, created in rows
-            if id_ not in busy and (created not in kept or (owners is not None and owner not in owners))
+            if id_ not in busy
+            and (created < since or id_ in late or (owners is not None and owner not in owners))
         ]
 
     def totals(self) -> Totals:
