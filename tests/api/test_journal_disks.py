@@ -8,9 +8,11 @@ import shutil
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tests.api.journal_heads import (
@@ -23,7 +25,7 @@ from tests.api.journal_heads import (
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
 from mlx_ring.api.journal_writer import KEPT_S
-from mlx_ring.api.kept_answers import KeptRequest
+from mlx_ring.api.kept_answers import End, KeptRequest
 from mlx_ring.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -249,3 +251,48 @@ def test_clock_that_is_behind_at_the_start_of_a_head_removes_no_answer(
             ], head.journal.stats().ended
 
     assert asyncio.run(run()) == (200, 1)
+
+
+def test_oldest_ended_answers_make_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = JournalDatabase(tmp_path, SIZE)
+
+    def put(number: int, busy: Sequence[str] = ()) -> list[str]:
+        request = KeptRequest(f"resp_{number}", "", "/v1/responses", int(time.time()), b"r", runs_alone=False)
+        own, removed = database.add(request, b"x" * 20_000, [(1,)], busy)
+        deltas = [b'[0,[7],["%s"]]' % (b"y" * 20_000)]
+        database.append([(own, 0, deltas[0])], (), busy)
+        return removed + database.append((), [(own, End("completed", 9), deltas)], busy)
+
+    def pages() -> int:
+        return database._db.execute("PRAGMA page_count").fetchone()[0]  # pyright: ignore[reportPrivateUsage]
+
+    for number in range(8):
+        assert put(number) == []
+    before = pages()
+    almost_full = MagicMock(return_value=MagicMock(free=100))
+    monkeypatch.setattr("mlx_ring.api.journal_database.shutil.disk_usage", almost_full)
+    removed = [id_ for number in range(8, 12) for id_ in put(number, busy=["resp_1"])]
+    assert removed[:2] == ["resp_0", "resp_2"]
+    assert pages() == before
+    for id_ in ("resp_1", "resp_10", "resp_11"):
+        found = database.find(id_)
+        assert found is not None
+        assert found[0].end is not None
+    database.close()
+
+
+def test_journal_of_an_earlier_version_on_a_full_disk_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    JournalDatabase(tmp_path, SIZE).close()
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute("ALTER TABLE answers DROP COLUMN model")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    connect = partial(sqlite3.connect, factory=FullDisk)
+    monkeypatch.setattr("mlx_ring.api.journal_database.sqlite3.connect", connect)
+    monkeypatch.setattr(FullDisk, "total_changes", 1)
+    with pytest.raises(ConfigError, match=r"disk is full.*: make room on its disk, or choose another"):
+        JournalDatabase(tmp_path, SIZE)
