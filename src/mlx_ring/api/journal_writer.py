@@ -129,6 +129,16 @@ class JournalWriter:
                 lambda: self._db.update(recording.request, recording.body, recording.prompts)
             )
 
+    def update_soon(self, recording: Recording) -> None:
+        """Write what is known of an answer's request before its next deltas. If the disk fails, it is kept no longer."""
+        db, values = self._db, (recording.request, recording.body, recording.prompts)
+
+        def report(_: object, error: Exception | None) -> None:
+            if error is not None:
+                self._lose([recording], error)
+
+        self._disk.start(lambda: db.update(*values), report)
+
     async def end(self, recording: Recording, end: End) -> None:
         """End an answer that is not computed, unless it has ended."""
         if recording.is_kept and recording.end is None:

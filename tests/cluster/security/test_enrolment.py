@@ -193,6 +193,9 @@ def test_a_proxy_ends_with_its_connections_in_silence(caplog: pytest.LogCaptureF
                     client.sendall(says)
                 await run_tasks_until(lambda: len(proxy._open) == 2)  # pyright: ignore[reportPrivateUsage]
                 await proxy.stop(None)
+                late = MagicMock(spec=asyncio.StreamWriter)
+                proxy._accept(asyncio.StreamReader(), late)  # pyright: ignore[reportPrivateUsage]
+                late.transport.abort.assert_called_once_with()
         return len(asyncio.all_tasks()) - 1
 
     assert asyncio.run(run()) == 0

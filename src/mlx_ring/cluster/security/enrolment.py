@@ -284,6 +284,7 @@ class EnrolmentProxy:
         self._open: dict[asyncio.Task[None], str] = {}
         """Owner of each connection's address, the oldest connection first. It has closed its descriptors before it goes."""
         self._listening: list[asyncio.Server] = []
+        self._has_ended = False
 
     async def listen(self, address: str) -> int:
         """Listen, and return the port. Raises `AddressInUse`."""
@@ -297,7 +298,8 @@ class EnrolmentProxy:
         return sockets[0].getsockname()[1]
 
     async def stop(self, grace: float | None) -> None:
-        """Close the port and all connections."""
+        """Close the port and all connections, those that are just being accepted included."""
+        self._has_ended = True
         for server in self._listening:
             server.close()
         tasks = list(self._open)
@@ -307,6 +309,9 @@ class EnrolmentProxy:
         await self._server.stop(grace)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._has_ended:
+            writer.transport.abort()
+            return
         host, port, *_ = writer.get_extra_info("peername") or ("", 0)
         host = host.removeprefix("::ffff:")
         if len(self._open) >= self._most:
