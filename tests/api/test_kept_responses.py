@@ -266,7 +266,7 @@ def test_model_that_made_the_first_token_is_kept_rather_than_the_one_of_the_requ
     assert "(a-2, now a-1)" in other["error"]["message"]
 
 
-def test_answer_that_continues_while_no_engine_serves_tells_its_model(tmp_path: Path) -> None:
+def test_answer_is_not_continued_by_an_engine_with_other_weights_than_the_server_said(tmp_path: Path) -> None:
     """Continue on an engine that has another model than the server said when the answer was submitted."""
 
     async def run() -> str:
