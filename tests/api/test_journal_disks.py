@@ -283,6 +283,19 @@ def test_oldest_ended_answers_make_room_on_a_full_disk(
     database.close()
 
 
+def test_file_has_free_pages_before_it_needs_them(tmp_path: Path) -> None:
+    """Let no write make the file larger while the disk is full: what is in SQLite's log could not leave it then."""
+    database = JournalDatabase(tmp_path, 4 * SIZE)
+    for number in range(30):
+        before = (tmp_path / FILE).stat().st_size
+        database._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()  # pyright: ignore[reportPrivateUsage]
+        assert (tmp_path / FILE).stat().st_size == before
+        request = KeptRequest(f"resp_{number}", "", "/v1/responses", int(time.time()), b"r", runs_alone=False)
+        own, _ = database.add(request, b"x" * 20_000, [(1,)], ())
+        database.append((), [(own, End("completed", 9), [b'[0,[7],["x"]]'])], ())
+    database.close()
+
+
 def test_journal_of_an_earlier_version_on_a_full_disk_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from mlx_ring.api.kept_answers import (
     decode_prompts,
     encode_prompts,
     fold_log,
+    grow_ahead,
     join_deltas,
     transaction,
     unless_full,
@@ -429,7 +430,9 @@ class JournalDatabase:
         with contextlib.suppress(OSError):
             is_tight = shutil.disk_usage(self._folder).free < _LEFT_BYTES
             # SQLite takes the pages that there are for a smaller number.
-            db.execute(f"PRAGMA max_page_count = {1 if is_tight else max(self._size // _PAGE, 16)}")
+            most = 1 if is_tight else max(self._size // _PAGE, 16)
+            db.execute(f"PRAGMA max_page_count = {most}")
+            grow_ahead(db, min(_WAL_PAGES, most // 8), most)
 
     def _reopen_if_removed(self) -> None:
         """Make a new file if somebody removed it: SQLite would continue to write to the removed one."""

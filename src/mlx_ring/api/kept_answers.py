@@ -326,6 +326,22 @@ def check_version(db: sqlite3.Connection) -> None:
             db.execute(f"PRAGMA user_version = {VERSION}")
 
 
+def grow_ahead(db: sqlite3.Connection, spare: int, most: int) -> None:
+    """Keep half of so many pages of the file free, unless it would have more than `most`.
+
+    What SQLite has in its log then goes to the file also after something else fills the disk.
+    """
+    pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+    if free >= spare // 2 or pages + spare > most:
+        return
+    with unless_full():
+        with transaction(db):
+            size = db.execute("PRAGMA page_size").fetchone()[0]
+            db.execute("INSERT INTO requests VALUES (0, zeroblob(?), x'')", (spare * size,))
+            db.execute("DELETE FROM requests WHERE number = 0")
+        db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+
+
 def fold_log(db: sqlite3.Connection) -> None:
     """Save the logged deltas of each answer that has not ended, and empty the log."""
     more = logged_deltas(row for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"))
