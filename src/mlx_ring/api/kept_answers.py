@@ -329,7 +329,7 @@ def check_version(db: sqlite3.Connection) -> None:
 def grow_ahead(db: sqlite3.Connection, spare: int, most: int) -> None:
     """Keep half of so many pages of the file free, unless it would have more than `most`.
 
-    What SQLite has in its log then goes to the file also after something else fills the disk.
+    SQLite can then copy its log into the file also after something else fills the disk.
     """
     pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
     if free >= spare // 2 or pages + spare > most:
