@@ -276,6 +276,26 @@ def test_wrong_ids_of_events_get_one_sentence(tmp_path: Path, given: str, says: 
     assert says in json.loads(text)["error"]["message"]
 
 
+def test_id_of_an_event_fetches_nothing_but_the_events_of_the_response_in_the_path(tmp_path: Path) -> None:
+    async def run() -> list[tuple[int, str]]:
+        async with running(tmp_path) as head:
+            texts = [(await head.call("POST", "/v1/responses", {"input": "Hi."}))[1] for _ in range(2)]
+            one, other = (json.loads(text)["id"] for text in texts)
+            path = f"/v1/responses/{one}"
+            return [
+                await head.call("GET", path, last_event_id=f"{other}:1"),
+                await head.call("GET", f"{path}?stream=true", last_event_id=f"{one}:1"),
+                await head.call("GET", f"{path}?stream=true", last_event_id=f"{other}:1"),
+                await head.call("GET", f"{path}?stream=true&starting_after=3", last_event_id=f"{one}:1"),
+            ]
+
+    whole, rest, foreign, explicit = asyncio.run(run())
+    assert json.loads(whole[1])["status"] == "completed"
+    assert [response_events(text)[0]["sequence_number"] for _, text in (rest, explicit)] == [2, 4]
+    assert foreign[0] == 400
+    assert "Last-Event-ID names an event of" in foreign[1]
+
+
 def test_server_without_a_journal_says_how_to_get_one() -> None:
     app_only = Head.__new__(Head)
     app_only.app = build_app(TwinCatalog(TwinService()), make_api_settings())

@@ -8,9 +8,11 @@ import shutil
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from tests.api.journal_heads import (
@@ -22,7 +24,8 @@ from tests.api.journal_heads import (
 )
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
-from mlx_ring.api.kept_answers import KeptRequest
+from mlx_ring.api.journal_writer import KEPT_S
+from mlx_ring.api.kept_answers import End, KeptRequest
 from mlx_ring.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -200,9 +203,10 @@ class FullDisk(sqlite3.Connection):
         return super().execute(sql, parameters)
 
 
-def test_answers_that_were_kept_while_the_clock_was_ahead_do_not_stay(
+def test_answers_that_were_kept_while_the_clock_was_ahead_stay_for_a_day_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Keep an answer while the clock is right or behind, too: nobody knows yet which of its times is wrong."""
     now = time.time()
 
     async def ask(days_ahead: int) -> str:
@@ -211,12 +215,97 @@ def test_answers_that_were_kept_while_the_clock_was_ahead_do_not_stay(
             _, text = await head.call("POST", "/v1/responses", {"input": "a"})
             return f"/v1/responses/{json.loads(text)['id']}"
 
-    async def run() -> list[int]:
+    async def run() -> list[list[int]]:
         # A clock may also go back by a little, because it is set.
         paths = [await ask(400), await ask(0)]
         monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now - 60)
+        found: list[list[int]] = []
+        async with running(tmp_path) as head:
+            writer = head.journal._writer  # pyright: ignore[reportPrivateUsage]
+            began = time.monotonic()
+            for seconds in (0.0, KEPT_S - 3600.0, KEPT_S + 3600.0):
+                monkeypatch.setattr(writer, "_clock", lambda at=began + seconds: at)
+                await writer.clean()
+                found.append([(await head.call("GET", path))[0] for path in paths])
+        return found
+
+    assert asyncio.run(run()) == [[200, 200], [200, 200], [404, 200]]
+
+
+def test_clock_that_is_behind_at_the_start_of_a_head_removes_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+
+    async def run() -> tuple[int, int]:
+        async with running(tmp_path) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "a"})
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now - 365 * 86400)
         async with running(tmp_path) as head:
             await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
-            return [(await head.call("GET", path))[0] for path in paths]
+        monkeypatch.setattr("mlx_ring.api.journal.time.time", lambda: now)
+        async with running(tmp_path) as head:
+            await head.journal._writer.clean()  # pyright: ignore[reportPrivateUsage]
+            return (await head.call("GET", f"/v1/responses/{json.loads(text)['id']}"))[
+                0
+            ], head.journal.stats().ended
 
-    assert asyncio.run(run()) == [404, 200]
+    assert asyncio.run(run()) == (200, 1)
+
+
+def test_oldest_ended_answers_make_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = JournalDatabase(tmp_path, SIZE)
+
+    def put(number: int, busy: Sequence[str] = ()) -> list[str]:
+        request = KeptRequest(f"resp_{number}", "", "/v1/responses", int(time.time()), b"r", runs_alone=False)
+        own, removed = database.add(request, b"x" * 20_000, [(1,)], busy)
+        deltas = [b'[0,[7],["%s"]]' % (b"y" * 20_000)]
+        database.append([(own, 0, deltas[0])], (), busy)
+        return removed + database.append((), [(own, End("completed", 9), deltas)], busy)
+
+    def pages() -> int:
+        return database._db.execute("PRAGMA page_count").fetchone()[0]  # pyright: ignore[reportPrivateUsage]
+
+    for number in range(8):
+        assert put(number) == []
+    before = pages()
+    almost_full = MagicMock(return_value=MagicMock(free=100))
+    monkeypatch.setattr("mlx_ring.api.journal_database.shutil.disk_usage", almost_full)
+    removed = [id_ for number in range(8, 12) for id_ in put(number, busy=["resp_1"])]
+    assert removed[:2] == ["resp_0", "resp_2"]
+    assert pages() == before
+    for id_ in ("resp_1", "resp_10", "resp_11"):
+        found = database.find(id_)
+        assert found is not None
+        assert found[0].end is not None
+    database.close()
+
+
+def test_file_has_free_pages_before_it_needs_them(tmp_path: Path) -> None:
+    """Let no write make the file larger while the disk is full: what is in SQLite's log could not leave it then."""
+    database = JournalDatabase(tmp_path, 4 * SIZE)
+    for number in range(30):
+        before = (tmp_path / FILE).stat().st_size
+        database._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()  # pyright: ignore[reportPrivateUsage]
+        assert (tmp_path / FILE).stat().st_size == before
+        request = KeptRequest(f"resp_{number}", "", "/v1/responses", int(time.time()), b"r", runs_alone=False)
+        own, _ = database.add(request, b"x" * 20_000, [(1,)], ())
+        database.append((), [(own, End("completed", 9), [b'[0,[7],["x"]]'])], ())
+    database.close()
+
+
+def test_journal_of_an_earlier_version_on_a_full_disk_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    JournalDatabase(tmp_path, SIZE).close()
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute("ALTER TABLE answers DROP COLUMN model")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    connect = partial(sqlite3.connect, factory=FullDisk)
+    monkeypatch.setattr("mlx_ring.api.journal_database.sqlite3.connect", connect)
+    monkeypatch.setattr(FullDisk, "total_changes", 1)
+    with pytest.raises(ConfigError, match=r"disk is full.*: make room on its disk, or choose another"):
+        JournalDatabase(tmp_path, SIZE)

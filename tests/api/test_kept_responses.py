@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,53 @@ def test_background_response_of_another_model_fails_and_keeps_its_output(tmp_pat
     text = failed["output"][0]["content"][0]["text"]
     assert text
     assert "Grüße: 日本".startswith(text)
+
+
+def test_another_model_may_answer_what_none_has_begun(tmp_path: Path) -> None:
+    async def run() -> dict[str, Any]:
+        async with running(tmp_path, automatic=False, digest="a-1") as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+        async with running(tmp_path, digest="a-2") as head:
+            await run_tasks_until(lambda: head.journal.stats().ended)
+            return json.loads((await head.call("GET", f"/v1/responses/{json.loads(text)['id']}"))[1])
+
+    assert asyncio.run(run())["status"] == "completed"
+
+
+def test_model_that_made_the_first_token_is_kept_rather_than_the_one_of_the_request(tmp_path: Path) -> None:
+    async def run() -> tuple[dict[str, Any], dict[str, Any]]:
+        async with running(tmp_path, automatic=False, digest="a-1") as head:
+            # Its files are replaced while the request waits for an engine.
+            head.service.engine.limits = replace(head.service.engine.limits, model="a-2")
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello.", "background": True})
+            path = f"/v1/responses/{json.loads(text)['id']}"
+            while head.service.engine.stats().generated_tokens < 5:
+                await head.step()
+        answers: list[dict[str, Any]] = []
+        for digest in ("a-2", "a-1"):
+            async with running(tmp_path, automatic=False, digest=digest) as head:
+                await run_tasks_until(lambda head=head: head.journal.has_work or head.journal.stats().ended)
+                answers.append(json.loads((await head.call("GET", path))[1]))
+        return answers[0], answers[1]
+
+    same, other = asyncio.run(run())
+    assert same["status"] == "in_progress"
+    assert other["status"] == "failed"
+    assert "(a-2, now a-1)" in other["error"]["message"]
+
+
+def test_answer_is_not_continued_by_an_engine_with_other_weights_than_the_server_said(tmp_path: Path) -> None:
+    """Continue on an engine that has another model than the server said when the answer was submitted."""
+
+    async def run() -> str:
+        first = await begin_stream(tmp_path, "/v1/chat/completions", "a-1")
+        async with running(tmp_path, digest="a-1") as head:
+            head.service.engine.limits = replace(head.service.engine.limits, model="a-2")
+            _, text = await head.call("POST", "/v1/chat/completions", {}, last_event_id=first[-1][0])
+            assert head.service.engine.stats().generated_tokens == 0
+            return text
+
+    assert "replaced while it was in progress (digest a-1, now a-2)" in asyncio.run(run())
 
 
 async def never_ready(model: object) -> None:

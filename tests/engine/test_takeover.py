@@ -249,3 +249,20 @@ def test_answer_is_not_continued_by_other_weights_than_those_that_began_it() -> 
         assert waits.take()[-1].finish_reason == "length"
 
     asyncio.run(run())
+
+
+def test_answer_that_an_earlier_process_began_waits_for_its_own_weights() -> None:
+    async def run() -> None:
+        succession = Succession()
+        begun = replace(make_request(max_tokens=9), answered=(1, 2), model="a-1")
+        fresh = replace(make_request(5, max_tokens=2), model="a-1")
+        held, unbegun = succession.held.submit_all(begun), succession.held.submit_all(fresh)
+        engine = succession.load(limits=replace(LIMITS, model="a-2"))
+        succession.finish()
+        assert "(digest a-1, now a-2)" in str(held[0].error)
+        assert unbegun[0].model == "a-2"
+        assert unbegun[0].take()[-1].finish_reason == "length"
+        with pytest.raises(ServingError, match="digest a-1, now a-2"):
+            engine.submit(begun)
+
+    asyncio.run(run())

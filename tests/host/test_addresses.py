@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from mlx_ring.host.addresses import (
     HeadAddress,
     bare_host,
     is_link_local,
-    listening_socket,
+    listening_sockets,
     listening_url,
     local_url,
     parse_head_address,
@@ -137,15 +138,39 @@ def test_a_socket_for_every_address_is_for_both_families_where_there_are_both(
 ) -> None:
     both = has_ipv6 and socket.has_dualstack_ipv6()
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: both)
-    with listening_socket("[::]:0", 2) as listening:
+    (listening,) = listening_sockets("[::]:0", 2)
+    with listening:
         port = listening.getsockname()[1]
         for host in ("127.0.0.1", "::1")[: 1 + both]:
             socket.create_connection((host, port), 60).close()
 
 
 def test_a_socket_for_one_address_is_for_that_alone() -> None:
-    with listening_socket("127.0.0.1:0", 1) as listening:
+    (listening,) = listening_sockets("127.0.0.1:0", 1)
+    with listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1"
         with pytest.raises(OSError, match="in use"):
-            listening_socket(f"127.0.0.1:{port}", 1)
+            listening_sockets(f"127.0.0.1:{port}", 1)
+
+
+def test_a_name_is_for_all_addresses_that_this_machine_has_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+    other = "127.0.0.2" if sys.platform == "linux" else "::1"
+    hosts = ["127.0.0.1", "192.0.2.1", "127.0.0.1", other]
+
+    def found(host: str, port: int, **options: int) -> list[tuple[object, ...]]:
+        assert host == "mini.local"
+        return [each for one in hosts for each in real(one, port, **options)]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    sockets = listening_sockets("mini.local:0", 1)
+    try:
+        port = sockets[0].getsockname()[1]
+        assert [each.getsockname()[:2] for each in sockets] == [("127.0.0.1", port), (other, port)]
+        hosts[:] = ["192.0.2.1"]
+        with pytest.raises(OSError, match="assign"):
+            listening_sockets("mini.local:0", 1)
+    finally:
+        for each in sockets:
+            each.close()

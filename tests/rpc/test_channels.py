@@ -84,7 +84,7 @@ def test_a_pause_of_this_process_is_not_silence_of_its_peers() -> None:
 def test_silent_connections_do_not_take_all_descriptors_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(channels, "descriptor_limit", lambda: 7)
     monkeypatch.setattr(channels, "_HANDSHAKE_MS", 600_000)
     server = make_server(1)
     credentials = node_credentials(Authority.open(tmp_path), "mini-1").for_server()

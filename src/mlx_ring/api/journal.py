@@ -183,11 +183,8 @@ class Journal:
 
     async def rest(self, request: Request) -> Response:
         """Return the events of a kept answer that follow the one in `Last-Event-ID`."""
-        given = request.headers["last-event-id"]
-        id_, _, number = given.rpartition(":")
-        if not id_ or not number.isdecimal() or len(number) > _LONGEST_NUMBER:
-            raise RequestError(f"Last-Event-ID is '{given}', which is no id of an event of this server.")
-        return await self.write_again(request, id_, streams=True, after=int(number))
+        id_, after = last_event(request)
+        return await self.write_again(request, id_, streams=True, after=after)
 
     async def cancel(self, request: Request, id_: str) -> None:
         """End an answer that runs alone; one that has ended stays as it is.
@@ -313,6 +310,15 @@ class Journal:
                 await self._writer.end(recording, failed(own))
             else:
                 return
+
+
+def last_event(request: Request) -> tuple[str, int]:
+    """Return the answer and the number of the event in `Last-Event-ID`. Raises `RequestError`."""
+    given = request.headers["last-event-id"]
+    id_, _, number = given.rpartition(":")
+    if not id_ or not number.isdecimal() or len(number) > _LONGEST_NUMBER:
+        raise RequestError(f"Last-Event-ID is '{given}', which is no id of an event of this server.")
+    return id_, int(number)
 
 
 def _check_age(recording: Recording) -> None:

@@ -12,25 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Generator, Iterable, Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mlx_ring.api.kept_answers import (
+    SAVE,
+    SCHEMA,
     End,
     KeptAnswer,
     KeptRequest,
     Totals,
+    check_version,
     checked,
     checksum_of,
     decode_prompts,
     encode_prompts,
+    fold_log,
+    grow_ahead,
     join_deltas,
-    logged_deltas,
+    transaction,
+    unless_full,
+    used_pages,
     whole_deltas,
-    with_logged,
 )
 from mlx_ring.core.errors import ConfigError, RingError
 from mlx_ring.host.private_files import make_private_folder
@@ -47,25 +54,12 @@ _FULL = 0.9
 """Part of the size above which old answers are removed. The rest is for answers in progress."""
 _LOG_BYTES = 1 << 20
 """Largest size of the log, so that folding it takes a fraction of a second; at most an eighth of the file."""
+_LEFT_BYTES = 4 << 20
+"""Bytes of the disk that the journal leaves free, for SQLite's log."""
+_SPARE_PAGES = 8
+"""Pages for the tables and indexes of a write, on a full disk."""
 _LARGEST_PART = 1 / 4
 """Part of the size that one request may take."""
-_VERSION = 2
-"""Version of the schema. Version 1 had no models."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS answers (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
-    created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, checksum INTEGER NOT NULL, end TEXT,
-    ended INTEGER, error TEXT, message TEXT, param TEXT, model TEXT NOT NULL DEFAULT '');
-CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, body BLOB NOT NULL, prompts BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS deltas (number INTEGER PRIMARY KEY, joined BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
-CREATE TRIGGER IF NOT EXISTS removal AFTER DELETE ON answers BEGIN
-    DELETE FROM requests WHERE number = OLD.number; DELETE FROM deltas WHERE number = OLD.number; END;
-"""
-
-
-_SAVE = "INSERT OR REPLACE INTO deltas SELECT number, ?1 FROM answers WHERE number = ?2"
-"""Statement that saves all deltas of an answer, unless it was removed."""
 
 
 class JournalFull(RingError):
@@ -109,8 +103,9 @@ class JournalDatabase:
                 raise ConfigError(
                     f"Another head has the journal in {self._folder} open: give this one another --journal-dir."
                 ) from None
+            hint = "make room on its disk, or " if "full" in problem else ""
             raise ConfigError(
-                f"The journal {self._file} cannot be opened ({problem}): choose another --journal-dir."
+                f"The journal {self._file} cannot be opened ({problem}): {hint}choose another --journal-dir."
             ) from None
         except sqlite3.DatabaseError as error:
             self._set_aside(error)
@@ -140,17 +135,17 @@ class JournalDatabase:
                 f"journal_size_limit = {_WAL_PAGES * _PAGE}",
             ):
                 db.execute(f"PRAGMA {pragma}")
-            _check_version(db)
-            db.executescript(_SCHEMA)
+            check_version(db)
+            db.executescript(SCHEMA)
             self._last = max(self._last, db.execute("SELECT MAX(number) FROM answers").fetchone()[0] or 0)
-            with _unless_full():
-                _fold(db)
+            with unless_full():
+                fold_log(db)
                 db.execute("DELETE FROM deltas WHERE number NOT IN (SELECT number FROM answers)")
-                if _used(db) * _PAGE > self._size * _FULL:
+                if used_pages(db) * _PAGE > self._size * _FULL:
                     self._make_room_in(db, 0, ())
                 if self._file.stat().st_size > self._size:
                     db.execute("VACUUM")
-            db.execute(f"PRAGMA max_page_count = {max(self._size // _PAGE, 16)}")
+            self._limit_growth(db)
         except BaseException:
             db.close()
             raise
@@ -201,24 +196,29 @@ class JournalDatabase:
             sqlite3.Error: the disk fails.
         """
         self._reopen_if_removed()
+        self._limit_growth(self._db)
         encoded = encode_prompts(prompts)
-        removed = self._make_room(len(body) + len(encoded), busy)
+        needs = len(body) + len(encoded)
+        removed = self._make_room(needs, busy)
         self._last = number = max(self._last + 1, time.time_ns() // 1000)
-        values = (*astuple(request), number, checksum_of(request, body, encoded))
+        values = {**asdict(request), "number": number, "checksum": checksum_of(request, body, encoded)}
         if request.runs_alone:
             self._db.execute("PRAGMA synchronous = FULL")
         try:
-            with _transaction(self._db):
-                self._db.execute(
-                    "INSERT INTO answers (id, owner, path, created, random, runs_alone, model, number, checksum) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    values,
-                )
-                self._db.execute("INSERT INTO requests VALUES (?, ?, ?)", (number, body, encoded))
+            removed += self._write_anyhow(lambda: self._insert(values, body, encoded), needs, busy)
         finally:
             if request.runs_alone:
                 self._db.execute("PRAGMA synchronous = NORMAL")
         return number, removed
+
+    def _insert(self, values: Mapping[str, object], body: bytes, prompts: bytes) -> None:
+        names = ", ".join(values)
+        with transaction(self._db):
+            self._db.execute(
+                f"INSERT INTO answers ({names}) VALUES (:{names.replace(', ', ', :')})",  # noqa: S608 - fields' names
+                values,
+            )
+            self._db.execute("INSERT INTO requests VALUES (?, ?, ?)", (values["number"], body, prompts))
 
     def append(
         self,
@@ -248,9 +248,12 @@ class JournalDatabase:
                 raise
             needs = self._logged + len(row) + sum(len(value) for _, _, value in joined)
             removed = self._make_room(needs, busy, is_one=False)
-            self.fold()
-            self._append(row, joined)
-            return removed
+
+            def write() -> None:
+                self.fold()
+                self._append(row, joined)
+
+            return removed + self._write_anyhow(write, needs, busy)
         return []
 
     def _append(self, row: bytes, ends: Sequence[tuple[int, End, bytes]]) -> None:
@@ -258,11 +261,11 @@ class JournalDatabase:
         if not ends:
             self._db.execute(*insert)
         else:
-            with _transaction(self._db):
+            with transaction(self._db):
                 if row:
                     self._db.execute(*insert)
                 for number, end, joined in ends:
-                    self._db.execute(_SAVE, (joined, number))
+                    self._db.execute(SAVE, (joined, number))
                     self._db.execute(
                         "UPDATE answers SET end = ?, ended = ?, error = ?, message = ?, param = ? WHERE number = ?",
                         (end.kind, end.at, end.error, end.message, end.param, number),
@@ -271,12 +274,13 @@ class JournalDatabase:
 
     def save(self, number: int, deltas: Iterable[bytes]) -> None:
         """Save all deltas of an answer that is suspended."""
-        self._db.execute(_SAVE, (join_deltas(deltas), number))
+        self._db.execute(SAVE, (join_deltas(deltas), number))
 
     def fold(self) -> None:
         """Save the logged deltas of each answer that has not ended, and empty the log."""
-        _fold(self._db)
+        fold_log(self._db)
         self._logged = 0
+        self._limit_growth(self._db)
 
     def find(self, id_: str) -> tuple[KeptAnswer, bytes] | None:
         """Return a kept answer and the JSON of its request; None if there is none of this id, or it is damaged."""
@@ -318,7 +322,7 @@ class JournalDatabase:
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove answers. Their deltas stay in the log until it is folded."""
-        with _transaction(self._db):
+        with transaction(self._db):
             self._db.executemany("DELETE FROM answers WHERE id = ?", [(id_,) for id_ in ids])
 
     def remove(self, ids: Collection[str]) -> None:
@@ -327,11 +331,18 @@ class JournalDatabase:
         self.fold()
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def old(self, kept: range, owners: Collection[str] | None, busy: Collection[str]) -> list[str]:
-        """Return the ids of answers to requests from before or after a range of time, and of those of other owners.
+    def ahead(self, of: int) -> list[str]:
+        """Return the ids of answers to requests from after a time, in Unix seconds."""
+        return [id_ for (id_,) in self._db.execute("SELECT id FROM answers WHERE created > ?", (of,))]
+
+    def old(
+        self, since: int, late: Collection[str], owners: Collection[str] | None, busy: Collection[str]
+    ) -> list[str]:
+        """Return the ids of answers to requests from before a time, in Unix seconds, of late ones, and of other owners.
 
         Args:
-            kept: Unix seconds. Answers from later were kept while the clock was ahead, and would stay for too long.
+            since: the time.
+            late: ids of answers that are old whatever their times say.
             owners: known owners; None: all.
             busy: ids of answers that are computed or read, which stay.
         """
@@ -339,12 +350,13 @@ class JournalDatabase:
         return [
             id_
             for id_, owner, created in rows
-            if id_ not in busy and (created not in kept or (owners is not None and owner not in owners))
+            if id_ not in busy
+            and (created < since or id_ in late or (owners is not None and owner not in owners))
         ]
 
     def totals(self) -> Totals:
         answers, ended = self._db.execute("SELECT COUNT(*), COUNT(end) FROM answers").fetchone()
-        return Totals(_used(self._db) * _PAGE, answers, ended)
+        return Totals(used_pages(self._db) * _PAGE, answers, ended)
 
     # ---- room
 
@@ -358,7 +370,7 @@ class JournalDatabase:
             raise JournalFull(
                 f"one request may have {int(self._size * _LARGEST_PART)} bytes, and it has {nbytes}"
             )
-        if _used(self._db) * _PAGE <= self._size * _FULL - nbytes:
+        if used_pages(self._db) * _PAGE <= self._size * _FULL - nbytes:
             return []
         return self._make_room_in(self._db, nbytes, busy)
 
@@ -369,17 +381,58 @@ class JournalDatabase:
         rows = db.execute(
             "SELECT id FROM answers WHERE end IS NOT NULL OR NOT runs_alone ORDER BY end IS NULL, number"
         ).fetchall()
-        with _transaction(db):
+        with transaction(db):
             for (id_,) in rows:
                 if id_ in busy:
                     continue
                 db.execute("DELETE FROM answers WHERE id = ?", (id_,))
                 removed.append(id_)
-                if _used(db) * _PAGE <= most:
+                if used_pages(db) * _PAGE <= most:
                     return removed
-            if nbytes > self._size - _used(db) * _PAGE:
+            if nbytes > self._size - used_pages(db) * _PAGE:
                 raise JournalFull(f"answers in progress leave no room for {nbytes} bytes")
         return removed
+
+    def _write_anyhow(self, write: Callable[[], None], nbytes: int, busy: Collection[str]) -> list[str]:
+        """Write; if the disk is full, remove the oldest ended answers and write again. Return the ids.
+
+        Raises:
+            sqlite3.Error: the disk has no room for that either, or fails.
+        """
+        try:
+            write()
+        except sqlite3.OperationalError as error:
+            if "full" not in str(error):
+                raise
+            removed = self._free_pages(nbytes, busy)
+            write()
+            return removed
+        return []
+
+    def _free_pages(self, nbytes: int, busy: Collection[str]) -> list[str]:
+        """Remove the oldest ended answers until the file itself has room for so many bytes. Return the ids.
+
+        Each removal fits into SQLite's log, which keeps its size, once what was there is in the file.
+        """
+        removed: list[str] = []
+        rows = self._db.execute("SELECT id FROM answers WHERE end IS NOT NULL ORDER BY number").fetchall()
+        for (id_,) in rows:
+            self._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+            if self._db.execute("PRAGMA freelist_count").fetchone()[0] >= nbytes // _PAGE + _SPARE_PAGES:
+                break
+            if id_ not in busy:
+                self.drop([id_])
+                removed.append(id_)
+        return removed
+
+    def _limit_growth(self, db: sqlite3.Connection) -> None:
+        """Let the file grow to its size, but no more while its disk is almost full: its log needs the rest."""
+        with contextlib.suppress(OSError):
+            is_tight = shutil.disk_usage(self._folder).free < _LEFT_BYTES
+            # SQLite takes the pages that there are for a smaller number.
+            most = 1 if is_tight else max(self._size // _PAGE, 16)
+            db.execute(f"PRAGMA max_page_count = {most}")
+            grow_ahead(db, min(_WAL_PAGES, most // 8), most)
 
     def _reopen_if_removed(self) -> None:
         """Make a new file if somebody removed it: SQLite would continue to write to the removed one."""
@@ -389,62 +442,3 @@ class JournalDatabase:
         self._db.close()
         make_private_folder(self._folder)
         self._open_next()
-
-
-def _check_version(db: sqlite3.Connection) -> None:
-    """Refuse the file of another version as damaged, convert one of the version before, and mark a new one."""
-    is_new = db.execute("PRAGMA schema_version").fetchone()[0] == 0
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if not is_new and version not in (1, _VERSION):
-        raise sqlite3.DatabaseError("it is of another version")
-    if version != _VERSION:
-        with _transaction(db):
-            if not is_new:
-                db.execute("ALTER TABLE answers ADD COLUMN model TEXT NOT NULL DEFAULT ''")
-            db.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-@contextlib.contextmanager
-def _unless_full() -> Generator[None]:
-    """Leave for later what a full disk has no room for."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if "full" not in str(error):
-            raise
-        log.warning("The journal can keep no more answers until there is room: %s", error)
-
-
-def _used(db: sqlite3.Connection) -> int:
-    """Return the number of pages that hold something."""
-    pages: int = db.execute("PRAGMA page_count").fetchone()[0]
-    free: int = db.execute("PRAGMA freelist_count").fetchone()[0]
-    return pages - free
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Generator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise
-
-
-def _fold(db: sqlite3.Connection) -> None:
-    """Save the logged deltas of each answer that has not ended, and empty the log."""
-    more = logged_deltas(row for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"))
-    if not more:  # a full disk has no room for a write
-        return
-    with _transaction(db):
-        for number, entries in more.items():
-            open_ = db.execute("SELECT 1 FROM answers WHERE number = ? AND end IS NULL", (number,)).fetchone()
-            if open_ is None:
-                continue
-            found = db.execute("SELECT joined FROM deltas WHERE number = ?", (number,)).fetchone()
-            joined = with_logged(b"" if found is None else found[0], entries)
-            db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, joined))
-        db.execute("DELETE FROM log")

@@ -52,6 +52,9 @@ class JournalWriter:
         """Recordings with new deltas, in the order of their first one."""
         self._is_collecting = self._is_writing = self.has_ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._clock = time.monotonic
+        self._ahead: dict[str, float] = {}
+        """Answers whose requests have a later time than the wall clock, with the time at which they were first seen."""
         self._to_remove = set[str]()
         """Ids of answers that the file should no longer have."""
         self._generation = 0
@@ -125,6 +128,16 @@ class JournalWriter:
             await self._disk.run(
                 lambda: self._db.update(recording.request, recording.body, recording.prompts)
             )
+
+    def update_soon(self, recording: Recording) -> None:
+        """Write what is known of an answer's request before its next deltas. If the disk fails, it is kept no longer."""
+        db, values = self._db, (recording.request, recording.body, recording.prompts)
+
+        def report(_: object, error: Exception | None) -> None:
+            if error is not None:
+                self._lose([recording], error)
+
+        self._disk.start(lambda: db.update(*values), report)
 
     async def end(self, recording: Recording, end: End) -> None:
         """End an answer that is not computed, unless it has ended."""
@@ -326,10 +339,12 @@ class JournalWriter:
 
     async def clean(self) -> None:
         """Remove answers that are too old, or whose key is unknown, a few at a time, and count the others."""
-        db, now = self._db, int(time.time())
-        kept = range(now - KEPT_S, now + KEPT_S)
-        busy = self._busy()
-        old = await self._disk.run(lambda: db.old(kept, self._owners or None, busy))
+        db, now, busy = self._db, int(time.time()), self._busy()
+        ahead = await self._disk.run(lambda: db.ahead(now + KEPT_S))
+        # Whether the clock was ahead then or is behind now, as before the network sets it, time will tell.
+        self._ahead = {id_: self._ahead.get(id_, self._clock()) for id_ in ahead}
+        late = {id_ for id_, seen in self._ahead.items() if self._clock() - seen > KEPT_S}
+        old = await self._disk.run(lambda: db.old(now - KEPT_S, late, self._owners or None, busy))
         for start in range(0, len(old), _CLEANED_AT_ONCE):
             busy = self._busy()
             some = [id_ for id_ in old[start : start + _CLEANED_AT_ONCE] if id_ not in busy]

@@ -1,12 +1,15 @@
-"""Values of the journal, and their encoding: a kept request, the deltas of its answer, and its end."""
+"""Values of the journal, their tables and their encoding: a kept request, the deltas of its answer, and its end."""
 
 from __future__ import annotations
 
 import array
+import contextlib
 import json
+import logging
+import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +17,24 @@ from mlx_ring.core import errors
 from mlx_ring.core.errors import AnswerCancelled, RequestError, RingError, ServingError
 from mlx_ring.core.generation import Delta, RequestTimings
 from mlx_ring.core.types import TokenLogprob
+
+log = logging.getLogger(__name__)
+
+VERSION = 2
+"""Version of the schema. Version 1 had no models."""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS answers (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, path TEXT NOT NULL,
+    created INTEGER NOT NULL, random BLOB NOT NULL, runs_alone INTEGER NOT NULL, checksum INTEGER NOT NULL, end TEXT,
+    ended INTEGER, error TEXT, message TEXT, param TEXT, model TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, body BLOB NOT NULL, prompts BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS deltas (number INTEGER PRIMARY KEY, joined BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS log (step INTEGER PRIMARY KEY, deltas BLOB NOT NULL);
+CREATE TRIGGER IF NOT EXISTS removal AFTER DELETE ON answers BEGIN
+    DELETE FROM requests WHERE number = OLD.number; DELETE FROM deltas WHERE number = OLD.number; END;
+"""
+SAVE = "INSERT OR REPLACE INTO deltas SELECT number, ?1 FROM answers WHERE number = ?2"
+"""Statement that saves all deltas of an answer, unless it was removed."""
 
 EndKind = Literal["completed", "failed", "cancelled"]
 
@@ -257,3 +278,81 @@ def decode_prompts(data: bytes) -> tuple[tuple[int, ...], ...]:
             prompts.append(tuple(encoded[at : at + length]))
             at += length
     return tuple(prompts)
+
+
+# ---- tables
+
+
+def used_pages(db: sqlite3.Connection) -> int:
+    """Return the number of pages that hold something."""
+    pages: int = db.execute("PRAGMA page_count").fetchone()[0]
+    free: int = db.execute("PRAGMA freelist_count").fetchone()[0]
+    return pages - free
+
+
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection) -> Generator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def unless_full() -> Generator[None]:
+    """Leave for later what a full disk has no room for."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" not in str(error):
+            raise
+        log.warning("The journal can keep no more answers until there is room: %s", error)
+
+
+def check_version(db: sqlite3.Connection) -> None:
+    """Refuse the file of another version as damaged, convert one of the version before, and mark a new one."""
+    is_new = db.execute("PRAGMA schema_version").fetchone()[0] == 0
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if not is_new and version not in (1, VERSION):
+        raise sqlite3.DatabaseError("it is of another version")
+    if version != VERSION:
+        with transaction(db):
+            if not is_new:
+                db.execute("ALTER TABLE answers ADD COLUMN model TEXT NOT NULL DEFAULT ''")
+            db.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def grow_ahead(db: sqlite3.Connection, spare: int, most: int) -> None:
+    """Keep half of so many pages of the file free, unless it would have more than `most`.
+
+    SQLite can then copy its log into the file also after something else fills the disk.
+    """
+    pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+    if free >= spare // 2 or pages + spare > most:
+        return
+    with unless_full():
+        with transaction(db):
+            size = db.execute("PRAGMA page_size").fetchone()[0]
+            db.execute("INSERT INTO requests VALUES (0, zeroblob(?), x'')", (spare * size,))
+            db.execute("DELETE FROM requests WHERE number = 0")
+        db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+
+
+def fold_log(db: sqlite3.Connection) -> None:
+    """Save the logged deltas of each answer that has not ended, and empty the log."""
+    more = logged_deltas(row for (row,) in db.execute("SELECT deltas FROM log ORDER BY step"))
+    if not more:  # a full disk has no room for a write
+        return
+    with transaction(db):
+        for number, entries in more.items():
+            open_ = db.execute("SELECT 1 FROM answers WHERE number = ? AND end IS NULL", (number,)).fetchone()
+            if open_ is None:
+                continue
+            found = db.execute("SELECT joined FROM deltas WHERE number = ?", (number,)).fetchone()
+            joined = with_logged(b"" if found is None else found[0], entries)
+            db.execute("INSERT OR REPLACE INTO deltas VALUES (?, ?)", (number, joined))
+        db.execute("DELETE FROM log")

@@ -56,8 +56,8 @@ class Keeper(Protocol):
         """Remove a request that was refused."""
         ...
 
-    async def update(self, recording: Recording) -> None:
-        """Write what is known of an answer's request, unless the disk fails."""
+    def update_soon(self, recording: Recording) -> None:
+        """Write what is known of an answer's request before its next deltas, unless the disk fails."""
         ...
 
     async def end(self, recording: Recording, end: End) -> None:
@@ -185,6 +185,7 @@ class Recording:
                 requests[index],
                 prompt_tokens=self.prompts[index],
                 answered=tuple(tokens),
+                model=self.request.model,
                 prompt_logprobs=None if tokens else requests[index].prompt_logprobs,
             )
             for index, tokens in answered.items()
@@ -210,16 +211,19 @@ class Recording:
     async def _has_model(self, model: str) -> bool:
         """Report whether a model may continue the answer. End it if another one, under the same name, began it."""
         began = self.request.model
-        if began and model and began != model:
+        if self.deltas and began and model and began != model:
             problem = f"its model has other weights or another configuration than when it began ({began}, now {model})"
             error = ServingError(f"{self.id} cannot be continued, because {problem}: send the request again.")
             await self._keeper.end(self, failed(error))
             return False
-        if model and not began and not self.deltas:
-            # It was queued before its model was loaded.
-            self.request = replace(self.request, model=model)
-            await self._keeper.update(self)
+        self._set_model(model)
         return True
+
+    def _set_model(self, model: str) -> None:
+        """Record the model that begins the answer. It may have been loaded since the request came."""
+        if model and not self._taken and model != self.request.model:
+            self.request = replace(self.request, model=model)
+            self._keeper.update_soon(self)
 
     def _on_update(self) -> None:
         if self.is_paused:
@@ -254,6 +258,7 @@ class Recording:
         """Take the new deltas, encoded, each with its place, and the end, if it has come."""
         if not self._is_computed or self._is_ending:
             return [], None
+        self._set_model(next((stream.model for stream in self._streams.values()), ""))
         taken, failure = take_deltas(self._streams)
         encoded: list[tuple[int, bytes]] = []
         for each in taken:

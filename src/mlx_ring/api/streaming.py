@@ -354,12 +354,12 @@ def start_in_time(endpoint: Endpoint, *, has_events: bool) -> Endpoint:
     """Return an endpoint that ends if its client leaves, and whose streams send something after some silence.
 
     Both also hold before the answer starts. An earlier error keeps its own status; a later one ends the stream. If it
-    has event streams, a request with the id of the last event that its client has gets the events after it.
+    has event streams, a POST request with the id of the last event that its client has gets the events after it.
     """
 
     async def in_time(request: Request) -> Response:
         quiet_s: float = request.app.state.keep_alive_s
-        rests = has_events and "last-event-id" in request.headers
+        rests = has_events and request.method == "POST" and "last-event-id" in request.headers
         beginning = request.scope[_BEGINNING] = _Beginning(has_events=has_events)
         work = asyncio.ensure_future((request.app.state.rest_of_answer if rests else endpoint)(request))
         watcher = asyncio.ensure_future(_wait_until_left(request.receive, beginning))

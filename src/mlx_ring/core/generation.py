@@ -34,6 +34,8 @@ class GenerateRequest:
     """Tokens whose hidden states after the final norm make the prompt's vector; None: off."""
     answered: tuple[int, ...] = ()
     """Tokens of the answer that were delivered before. Deltas contain only those after them."""
+    model: str = ""
+    """Digest of the model that answered them; empty if it is unknown."""
 
     @property
     def computes_all(self) -> bool:
@@ -164,6 +166,8 @@ class RequestStream(AsyncIterator[Delta]):
         """True while the request waits for an engine, or for its first new token after a loss."""
         self.was_resumed = False
         """True if the answer continued after a loss."""
+        self.model = ""
+        """Digest of the model that answers; empty if it is unknown, or the request still waits for an engine."""
 
     def pause(self) -> None:
         """Record that the request waits for another engine, and inform the reader."""

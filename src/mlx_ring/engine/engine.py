@@ -119,16 +119,17 @@ class Engine:
             RequestError: the model cannot serve one of them, or there are more than the server ever admits.
             Overloaded: too many requests wait already.
             NotReady: the instance is lost or closed.
+            ServingError: another model began an answer.
         """
         if self._ended is not None:
             raise NotReady(f"Instance {self._instance} cannot answer: {self._ended}")
         free, waiting = self._scheduler.places, self._scheduler.num_waiting
         check_places(len(requests), self.policy, free=free, waiting=waiting)
         now = self._clock()
-        sequences = [
-            make_sequence(next(self._sequence_ids), request, self.limits, now) for request in requests
-        ]
+        sequences = [make_sequence(next(self._sequence_ids), each, self.limits, now) for each in requests]
         lives = [LiveRequest(sequence, self._vocabulary, self, self._tracer) for sequence in sequences]
+        for live in lives:
+            live.set_model(self.limits)
         for live in lives:
             self._start(live)
         # The first prompt's chunks end where later ones begin to differ, so all must be known.
@@ -138,7 +139,7 @@ class Engine:
         return [live.stream for live in lives]
 
     def _start(self, live: LiveRequest) -> None:
-        self._live[live.sequence.id], live.model = live, self.limits.model
+        self._live[live.sequence.id] = live
         self._scheduler.add(live.sequence, self._kept.pop(live, None))
         if live.completion_tokens and live.sequence.finish_reason is not None:
             # A smaller context ends here.

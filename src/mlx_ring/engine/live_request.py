@@ -111,7 +111,7 @@ class LiveRequest:
         """True from a loss until the next tokens."""
         self._paused_s = 0.0
         """Times from the last token before a loss until the next one."""
-        self.model = ""
+        self.model = request.model
         """Digest of the model that answers it; empty if it is unknown."""
         self.left: LeftKv | None = None
         """KV that its lost instance left of it; None while an engine works on it."""
@@ -198,6 +198,15 @@ class LiveRequest:
         is_known = bool(self.completion_tokens and self.model and limits.model)
         return not is_known or self.model == limits.model
 
+    def set_model(self, limits: Limits) -> None:
+        """Record the model of the engine that begins or continues the answer. Raises `ServingError` if another began it."""
+        if not self.has_model(limits):
+            raise ServingError(
+                "The answer cannot be continued, because the model's files were replaced while it was in progress "
+                f"(digest {self.model}, now {limits.model}): send the request again."
+            )
+        self.model = self.stream.model = limits.model or self.model
+
     def continue_on(self, sequence_id: int, limits: Limits, now: float, meter: Meter) -> None:
         """Make a sequence for another engine.
 
@@ -205,11 +214,7 @@ class LiveRequest:
             ServingError: the engine has another model than the one that began the answer.
             ContextExceeded: the known tokens do not fit the engine.
         """
-        if not self.has_model(limits):
-            raise ServingError(
-                "The answer cannot be continued, because the model's files were replaced while it was in progress "
-                f"(digest {self.model}, now {limits.model}): send the request again."
-            )
+        self.set_model(limits)
         self.sequence = continue_sequence(self.sequence, sequence_id, limits)
         if self.interrupted_at is not None:
             meter.record_resumed(now - self.interrupted_at)

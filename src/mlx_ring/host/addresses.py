@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
 import re
 import socket
@@ -225,18 +227,38 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def listening_socket(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens on `host:port`; on all addresses of both families for one that means every address.
+def listening_sockets(address: str, backlog: int) -> list[socket.socket]:
+    """Return sockets that listen on `host:port`, one for each address of the host, and all on the same port.
+
+    One for every address of IPv4 or IPv6 does so for both families.
 
     Raises:
-        OSError: the address is in use, or not this machine's.
+        OSError: an address is in use, or none is this machine's.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, _, text = address.rpartition(":")
+    host, port = host.strip("[]"), int(text)
     if host in ("::", EVERY_IPV4):
         if socket.has_dualstack_ipv6():
-            every = ("::", int(port))
-            return socket.create_server(every, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+            every = ("::", port)
+            return [socket.create_server(every, family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)]
         host = EVERY_IPV4
-    family, _, _, _, own = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(cast("tuple[str, int]", own), family=family, backlog=backlog)
+    sockets: list[socket.socket] = []
+    found = {(each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    foreign = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
+    with contextlib.ExitStack() as opened:
+        for family, (own, _, *scope) in sorted(found):
+            place = (own, sockets[0].getsockname()[1] if sockets else port, *scope)
+            try:
+                listening = socket.create_server(
+                    cast("tuple[str, int]", place), family=family, backlog=backlog
+                )
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                foreign = error
+            else:
+                sockets.append(opened.enter_context(listening))
+        if not sockets:
+            raise foreign
+        opened.pop_all()
+    return sockets

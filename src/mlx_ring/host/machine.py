@@ -196,6 +196,13 @@ def raise_descriptor_limit(wanted: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (ceiling, hard))
 
 
+def descriptor_limit() -> int:
+    """Return how many descriptors this process may have, up to a million."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+
+
+_MOST_DESCRIPTORS = 1 << 20
 _ASK_LIMIT_S = 5.0
 
 

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from mlx_ring.core.errors import AddressInUse, ProtocolError
+from mlx_ring.host.machine import descriptor_limit
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -29,8 +30,8 @@ PROBE_MESSAGE_BYTES = 65 << 20
 """Limit for probes of links, whose largest frame has 64 MiB."""
 _HANDSHAKE_MS = 10_000
 """Time after which a peer that connects and says nothing is dropped, because it holds a descriptor."""
-_MOST_CONNECTIONS = 768
-"""Connections of a server, far more than a cluster needs. Each takes a descriptor, of which a process has 1,024 or more."""
+_CONNECTIONS_PART = 5 / 8
+"""Part of the process's descriptors that connections of a server may be, those in their handshake included."""
 _READERS = ("grpc._cython.cygrpc", "grpc._common")
 """Loggers of the code that decodes messages."""
 _TRY_AGAIN_MS = 100
@@ -67,7 +68,7 @@ def _server_options(max_message_bytes: int) -> Options:
     return [
         *_options(max_message_bytes),
         *pings,
-        ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", int(descriptor_limit() * _CONNECTIONS_PART)),
     ]
 
 
@@ -75,7 +76,6 @@ FOR_STRANGERS: Sequence[tuple[str, Any]] = (
     ("grpc.max_connection_idle_ms", 10_000),
     ("grpc.max_connection_age_ms", 30_000),
     ("grpc.max_connection_age_grace_ms", 15_000),
-    ("grpc.max_allowed_incoming_connections", 512),
 )
 """Options of a server that asks for no certificate: otherwise anyone could take all descriptors of its process."""
 

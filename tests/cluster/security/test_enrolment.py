@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
 from itertools import repeat
+from pathlib import Path
 from unittest.mock import AsyncMock, MagicMock
 
+import psutil
 import pytest
 from tests.eventually import run_tasks_until
 
 from mlx_ring.cluster.security import enrolment
-from mlx_ring.cluster.security.enrolment import StrangersPort, TryLimit
+from mlx_ring.cluster.security.authority import Authority
+from mlx_ring.cluster.security.enrolment import EnrolmentProxy, EnrolmentService, TryLimit
 from mlx_ring.core.errors import AddressInUse
+from mlx_ring.rpc.protos import enrol_pb2
 
 
 def take(limit: TryLimit, host: str, now_s: float) -> bool:
@@ -63,18 +70,21 @@ def test_the_number_of_remembered_hosts_is_limited() -> None:
     assert not take(limit, "c", 0.0)
 
 
-def test_connections_of_an_address_make_room_for_those_of_others() -> None:
+def test_connections_of_an_address_make_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enrolment, "_MOST_CONNECTIONS", 4)
+
     async def run() -> list[str]:
-        port = StrangersPort(MagicMock(stop=AsyncMock()), 0, {})
+        proxy = EnrolmentProxy(MagicMock(stop=AsyncMock()), 0, {})
         made: list[str] = []
 
         def connection(host: str) -> asyncio.StreamWriter:
             writer = MagicMock(spec=asyncio.StreamWriter)
             writer.get_extra_info.return_value = (host, 5000)
-            writer.transport.abort.side_effect = lambda: made.append(host)
+            # It may be called again, which does nothing.
+            aborts = iter([host])
+            writer.transport.abort.side_effect = lambda: made.extend(aborts)
             return writer
 
-        tasks: list[asyncio.Task[None]] = []
         hosts = [
             "10.0.0.1",
             "::ffff:10.0.0.2",
@@ -85,23 +95,23 @@ def test_connections_of_an_address_make_room_for_those_of_others() -> None:
             "10.0.0.4",
         ]
         for host in hosts:
-            tasks.append(asyncio.create_task(port._serve(asyncio.StreamReader(), connection(host))))  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return made
+            proxy._accept(asyncio.StreamReader(), connection(host))  # pyright: ignore[reportPrivateUsage]
+            for _ in range(3):
+                await asyncio.sleep(0)
+        await run_tasks_until(lambda: len(made) == 3)
+        evicted = list(made)
+        await proxy.stop(None)
+        assert sorted(made) == sorted(hosts)
+        return evicted
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(enrolment, "_MOST_CONNECTIONS", 4)
-        # Addresses of one IPv6 network belong to one owner. Then nobody has more than one, and the oldest goes.
-        assert asyncio.run(run()) == ["2001:db8::1", "10.0.0.1", "::ffff:10.0.0.2"]
+    # Addresses of one IPv6 network belong to one owner. Then nobody has more than one, and the oldest goes.
+    assert asyncio.run(run()) == ["2001:db8::1", "10.0.0.1", "::ffff:10.0.0.2"]
 
 
 def test_a_connection_is_forwarded_for_its_own_address_and_a_silent_one_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(enrolment, "_SILENT_S", 0.05)
+    monkeypatch.setattr(enrolment, "_FIRST_BYTE_S", 0.05)
     callers: dict[str, str] = {}
 
     async def report_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,7 +121,7 @@ def test_a_connection_is_forwarded_for_its_own_address_and_a_silent_one_is_close
 
     async def run() -> None:
         async with await asyncio.start_server(report_caller, "127.0.0.1", 0) as behind:
-            port = StrangersPort(MagicMock(stop=AsyncMock()), behind.sockets[0].getsockname()[1], callers)
+            port = EnrolmentProxy(MagicMock(stop=AsyncMock()), behind.sockets[0].getsockname()[1], callers)
             listened = await port.listen("[::]:0")
             reader, writer = await asyncio.open_connection("127.0.0.1", listened)
             silent, other = await asyncio.open_connection("127.0.0.1", listened)
@@ -129,10 +139,80 @@ def test_a_connection_is_forwarded_for_its_own_address_and_a_silent_one_is_close
 
 def test_a_port_in_use_is_named() -> None:
     async def run() -> None:
-        port = StrangersPort(MagicMock(stop=AsyncMock()), 0, {})
+        port = EnrolmentProxy(MagicMock(stop=AsyncMock()), 0, {})
         listened = await port.listen("127.0.0.1:0")
         with pytest.raises(AddressInUse, match=f"127.0.0.1:{listened} cannot be used"):
-            await StrangersPort(MagicMock(stop=AsyncMock()), 0, {}).listen(f"127.0.0.1:{listened}")
+            await EnrolmentProxy(MagicMock(stop=AsyncMock()), 0, {}).listen(f"127.0.0.1:{listened}")
         await port.stop(None)
 
     asyncio.run(run())
+
+
+async def _never_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send more than any buffer takes, and read nothing."""
+    del reader
+    writer.write(bytes(64 << 20))
+
+
+async def _end_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await _never_end(reader, writer)
+    writer.close()
+
+
+@pytest.mark.parametrize("answer", [_never_end, _end_at_once])
+def test_a_client_that_never_reads_is_not_kept_beyond_its_time(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Awaitable[None]]
+) -> None:
+    monkeypatch.setattr(enrolment, "_LONGEST_S", 0.1)
+    monkeypatch.setattr(enrolment, "_END_S", 0.1)
+    callers: dict[str, str] = {}
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as behind:
+            proxy = EnrolmentProxy(MagicMock(stop=AsyncMock()), behind.sockets[0].getsockname()[1], callers)
+            before = psutil.Process().num_fds()
+            with socket.create_connection(("127.0.0.1", await proxy.listen("127.0.0.1:0"))) as client:
+                client.sendall(b"hello")
+                await run_tasks_until(lambda: bool(callers))
+                await run_tasks_until(lambda: not proxy._open)  # pyright: ignore[reportPrivateUsage]
+                # The port, and the client's own end. Both ends of the forwarded connection are closed.
+                await run_tasks_until(lambda: psutil.Process().num_fds() <= before + 3)
+            await proxy.stop(None)
+
+    asyncio.run(run())
+
+
+def test_a_proxy_ends_with_its_connections_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> int:
+        async with await asyncio.start_server(_never_end, "127.0.0.1", 0) as behind:
+            proxy = EnrolmentProxy(MagicMock(stop=AsyncMock()), behind.sockets[0].getsockname()[1], {})
+            listened = await proxy.listen("127.0.0.1:0")
+            with contextlib.ExitStack() as stack:
+                for says in (b"", b"hello"):
+                    client = stack.enter_context(socket.create_connection(("127.0.0.1", listened)))
+                    client.sendall(says)
+                await run_tasks_until(lambda: len(proxy._open) == 2)  # pyright: ignore[reportPrivateUsage]
+                await proxy.stop(None)
+                late = MagicMock(spec=asyncio.StreamWriter)
+                proxy._accept(asyncio.StreamReader(), late)  # pyright: ignore[reportPrivateUsage]
+                late.transport.abort.assert_called_once_with()
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(run()) == 0
+    assert not caplog.records
+
+
+def test_a_call_from_behind_the_proxy_is_refused_without_a_try(tmp_path: Path) -> None:
+    """Refuse calls whose connection is not the proxy's any more, so that nobody can use up this machine's own tries."""
+    tries = MagicMock(spec=TryLimit)
+    service = EnrolmentService(Authority.open(tmp_path), MagicMock(), MagicMock(), tries=tries)
+    context = MagicMock()
+    context.peer.return_value = "ipv4:127.0.0.1:5000"
+    reply = asyncio.run(service.enrol(enrol_pb2.EnrolRequest(), context))
+    assert "connection has ended" in reply.failure.message
+    assert not tries.method_calls
+
+
+def test_strangers_take_a_small_part_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enrolment, "descriptor_limit", lambda: 256)
+    assert EnrolmentProxy(MagicMock(), 0, {})._most == 16  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,6 @@
 """The head's side of `Enrol` and `Renew`, by which a machine becomes and stays a member.
 
-A token bucket for each address limits wrong join requests. No address can keep others from connecting.
+A token bucket for each address limits wrong join requests. No address alone can keep others from enrolling.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,7 +26,8 @@ from mlx_ring.cluster.security.authority import Authority
 from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import ConfigError, RingError, TokenRefused
 from mlx_ring.core.folders import AGENT_LOCK
-from mlx_ring.host.addresses import listening_socket
+from mlx_ring.host.addresses import bracketed, listening_sockets
+from mlx_ring.host.machine import descriptor_limit
 from mlx_ring.host.private_files import is_held
 from mlx_ring.rpc.channels import FOR_STRANGERS, add_secure_port, address_in_use, make_aio_server
 from mlx_ring.rpc.failures import error_to_failure
@@ -106,11 +107,18 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 10
 _MOST_WAITING = 64
 """Join requests of one address that may wait at once: a hall of machines behind one router, and no flood."""
-_MOST_CONNECTIONS = 256
-_SILENT_S = 10.0
+_MOST_CONNECTIONS = 128
+_PART = 1 / 16
+"""Part of the descriptors that connections of strangers may be. Each takes three: its own, and both ends to gRPC."""
+_FIRST_BYTE_S = 10.0
 """Time after which a connection without a byte is closed."""
+_LONGEST_S = 45.0
+"""Longest time of a connection. gRPC ends its own, but not one whose client does not read."""
+_END_S = 3.0
+"""Longest time that the rest of a connection may take."""
 _BLOCK = 64 << 10
-_BACKLOG = 1024
+_BACKLOG = 256
+"""Connections that wait to be accepted. All of them may be accepted at once, before older ones are closed."""
 
 Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[object, object]
@@ -132,7 +140,7 @@ class EnrolmentService:
         self._tries = tries or TryLimit()
         self._clock = clock
         self.callers: dict[str, str] = {}
-        """Addresses of the machines behind the connections that a `StrangersPort` forwards, by their own."""
+        """Addresses of the machines behind the connections that an `EnrolmentProxy` forwards, by their own."""
         self._waiting = Counter[str]()
         """Join requests that wait or are handled, by address."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="enrolment")
@@ -147,8 +155,11 @@ class EnrolmentService:
 
     async def enrol(self, request: enrol_pb2.EnrolRequest, context: Context) -> enrol_pb2.EnrolReply:
         """Sign a request with a valid token; log a refusal with the peer's address."""
-        own = address_of_call(context)
-        address = self.callers.get(own, own)
+        address = self.callers.get(address_of_call(context), "")
+        if not address:
+            # Its client has left, or is on this machine and knows the port behind the proxy.
+            ended = TokenRefused("The connection has ended: connect to the enrolment port.")
+            return enrol_pb2.EnrolReply(failure=error_to_failure(ended))
         group = address_group(_host_of(address))
         if self._waiting[group] >= _MOST_WAITING:
             return _refuse(
@@ -259,8 +270,8 @@ def admit_own_machine(authority: Authority, members: Members, folder: Path) -> C
     return credentials
 
 
-class StrangersPort:
-    """Port for machines without a certificate. It forwards their connections to a gRPC server, which only this machine reaches.
+class EnrolmentProxy:
+    """Port for machines without a certificate. It forwards connections to a gRPC server, which only this machine reaches.
 
     gRPC limits the connections of a server, but one address could hold all of them. Here, the oldest connection of the
     address that has most of them makes room for a new one.
@@ -269,66 +280,94 @@ class StrangersPort:
     def __init__(self, server: grpc.aio.Server, port: int, callers: dict[str, str]) -> None:
         """Prepare to forward to a server that listens on a port of loopback, and to record in `callers` for whom."""
         self._server, self._port, self._callers = server, port, callers
-        self._open: dict[asyncio.StreamWriter, str] = {}
-        """Owner of each connection's address, the oldest connection first."""
-        self._listening: asyncio.Server | None = None
+        self._most = min(_MOST_CONNECTIONS, int(descriptor_limit() * _PART))
+        self._open: dict[asyncio.Task[None], str] = {}
+        """Owner of each connection's address, the oldest connection first. It has closed its descriptors before it goes."""
+        self._listening: list[asyncio.Server] = []
+        self._has_ended = False
 
     async def listen(self, address: str) -> int:
         """Listen, and return the port. Raises `AddressInUse`."""
         try:
-            own = listening_socket(address, _BACKLOG)
+            sockets = listening_sockets(address, _BACKLOG)
         except OSError as error:
             raise address_in_use(address) from error
-        self._listening = await asyncio.start_server(self._serve, sock=own, backlog=_BACKLOG)
-        return own.getsockname()[1]
+        for each in sockets:
+            server = await asyncio.start_server(self._accept, sock=each, backlog=_BACKLOG)
+            self._listening.append(server)
+        return sockets[0].getsockname()[1]
 
     async def stop(self, grace: float | None) -> None:
-        """Close the port and all connections."""
-        if self._listening is not None:
-            self._listening.close()
-        for writer in list(self._open):
-            self._close(writer)
+        """Close the port and all connections, those that are just being accepted included."""
+        self._has_ended = True
+        for server in self._listening:
+            server.close()
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.stop(grace)
 
-    def _close(self, writer: asyncio.StreamWriter) -> None:
-        self._open.pop(writer, None)
-        writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._has_ended:
+            writer.transport.abort()
+            return
         host, port, *_ = writer.get_extra_info("peername") or ("", 0)
         host = host.removeprefix("::ffff:")
-        if len(self._open) >= _MOST_CONNECTIONS:
+        if len(self._open) >= self._most:
             counts = Counter(self._open.values())
-            self._close(max(self._open, key=lambda each: counts[self._open[each]]))
-        self._open[writer] = address_group(host)
-        try:
-            async with asyncio.timeout(_SILENT_S):
-                first = await reader.read(_BLOCK)
-            if first:
-                address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                await self._forward(first, reader, writer, address)
-        except (OSError, TimeoutError) as error:
-            log.debug("A connection from %s ended: %s", host, error)
-        finally:
-            self._open.pop(writer, None)
-            writer.close()
+            oldest = max(self._open, key=lambda each: counts[self._open[each]])
+            oldest.cancel()
+            del self._open[oldest]
+        task = asyncio.create_task(self._serve(reader, writer, bracketed(host) + f":{port}"))
+        self._open[task] = address_group(host)
+
+        def forget(_: object) -> None:
+            self._open.pop(task, None)
+            writer.transport.abort()  # of a task that was cancelled before it began, too
+
+        task.add_done_callback(forget)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        async with _ended(writer):
+            try:
+                async with asyncio.timeout(_FIRST_BYTE_S):
+                    first = await reader.read(_BLOCK)
+                if first:
+                    async with asyncio.timeout(_LONGEST_S):
+                        await self._forward(first, reader, writer, address)
+            except OSError as error:
+                log.debug("A connection from %s ended: %s", address, error)
 
     async def _forward(
         self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str
     ) -> None:
         answers, requests = await asyncio.open_connection("127.0.0.1", self._port)
-        own = "{}:{}".format(*requests.get_extra_info("sockname"))
-        self._callers[own] = address
-        requests.write(first)
-        ways = [asyncio.ensure_future(_copy(*way)) for way in ((reader, requests), (answers, writer))]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            del self._callers[own]
-            requests.close()
+        async with _ended(requests):
+            own = "{}:{}".format(*requests.get_extra_info("sockname"))
+            self._callers[own] = address
+            requests.write(first)
+            copies = [asyncio.ensure_future(_copy(*each)) for each in ((reader, requests), (answers, writer))]
+            try:
+                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                del self._callers[own]
+                for copy in copies:
+                    copy.cancel()
+                await asyncio.gather(*copies, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _ended(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
+    """Close a connection at the end, at once if the task is cancelled or its peer does not read the rest."""
+    try:
+        yield
+        writer.close()
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(_END_S):
+                await writer.wait_closed()
+    finally:
+        writer.transport.abort()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -339,12 +378,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def start_enrolment_server(
     service: EnrolmentService, authority: Authority, address: str
-) -> tuple[StrangersPort, int]:
+) -> tuple[EnrolmentProxy, int]:
     """Listen for machines that want to join, on `HeadAddress.enrolment`; return the server and its port."""
     server = make_aio_server(max_message_bytes=MAX_MESSAGE_BYTES, more=FOR_STRANGERS)
     server.add_generic_rpc_handlers((service.enrolment_handler(), greeting_handler()))
     shown = serve_renewed(authority.head_credentials, admits_strangers=True)
-    port = StrangersPort(server, add_secure_port(server, "127.0.0.1:0", shown), service.callers)
-    listened = await port.listen(address)
+    proxy = EnrolmentProxy(server, add_secure_port(server, "127.0.0.1:0", shown), service.callers)
+    listened = await proxy.listen(address)
     await server.start()
-    return port, listened
+    return proxy, listened

@@ -16,6 +16,7 @@ from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.chat.request import ContentText
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import named_event
+from mlx_ring.api.journal import last_event
 from mlx_ring.api.openai.chat import DONE
 from mlx_ring.api.openai.responses.request import (
     FunctionTool,
@@ -140,17 +141,11 @@ def kept_routes(context: ApiContext) -> Router:
     router = Router()
 
     async def retrieve(request: Request) -> Response:
-        after = request.query_params.get("starting_after", "-1")
-        if not after.removeprefix("-").isdecimal() or len(after) > _LONGEST_NUMBER:
-            raise RequestError(
-                f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
-                param="starting_after",
-            )
-        streams = _wants_events(request)
+        id_, streams = request.path_params["response_id"], _wants_events(request)
+        after = _last_number(request, id_, streams=streams)
         if streams:
             note_stream(request)
-        id_ = request.path_params["response_id"]
-        return await context.kept.write_again(request, id_, streams=streams, after=int(after))
+        return await context.kept.write_again(request, id_, streams=streams, after=after)
 
     async def cancel(request: Request) -> Response:
         id_ = request.path_params["response_id"]
@@ -221,6 +216,24 @@ def _wants_events(request: Request) -> bool:
     if given not in ("true", "false"):
         raise RequestError(f"'stream' is '{given}'; give true or false.", param="stream")
     return given == "true"
+
+
+def _last_number(request: Request, id_: str, *, streams: bool) -> int:
+    """Return the number of the last event of a response that the client has; -1: none."""
+    after = request.query_params.get("starting_after", "")
+    if streams and not after and "last-event-id" in request.headers:
+        # A browser's `EventSource` comes back with it.
+        given, number = last_event(request)
+        if given != id_:
+            raise RequestError(f"Last-Event-ID names an event of '{given}', not of '{id_}'.")
+        return number
+    after = after or "-1"
+    if not after.removeprefix("-").isdecimal() or len(after) > _LONGEST_NUMBER:
+        raise RequestError(
+            f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
+            param="starting_after",
+        )
+    return int(after)
 
 
 def _check_background(fields: ResponsesRequest, context: ApiContext) -> None:
