@@ -15,7 +15,12 @@ from tests.ports import free_ports
 
 from mlx_ring.agent.enrolment import join
 from mlx_ring.cluster.security.authority import Authority
-from mlx_ring.cluster.security.enrolment import EnrolmentService, TryLimit, start_enrolment_server
+from mlx_ring.cluster.security.enrolment import (
+    EnrolmentProxy,
+    EnrolmentService,
+    TryLimit,
+    start_enrolment_server,
+)
 from mlx_ring.cluster.security.records import Members, TokenStore
 from mlx_ring.core.errors import AddressInUse
 from mlx_ring.host.addresses import HeadAddress
@@ -100,7 +105,7 @@ def free_pair_of_ports() -> int:
 
 async def _two_ports(
     front: EnrolmentService, authority: Authority, cluster: grpc.aio.Server
-) -> tuple[grpc.aio.Server, int]:
+) -> tuple[EnrolmentProxy, int]:
     """Listen on two consecutive ports: on a free one and the one before, or on another pair if that is taken."""
     while True:
         enrolment, port = await start_enrolment_server(front, authority, "127.0.0.1:0")
