@@ -415,6 +415,33 @@ def test_a_build_that_nothing_waits_for_takes_as_long_as_it_needs_and_is_tried_a
     assert "took longer" not in caplog.text
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernels are for Linux")
+@pytest.mark.processes
+def test_a_build_that_was_cancelled_while_its_process_started_is_tried_again(
+    builds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_store, "check_tools", dict[object, None]().get)
+    Path(sys.executable).write_text(f"#!/bin/sh\necho begun >> {builds}\n")
+
+    async def cancel_at_the_start() -> None:
+        is_starting = asyncio.Event()
+
+        async def start(*_: object, **__: object) -> None:
+            is_starting.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", start)
+            building = asyncio.create_task(profile_store.build_kernels("auto"))
+            await is_starting.wait()
+            building.cancel()
+            await asyncio.wait((building,))
+
+    asyncio.run(cancel_at_the_start())
+    asyncio.run(profile_store.build_kernels("auto"))
+    assert builds.read_text() == "begun\n"
+
+
 @pytest.mark.parametrize("blas", ["openblas", "off"])
 def test_kernels_that_are_not_used_are_not_compiled(builds: Path, blas: str) -> None:
     asyncio.run(profile_store.build_kernels(blas))

@@ -85,28 +85,28 @@ async def build_kernels(blas: str, *, is_urgent: bool = True) -> None:
         return
     meanwhile = "this takes up to a minute" if is_urgent else "the model is served meanwhile"
     log.info("Compiling native kernels for quantized weights, once; %s", meanwhile)
-    child = await asyncio.create_subprocess_exec(
-        *(() if is_urgent else _LAST),
-        *(sys.executable, "-m", "mlx_cpu_kernels.build"),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    child = None
     try:
+        child = await asyncio.create_subprocess_exec(
+            *(() if is_urgent else _LAST),
+            *(sys.executable, "-m", "mlx_cpu_kernels.build"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
         async with asyncio.timeout(_COMPILE_S if is_urgent else None):
             _, errors = await child.communicate()
+        if child.returncode:
+            _warn(errors.decode(errors="replace").strip())
     except asyncio.CancelledError:
         _tried.discard(key)
         raise
     except TimeoutError:
         _warn(f"compiling them took longer than {_COMPILE_S} s.")
-        return
     finally:
-        if child.returncode is None:
+        if child is not None and child.returncode is None:
             await _end(child)
-    if child.returncode:
-        _warn(errors.decode(errors="replace").strip())
 
 
 def _warn(reason: str) -> None:
