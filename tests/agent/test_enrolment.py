@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import ssl
+import struct
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -505,11 +506,14 @@ def test_waiting_for_a_silent_head_has_a_limit(tmp_path: Path, monkeypatch: pyte
             join(str(HeadAddress("127.0.0.1", port - 1)), token, tmp_path)
 
 
-def test_a_peer_that_ends_the_connection_may_be_a_busy_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_peer_that_ends_the_connection_may_be_a_busy_head(*, is_reset: bool, tmp_path: Path) -> None:
     def end_one(listening: socket.socket) -> None:
         connection, _ = listening.accept()
         with connection:
             connection.recv(1 << 16)
+            if is_reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
         pool.submit(end_one, listening)

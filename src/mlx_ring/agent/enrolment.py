@@ -180,10 +180,14 @@ def shown_certificate(head: HeadAddress) -> bytes:
             context.wrap_socket(plain, server_hostname=HEAD_NAME) as connection,
         ):
             shown = connection.getpeercert(binary_form=True)
-    except ssl.SSLEOFError as error:
+    except (
+        ssl.SSLEOFError,
+        ssl.SSLZeroReturnError,
+        ConnectionResetError,
+    ) as error:  # which, depends on Python
         raise PeerRefused(
-            f"The peer at {head.enrolment} ended the connection: it is no mlx-ring head, or has too many connections just now. "
-            "Try again in a moment."
+            f"The peer at {head.enrolment} ended the connection: it is no mlx-ring head, or has too many connections "
+            "just now. Try again in a moment."
         ) from error
     except ssl.SSLError as error:
         raise PeerRefused(f"The peer at {head.enrolment} is no mlx-ring head: {error}.") from error
