@@ -41,7 +41,7 @@ def test_added_machines_are_compared_with_their_gain(tmp_path: Path) -> None:
     )
     options = ("--cluster", "mine.yaml", *SMALL, "--add", "m4-mac-mini-16", "--price", "m4-mac-mini-16=700")
     watts = ("--watts", "m4-mac-mini-16=40/4")
-    done = run_in_process("capacity", "llama-1b", *options, *watts, "--rate", "1", folder=tmp_path)
+    done = run_in_process("capacity", "llama-1b", *options, *watts, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "with m4-mac-mini-16" in done.stdout
     assert "per 1,000 of price" in done.stdout

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     openai = lazily("openai")
 
-TOKENS = 300
+TOKENS = 500
 CHAT: dict[str, Any] = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Tell me a story."}],
