@@ -63,7 +63,6 @@ def forget() -> None:
 
 
 WORKS = """print('{"works": true, "detail": "AVX2"}')"""
-COMPARED = """print('{"works": true, "detail": "AVX2", "threads": [1, 3]}')"""
 OF_A_NEWER_LIBC = """print('{"works": false, "detail": "version GLIBC_2.99 not found"}')"""
 CRASHES = "import os; os.kill(os.getpid(), 4)"
 IS_KILLED = "import os; os.kill(os.getpid(), 9)"
@@ -122,32 +121,6 @@ def test_a_host_tries_a_binary_once(
     binary.write_text(f"{WORKS}  # replaced")
     assert find_binary(target) == binary
     assert len(tries.read_text().splitlines()) == 3
-
-
-@pytest.mark.processes
-def test_comparisons_are_kept_beside_the_verdict_until_the_self_check_changes(
-    target: Target, folders: tuple[Path, Path], tries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    binary = put(folders[0] / target.key, COMPARED)
-    assert trial.compared_threads(binary) == ()
-    assert find_binary(target) == binary
-    assert trial.compared_threads(binary) == (1, 3)
-    trial.keep_comparison(binary, 2)
-    forget()
-    assert find_binary(target) == binary
-    assert trial.compared_threads(binary) == (1, 2, 3)
-    (changed := tmp_path / "selfcheck.py").touch()
-    monkeypatch.setattr(trial, "_CHECK", changed)
-    forget()
-    assert find_binary(target) == binary
-    assert trial.compared_threads(binary) == ()
-    trial.keep_comparison(binary, 2)
-    assert trial.compared_threads(binary) == (2,)
-    assert len(tries.read_text().splitlines()) == 1
-    put(folders[0] / target.key, OF_A_NEWER_LIBC)
-    trial.keep_comparison(binary, 2)
-    assert find_binary(target) is None
-    assert trial.compared_threads(binary) == ()
 
 
 @pytest.mark.processes

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -63,27 +62,6 @@ def test_a_compiled_function_without_shapes_takes_others(name: str) -> None:
     for rows in (1, 4):
         x = entries(rows)
         assert_close(compiled(x), exact(compute(x)), mx.float32)
-
-
-def test_what_this_host_has_compared_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared, kept = list[str](), list[int]()
-
-    def note_check(_kernels: object, stock: Callable[[str], Operation]) -> None:
-        compared.append(stock.__name__)
-
-    def note_threads(_binary: Path, threads: int) -> None:
-        kept.append(threads)
-
-    def two_numbers(_binary: Path) -> tuple[int, ...]:
-        return 1, 3
-
-    monkeypatch.setattr(operations, "_checked", set[object]())
-    monkeypatch.setattr(operations, "compared_threads", two_numbers)
-    monkeypatch.setattr(operations, "check", note_check)
-    monkeypatch.setattr(operations, "keep_comparison", note_threads)
-    for threads in (1, 3, 2, 2, 1):
-        assert operations.install(threads).active
-    assert (compared, kept) == (["stock"], [2])
 
 
 def _is_half(x: mx.array) -> bool:

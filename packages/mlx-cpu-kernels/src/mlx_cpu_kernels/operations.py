@@ -24,7 +24,6 @@ from mlx_cpu_kernels import decoder_layers, fallback
 from mlx_cpu_kernels.build import NAME, Target, find_binary, why_without
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_cpu_kernels.selfcheck import Operation, check
-from mlx_cpu_kernels.trial import compared_threads, keep_comparison
 
 _OPERATIONS: dict[str, ModuleType] = {
     **dict.fromkeys(("quantized_matmul", "gather_qmm", "dequantize"), mx),
@@ -63,7 +62,7 @@ _without_kernels: set[str] = set()
 """Names of the operations in `_stock` that the fall-back replaces."""
 _loaded: dict[Path, ModuleType] = {}
 _checked: set[tuple[ModuleType, int]] = set()
-"""Loaded kernels that were found to compute what MLX does, with their number of threads."""
+"""Loaded kernels that compute what MLX does, with their number of threads."""
 _lock = threading.Lock()
 
 
@@ -71,8 +70,7 @@ def install(threads: int = 1) -> KernelReport:
     """Compute the operations on CPUs by native kernels, on `threads` threads each.
 
     Where they were not built for the installed MLX, or compute something else than MLX, its own stay. Safe to repeat,
-    and then quick: what was compared once with MLX on this host is not compared again. mlx-lm, where it is used, is
-    imported before.
+    and then quick: what was compared once with MLX is not compared again. mlx-lm, where it is used, is imported before.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         return KernelReport(active=False, detail="")
@@ -86,8 +84,6 @@ def install(threads: int = 1) -> KernelReport:
             if (kernels, threads) not in _checked:
                 check(kernels, stock)
                 _checked.add((kernels, threads))
-                for binary in (path for path, module in _loaded.items() if module is kernels):
-                    keep_comparison(binary, threads)
         except Exception as reason:  # noqa: BLE001 - whatever fails, MLX computes as before
             return KernelReport(active=False, detail=str(reason))
         for name, module in _OPERATIONS.items():
@@ -195,9 +191,7 @@ def _load() -> ModuleType:
         raise Unavailable(why_without(target))
     if binary not in _loaded:
         _loaded[binary] = load(binary)
-    kernels = _loaded[binary]
-    _checked.update((kernels, threads) for threads in compared_threads(binary))
-    return kernels
+    return _loaded[binary]
 
 
 def load(binary: Path) -> ModuleType:

@@ -1,8 +1,7 @@
 """Trial of a binary in a process of its own: it may not load on this host, compute something else, or crash.
 
 A host tries each binary once. The verdict is kept beside the binary, or in the user's cache where that folder cannot be
-written. It holds for the same C library and the same instruction sets, so hosts that share a folder have one each. It
-names the numbers of threads with which results were compared with MLX's, so that no later process compares them again.
+written. It holds for the same C library and the same instruction sets, so hosts that share a folder have one each.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,6 @@ from typing import Any, cast
 FOLDER = "mlx-cpu-kernels"
 """Name of the folders of binaries, in a virtual environment and in the user's cache."""
 _CHILD = ("-m", "mlx_cpu_kernels.selfcheck")
-_CHECK = Path(__file__).with_name("selfcheck.py")
 _TIME_LIMIT_S = 120
 # Signals that a binary causes. Others, such as SIGKILL where memory is short, say nothing about it.
 _CRASHES = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
@@ -39,8 +37,6 @@ class Verdict:
     """The instruction set, or why the binary is not used."""
     is_of_here: bool = False
     """It was compiled on this host: compiling it again would not help."""
-    threads: tuple[int, ...] = ()
-    """Numbers of threads with which its results were compared with MLX's."""
 
 
 def cache_folder() -> Path | None:
@@ -57,19 +53,6 @@ def verdict_on(binary: Path) -> Verdict:
     A process tries a binary once, also where the verdict cannot be kept or another trial may end differently.
     """
     return verdict_of_process(binary, *_identity(binary))
-
-
-def compared_threads(binary: Path) -> tuple[int, ...]:
-    """Return the numbers of threads with which this host has compared a binary, by the self-check as it is now."""
-    kept = _recall(binary)
-    return kept.threads if kept is not None and kept.works else ()
-
-
-def keep_comparison(binary: Path, threads: int) -> None:
-    """Note beside the verdict that a process has compared the binary with so many threads, and found no difference."""
-    kept = _recall(binary)
-    if kept is not None and kept.works:
-        _keep(binary, replace(kept, threads=tuple(sorted({*kept.threads, threads}))))
 
 
 @cache
@@ -110,9 +93,8 @@ def _run(binary: Path, *, is_of_here: bool) -> tuple[Verdict, bool]:
         return refuse(f"they crash on this machine ({name})"), -done.returncode in _CRASHES
     try:
         answer = json.loads(done.stdout)
-        threads = tuple(map(int, answer.get("threads", ())))
-        return Verdict(bool(answer["works"]), str(answer["detail"]), is_of_here, threads), True
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Verdict(bool(answer["works"]), str(answer["detail"]), is_of_here), True
+    except (ValueError, KeyError, TypeError):
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return refuse(f"their trial failed: {lines[-1]}"), False
 
@@ -124,17 +106,14 @@ def _recall(binary: Path) -> Verdict | None:
             OSError, ValueError, TypeError, KeyError, AttributeError
         ):  # or of another version
             kept = cast("dict[str, Any]", json.loads(mark.read_text("utf-8")))
-            # A verdict of an earlier version, or of one with another self-check, holds without its comparisons.
-            threads, is_of_check = kept.pop("threads", ()), kept.pop("check", None) == _identity(_CHECK)
             if kept.pop("binary") == identity and kept.pop("libc") is not None:
-                return Verdict(**kept, threads=tuple(threads) if is_of_check else ())
+                return Verdict(**kept)
     return None
 
 
 def _keep(binary: Path, verdict: Verdict) -> None:
     """Write the verdict where it can be: without such a place, the next process tries again."""
-    identities = {"binary": _identity(binary), "check": _identity(_CHECK)}
-    text = json.dumps({**identities, "libc": _libc(), **asdict(verdict)})
+    text = json.dumps({"binary": _identity(binary), "libc": _libc(), **asdict(verdict)})
     for mark in _marks(binary):
         with contextlib.suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
