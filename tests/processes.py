@@ -294,6 +294,24 @@ def joining(*arguments: str, folder: Path, within: Sequence[str] = ()) -> Genera
         process.wait()
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; empty if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def listening_addresses(process: psutil.Process) -> list[tuple[str, int]]:
+    """Return where a process listens, in the order in which it opened the ports; empty if it has ended."""
+    try:
+        found = process.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
+    opened = sorted((each for each in found if each.status == psutil.CONN_LISTEN), key=lambda each: each.fd)
+    return [(each.laddr.ip, each.laddr.port) for each in opened]
+
+
 @contextlib.contextmanager
 def run_at_end(script: str, *arguments: str) -> Generator[None]:
     """Run a shell script when the context ends, or when this process ends, also if it is killed.
@@ -327,10 +345,8 @@ def _wait_until_ready(process: subprocess.Popen[str], folder: Path, on_line: Cal
 
 
 def _is(process: psutil.Process, module: str, arguments: Sequence[str]) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        line = process.cmdline()
-        return module in line and " ".join(arguments) in " ".join(line)
-    return False
+    line = command_of(process)
+    return module in line and " ".join(arguments) in " ".join(line)
 
 
 def _close(stream: IO[str] | None) -> None:

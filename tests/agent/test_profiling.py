@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.eventually import eventually
+from tests.processes import command_of
 from tests.profiles import made_up_profile
 
 from mlx_ring.agent import profiling as profile_store
@@ -90,7 +91,7 @@ def left_behind(module: str) -> list[int]:
     return [
         child.pid
         for child in psutil.Process().children(recursive=True)
-        if child.is_running() and [sys.executable, "-m", module] == child.cmdline()[:3]
+        if [sys.executable, "-m", module] == command_of(child)[:3]
     ]
 
 

@@ -16,7 +16,7 @@ from tests.eventually import eventually
 from tests.faults.injection import CUT_AT, Stopped, held_loads, stopping_at_steps
 from tests.interrupted import BODY, Interrupted, interrupt
 from tests.namespaces import skip_without_namespaces
-from tests.processes import Server, give_profile
+from tests.processes import Server, command_of, give_profile
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
@@ -70,7 +70,7 @@ def serving_machines(cluster: LanCluster, server: Server) -> list[Machine]:
 def workers(cluster: LanCluster) -> set[int]:
     """Return the process ids of all workers."""
     processes = [process for machine in cluster.machines for process in machine.processes]
-    return {process.pid for process in processes if "mlx_ring.worker" in process.cmdline()}
+    return {process.pid for process in processes if "mlx_ring.worker" in command_of(process)}
 
 
 def losses(cluster: LanCluster, server: Server) -> dict[str, float]:

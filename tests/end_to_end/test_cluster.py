@@ -24,7 +24,7 @@ from tests.end_to_end.loopback_cluster import (
 from tests.eventually import eventually
 from tests.interrupted import BODY, complete, interrupt
 from tests.machines import free_pair_of_ports
-from tests.processes import Server, client_of, run_cli, serving
+from tests.processes import Server, client_of, listening_addresses, run_cli, serving
 
 from mlx_ring.cluster.quarantine import LOSSES
 from mlx_ring.models.model_source import find_model
@@ -156,10 +156,9 @@ def test_a_machine_that_joins_fetches_the_model_and_both_answer_like_one(
 def test_a_machine_listens_on_its_node_ports_alone(cluster: TwoMachines) -> None:
     (agent,) = nodes_of(cluster.folder / "node-1")
     listening = {
-        connection.laddr.port
+        port
         for process in (agent, *agent.children(recursive=True))
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
+        for _, port in listening_addresses(process)
     }
     assert len(listening) >= 3, "the agent has two, and its worker one"
     assert listening <= {*cluster.node_ports}

@@ -22,7 +22,7 @@ import pytest
 from tests.eventually import eventually
 from tests.machines import free_pair_of_ports
 from tests.namespaces import lan, skip_without_namespaces
-from tests.processes import MLX_RING, clean_environment, give_profile
+from tests.processes import MLX_RING, clean_environment, command_of, give_profile
 from tests.ssh_hosts import SshHost, skip_without_sshd, ssh_hosts
 
 from mlx_ring.host.running import running_here
@@ -122,12 +122,10 @@ def ours(host: SshHost) -> list[psutil.Process]:
     """Return every process of mlx-ring in the host."""
     found: list[psutil.Process] = []
     for pid in host.processes():
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if any("mlx_ring" in word or "mlx-ring" in word for word in process.cmdline()):
+            if any("mlx_ring" in word or "mlx-ring" in word for word in command_of(process)):
                 found.append(process)
-        except psutil.NoSuchProcess:
-            continue
     return found
 
 

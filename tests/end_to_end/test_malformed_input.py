@@ -13,7 +13,7 @@ import pytest
 from tests.end_to_end.loopback_cluster import completion, head_members, running_cluster
 from tests.machines import free_pair_of_ports
 from tests.malformed_input import message, noise, open_plain, open_tls, read_until_closed, start_of_call
-from tests.processes import Server
+from tests.processes import Server, command_of, listening_addresses
 
 from mlx_ring.core.folders import node_folder
 from mlx_ring.rpc.frames import Frame, encode_frame
@@ -75,23 +75,18 @@ def two_machines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with running_cluster(tiny_model, 2, folder, port, "--strategy", "uniform") as server:
         head = psutil.Process(server.process.pid)
         (agent,) = head_members(folder)
-        (worker,) = [child for child in agent.children() if "mlx_ring.worker" in child.cmdline()]
-        control, probes = listening_ports(agent)
+        (worker,) = [child for child in agent.children() if "mlx_ring.worker" in command_of(child)]
+        (_, control), (_, probes) = listening_addresses(agent)
+        (_, data), *_ = listening_addresses(worker)
         ports = (
             Port("cluster", port, ATTEND.path, head),
             Port("agent", control, HAVE.path, agent),
             Port("probes", probes, PROBE.path, agent),
-            Port("link", listening_ports(worker)[0], LINK.path, worker),
-            Port("steps", listening_ports(worker)[0], STEPS.path, worker),
+            Port("link", data, LINK.path, worker),
+            Port("steps", data, STEPS.path, worker),
         )
         yield Cluster(server, node_folder(folder / "node-1" / "state"), ports, completion(server))
         assert server.stop() == 0
-
-
-def listening_ports(process: psutil.Process) -> list[int]:
-    """Return the ports for other machines in the order in which they were opened."""
-    sockets = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    return [one.laddr.port for one in sorted(sockets, key=lambda one: one.fd)]
 
 
 def test_noise_without_tls_ends_the_connection(two_machines: Cluster) -> None:

@@ -14,7 +14,7 @@ from tests.end_to_end.instance import generate, running_engine
 from tests.end_to_end.reference import WholeModel
 from tests.interrupted import complete, interrupt
 from tests.open_mpi import use_open_mpi
-from tests.processes import run_cli, serving
+from tests.processes import listening_addresses, run_cli, serving
 
 from mlx_ring.engine.engine import Engine
 from mlx_ring.models.model_source import find_model
@@ -83,22 +83,14 @@ def test_group_listens_on_loopback_only_and_answers_continue_after_a_rank_is_kil
         assert instance["stages"][0]["group"] == {"backend": "mpi", "why": "asked for"}
         before = [server.child("mlx_ring.worker", "--rank", str(rank)) for rank in (0, 1)]
         launcher = server.child("mlx_ring.agent.mpi")
-        assert {address for process in (*before, launcher) for address in _listening_addresses(process)} <= {
-            "127.0.0.1"
-        }
+        assert {
+            address for process in (*before, launcher) for address, _ in listening_addresses(process)
+        } <= {"127.0.0.1"}
         expected = complete(server.http)
         assert interrupt(server.http, before[1].kill).text == expected
         assert not psutil.wait_procs([*before, launcher], timeout=30)[1]
         assert server.stop() == 0
         assert server.all_ended()
-
-
-def _listening_addresses(process: psutil.Process) -> list[str]:
-    return [
-        found.laddr.ip
-        for found in process.net_connections("inet")
-        if found.status == psutil.CONN_LISTEN and found.laddr
-    ]
 
 
 def test_mpi_backend_without_open_mpi_is_refused_with_the_package_to_install(tmp_path: Path) -> None:

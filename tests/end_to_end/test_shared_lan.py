@@ -18,7 +18,7 @@ from tests.end_to_end.reference import WholeModel
 from tests.eventually import eventually
 from tests.interrupted import BODY, Interrupted, interrupt
 from tests.namespaces import skip_without_namespaces
-from tests.processes import Server, give_profile
+from tests.processes import Server, command_of, give_profile
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(600)]
@@ -61,15 +61,7 @@ def server(cluster: LanCluster) -> Server:
 
 def workers_of(machine: Machine) -> list[psutil.Process]:
     """Return the workers on a machine."""
-    return [process for process in machine.processes if "mlx_ring.worker" in arguments_of(process)]
-
-
-def arguments_of(process: psutil.Process) -> list[str]:
-    """Return a process's arguments; none if it has ended."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
+    return [process for process in machine.processes if "mlx_ring.worker" in command_of(process)]
 
 
 def collectives_of(machine: Machine) -> set[Ports]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,8 @@ class Yielding:
         """End it without a farewell."""
         agent = psutil.Process(self.process.pid)
         for each in (agent, *agent.children(recursive=True)):
-            each.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
     @property
     def node(self) -> str:

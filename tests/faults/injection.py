@@ -21,7 +21,7 @@ import httpx
 import psutil
 from tests.end_to_end.lan_cluster import LanCluster, Machine
 from tests.eventually import eventually
-from tests.processes import Server, serving
+from tests.processes import Server, command_of, serving
 
 from mlx_ring.core.folders import authority_folder
 
@@ -271,7 +271,7 @@ def _cut(served: Served, victim: Rank) -> None:
 def _kill_agent(served: Served, victim: Rank) -> None:
     """Kill an agent, and wait for the end of its worker, which could otherwise finish its step before."""
     processes = _machine(served, victim).processes
-    next(process for process in processes if "join" in process.cmdline()).kill()
+    next(process for process in processes if "join" in command_of(process)).kill()
     eventually(partial(_has_ended, victim.process))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 from collections.abc import Generator
@@ -19,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.eventually import eventually, run_tasks_until
 from tests.frozen_thread import frozen_thread
 from tests.interrupted import BODY, complete, interrupt
-from tests.processes import Server, serving
+from tests.processes import Server, command_of, serving
 from tests.profiles import COSTS, RATES, made_up_profile
 
 from mlx_ring.agent.profiling import ProfileKey, ProfileOptions, ProfileStore
@@ -288,14 +287,9 @@ def workers_of(server: Server) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(server.process.pid).children(recursive=True)
-        if is_worker(child) and child.status() != psutil.STATUS_ZOMBIE
+        # A process that has ended, and is not yet waited for, has no command line either.
+        if "mlx_ring.worker" in command_of(child)
     ]
-
-
-def is_worker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "mlx_ring.worker" in process.cmdline()
-    return False
 
 
 def test_answers_of_a_lost_replica_continue_on_the_other(tiny_model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.processes import command_of
 
 from mlx_ring.core.errors import ServingError
 from mlx_ring.core.types import Grammar
@@ -44,7 +45,7 @@ def children() -> Callable[[], list[psutil.Process]]:
     """Return the processes for trials that started since the test began."""
 
     def now() -> list[psutil.Process]:
-        return [each for each in psutil.Process().children() if grammars.__name__ in each.cmdline()]
+        return [each for each in psutil.Process().children() if grammars.__name__ in command_of(each)]
 
     before = now()
     return lambda: [each for each in now() if each not in before]
