@@ -37,7 +37,8 @@ setup: .venv/.ready-dev ## install .venv with everything for tests and checks
 demo: .venv/.ready-run ## install, and serve the demo model over two stages (ARGS="--port 8200")
 	@$(BIN)/mlx-ring serve demo --stages 2 $(ARGS)
 
-# Compiles changed test files once, before several processes would each do so: all of them take half a minute.
+# Compiles changed test files and fills Hypothesis's caches once, before several processes would each do so: all of it
+# takes half a minute.
 .venv/.compiled-tests: .venv/.ready-dev $(shell find tests packages/*/tests -name '*.py')
 	@$(BIN)/pytest --collect-only -qq $(if $(filter .venv/.ready-dev,$?),,$(filter %.py,$?)) >/dev/null 2>&1 || true
 	@touch $@

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 from tests import alone, hangs, order, process_marks
-from tests.examples import register_profiles
+from tests.examples import fill_caches, register_profiles
 from tests.once import once, use_folder
 from tests.other_python import other_python
 from tests.own_home import remove_own_home, use_own_home
@@ -26,6 +27,8 @@ gc.disable()
 quieten_grpc()
 install_fast_blas()
 """Matrix products of the tests and of mlx-lm need not wait for the reference BLAS."""
+mx.disable_compile()
+"""On a CPU MLX would have a compiler join operations, for a second each. In the workers that tests start, it does."""
 register_profiles()
 leave_out_pydantic_plugins()
 quieten_transformers()
@@ -69,11 +72,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the collection has made out of every later garbage collection: each would take a third of a second.
 
     Its garbage stays, too: to collect it would take as long in each process of a run.
     """
+    if session.config.getoption("collectonly"):
+        fill_caches()
     gc.freeze()
     gc.enable()
 
@@ -130,7 +135,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a random model with a tokenizer of bytes, as in tests/tiny_model.py; return its folder."""
-    # Tests without a model start without MLX.
+    # Its imports take a while, and not every process needs them.
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
@@ -143,13 +148,3 @@ def large_model(shared: Path) -> Path:
 
     once(shared / "large", lambda: str(write_large_model(shared / "large" / "model")))
     return shared / "large" / "model"
-
-
-@pytest.fixture
-def uncompiled() -> Generator[None]:
-    """Let MLX compute operations one by one. On a CPU it would have a compiler join some of them, for seconds each."""
-    import mlx.core as mx
-
-    mx.disable_compile()
-    yield
-    mx.enable_compile()

@@ -525,7 +525,6 @@ def test_hybrids_have_as_many_weights_as_the_modules_of_mlx_lm(case: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", _HYBRIDS)
 def test_layers_keep_as_many_bytes_as_the_caches_of_mlx_lm(case: str) -> None:
     """Compare the states and the KV of some tokens in half precision."""

@@ -96,7 +96,6 @@ def test_every_stage_needs_an_embedding_that_layers_read_again() -> None:
     assert [stage(family, *layers).needs("lm_head") for layers in ((0, 2), (4, LAYERS))] == [True, True]
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family", ["deepseek_v41", "kimi_k3"])
 def test_wanted_positions_are_right_if_layers_return_more_than_activations(family: str) -> None:
     only = stage(Family(configuration(family)), 0, LAYERS)

@@ -150,7 +150,6 @@ def exact_families() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family", [name for name in SAMPLE if name in exact_families()])
 def test_sampled_family_needs_only_its_stages_tensors(tmp_path: Path, family: str) -> None:
     check_family(family, tmp_path)
