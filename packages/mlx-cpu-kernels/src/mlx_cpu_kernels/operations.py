@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,11 +114,9 @@ def install_fallback() -> bool:
 def uninstall() -> None:
     """Give MLX its own operations back."""
     with _lock:
-        for name, operation in _stock.items():
-            if name in _MODEL_FUNCTIONS:
-                _replace_in_models(name, operation)
-            else:
-                setattr(_OPERATIONS[name], name, operation)
+        for name in _stock.keys() & _OPERATIONS.keys():
+            setattr(_OPERATIONS[name], name, _stock[name])
+        _replace_in_models({name: _stock[name] for name in _stock.keys() & _MODEL_FUNCTIONS.keys()})
         _stock.clear()
         decoder_layers.uninstall()
         _without_kernels.clear()
@@ -136,10 +134,12 @@ def stock(name: str) -> Operation:
 
 def _install_model_functions(kernels: ModuleType) -> None:
     """Replace functions of the packages that are in use, for models that are imported already or later."""
+    replaced: dict[str, Operation] = {}
     for name, module in _MODEL_FUNCTIONS.items():
         if any(module.startswith(package) and package in sys.modules for package in _PACKAGES):
             own: Operation = getattr(importlib.import_module(module), name)
-            _replace_in_models(name, _MAKERS[name](getattr(kernels, name), _stock.setdefault(name, own)))
+            replaced[name] = _MAKERS[name](getattr(kernels, name), _stock.setdefault(name, own))
+    _replace_in_models(replaced)
 
 
 def _activation(swiglu: Operation, stock: Operation) -> Operation:
@@ -172,15 +172,17 @@ _MAKERS: dict[str, Callable[[Callable[..., Any], Operation], Operation]] = {
 """Makers of the functions that take the places of others, from the kernels' and their own."""
 
 
-def _replace_in_models(function: str, operation: Operation) -> None:
-    """Put `operation` where modules have named theirs.
+def _replace_in_models(operations: Mapping[str, Operation]) -> None:
+    """Put operations where modules have named theirs.
 
     Their dictionaries are searched, because asking a module for a name may import others.
     """
-    present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_PACKAGES) and present is not None and vars(module).get(function) is present:
-            setattr(module, function, operation)
+    modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_PACKAGES)]
+    for function, operation in operations.items():
+        present = getattr(sys.modules.get(_MODEL_FUNCTIONS[function]), function, None)
+        for names in modules:
+            if present is not None and names.get(function) is present:
+                names[function] = operation
 
 
 def _load() -> ModuleType:
