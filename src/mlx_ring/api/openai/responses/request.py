@@ -20,7 +20,14 @@ from mlx_ring.api.chat.request import (
     template_call,
     text_of,
 )
-from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose
+from mlx_ring.api.openai.messages import (
+    TEXT_ONLY,
+    FunctionName,
+    Parameters,
+    RefusalPart,
+    check_names,
+    choose,
+)
 from mlx_ring.api.openai.responses.writer import unseal
 from mlx_ring.api.openai.sampling import (
     Count,
@@ -53,16 +60,9 @@ class OutputText(Body):
     """Value that an SDK parsed from the text."""
 
 
-class Refusal(Body):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-ContentPart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+ContentPart = Annotated[
+    Annotated[InputText | OutputText | RefusalPart, Field(discriminator="type")], TEXT_ONLY
+]
 ItemContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Tag("many")],
     by_number("Input should be a string or a list of text parts"),
