@@ -318,7 +318,7 @@ KEPT_RESPONSE = RouteDoc(
     tag="OpenAI",
 )
 CANCELLED_RESPONSE: RouteDoc[ResponseMade] = RouteDoc(
-    "End a response that runs in the background", ResponseMade, more_statuses=(404, 409), tag="OpenAI"
+    "End a response that runs in the background", ResponseMade, more_statuses=(404,), tag="OpenAI"
 )
 
 
