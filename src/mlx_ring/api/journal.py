@@ -185,6 +185,10 @@ class Journal:
         id_, after = last_event(request)
         return await self.write_again(request, id_, streams=True, after=after)
 
+    async def body_of(self, request: Request, id_: str) -> bytes:
+        """Return the JSON of the request whose answer is kept. Raises `UnknownAnswer` if it is not."""
+        return (await self._find(id_, request)).body
+
     async def cancel(self, request: Request, id_: str) -> None:
         """End an answer that runs alone; one that has ended stays as it is.
 

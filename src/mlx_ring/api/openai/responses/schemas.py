@@ -317,6 +317,27 @@ KEPT_RESPONSE = RouteDoc(
     more_statuses=(404,),
     tag="OpenAI",
 )
+
+
+class InputItems(JsonObject):
+    object: Literal["list"]
+    data: list[dict[str, object]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+INPUT_ITEMS: RouteDoc[InputItems] = RouteDoc(
+    "List the input items of a response that the journal keeps",
+    InputItems,
+    query={
+        "limit": "Most items of a page: 1 to 100, by default 20.",
+        "order": "`desc`, the default: the last item first. `asc`: as in the request.",
+        "after": "Id of the item before the page.",
+    },
+    more_statuses=(404,),
+    tag="OpenAI",
+)
 CANCELLED_RESPONSE: RouteDoc[ResponseMade] = RouteDoc(
     "End a response that runs in the background", ResponseMade, more_statuses=(404,), tag="OpenAI"
 )
