@@ -288,6 +288,15 @@ ResponseEvent = Annotated[
 ]
 
 
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Names of optional parts of a response. Clients with a web search ask for its sources, of which there are none here."""
+
+
 class CountedInput(JsonObject):
     object: Literal["response.input_tokens"]
     input_tokens: int
