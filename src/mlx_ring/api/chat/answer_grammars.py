@@ -348,6 +348,7 @@ class GrammarChecks:
         """
         if grammar is None or not (problem := await self._problem(grammar)):
             return
+        conversation = _with_known_keywords(conversation)
         if conversation.format.kind != "text" and (
             alone := await self._problem(_of_format(conversation.format))
         ):
