@@ -12,12 +12,19 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tests.processes import command_of
 
 from mlx_ring.core.errors import ServingError
 from mlx_ring.core.types import Grammar
 from mlx_ring.models import grammars
-from mlx_ring.models.grammars import GrammarTrials, in_known_keywords
+from mlx_ring.models.grammars import (
+    GrammarTrials,
+    grammar_limits,
+    in_known_keywords,
+    in_one_line,
+    to_llguidance,
+)
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')
 
@@ -121,6 +128,19 @@ def test_a_process_that_cannot_start_is_a_server_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServingError, match="code 1"):
         GrammarTrials().problem(GOOD)
+
+
+def test_too_many_optional_properties_are_named_as_such() -> None:
+    schema = {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(1000)}}
+    matcher = LLMatcher(
+        LLTokenizer("byte"),
+        to_llguidance("json_schema", json.dumps(schema)),
+        limits=grammar_limits(),
+        log_level=0,
+    )
+    matcher.consume_tokens(list(b"{"))
+    matcher.compute_bitmask()
+    assert in_one_line(matcher.get_error()).endswith("; require more of its properties, or name fewer.")
 
 
 COLOUR = {"$defs": {"Colour": {"type": "string", "title": "Colour", "enum": ["red", "green"]}}}

@@ -45,6 +45,8 @@ _OF_TEXT = {"json_schema", "regex"}
 """Kinds of grammars that need none of a model's own tokens, so that bytes alone decide what they allow."""
 _NOTHING_GOES_ON = "NoExtensionBias"
 """llguidance's name for a state in which not even the end is allowed."""
+_TOO_MANY = re.compile(r"Current row has (\d+) items; max is (\d+)")
+"""llguidance's words for too many continuations, among which are all optional properties that may come next."""
 JSON_OPTIONS = {
     "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
     "lenient": False,
@@ -134,6 +136,11 @@ def in_one_line(problem: str) -> str:
     """Return llguidance's message as the end of a sentence; for a schema within a larger grammar, only the part about the schema."""
     if _NOTHING_GOES_ON in problem:
         return "nothing may follow at this place."
+    if found := _TOO_MANY.search(problem):
+        return (
+            f"it allows {found[1]} continuations at one place, of {found[2]} at most; require more of its properties, "
+            "or name fewer."
+        )
     said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
     said = " ".join(said.split()).removesuffix("<non-verbose/>").strip()
     return f"{said[:300].rstrip('.')}."
