@@ -174,6 +174,7 @@ NAMED = {"type": "object", "properties": {"a": {"type": "boolean"}}}
         ),
         ({"type": "array", "uniqueItems": False, "minContains": 2}, [[1, 1]], [1]),
         ({"type": "string", "format": "password"}, ["any"], [1]),
+        ({"type": "string", "format": "e164", "pattern": r"^\+[0-9]{7,15}$"}, ["+441234567"], ["441234567"]),
         (
             {"type": "string", "pattern": DECIMAL},
             ["1", "-0.5", "+12.", ".5", "007"],

@@ -301,6 +301,10 @@ _NOTES = frozenset({"title", "description", "default", "examples", "deprecated",
 """Keywords that restrict no value."""
 _OF_ANY_TEXT = frozenset({"binary", "password", "path"})
 """Formats that every text has."""
+_ENFORCED = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+"""Formats that llguidance enforces. Libraries write a pattern beside most others, such as Zod's `e164`."""
 _SAME_PATTERNS = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
@@ -327,13 +331,12 @@ def _in_known_keywords(schema: Schema, root: Schema) -> dict[str, object]:
     pattern, form = known.get("pattern"), known.get("format")
     if isinstance(pattern, str):
         known["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
-    if isinstance(form, str) and form in _OF_ANY_TEXT:
+    if isinstance(form, str) and (form in _OF_ANY_TEXT or (pattern and form not in _ENFORCED)):
         del known["format"]
     if known.get("uniqueItems") is False:
         del known["uniqueItems"]
-    if "contains" not in known:
-        known.pop("minContains", None)
-        known.pop("maxContains", None)
+    for name in ("minContains", "maxContains") if "contains" not in known else ():
+        known.pop(name, None)
     _rename_unevaluated(known)
     if "propertyNames" in known:
         _put_names_into_properties(known, root)
