@@ -78,7 +78,7 @@ def messages(*items: object) -> dict[str, object]:
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice.function.name"),
-        ({"response_format": {"type": "grammar"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
         (
             {
                 "response_format": {
@@ -146,9 +146,9 @@ def test_a_null_within_a_client_s_own_object_stays() -> None:
         ({"messages": None}, "messages"),
         ({"messages": "Hello."}, "messages"),
         (messages("Hello."), "messages[0]"),
-        (messages({"content": "x"}), "messages[0]"),
-        (messages({"role": "alien", "content": "x"}), "messages[0]"),
-        (messages({"role": 3, "content": "x"}), "messages[0]"),
+        (messages({"content": "x"}), "messages[0].role"),
+        (messages({"role": "alien", "content": "x"}), "messages[0].role"),
+        (messages({"role": 3, "content": "x"}), "messages[0].role"),
         (messages({"role": "user"}), "messages[0].content"),
         (messages(USER | {"tool_calls": 1}), "messages[0].tool_calls"),
         (messages({"role": "user", "content": None}), "messages[0].content"),

@@ -79,3 +79,12 @@ def test_path_belongs_to_the_dialect_of_its_prefix_or_to_the_default() -> None:
         for prefix in dialect.prefixes:
             assert DIALECTS.of(prefix) is DIALECTS.of(f"{prefix}/below") is dialect
             assert DIALECTS.of(f"{prefix}x") is default
+
+
+def test_path_of_two_apis_belongs_to_the_one_whose_clients_header_the_request_has() -> None:
+    default, *others = DIALECTS
+    [anthropic] = [dialect for dialect in others if dialect.shared_prefixes]
+    for path in ("/v1/models", "/v1/models/org/name"):
+        assert DIALECTS.of(path, {"anthropic-version": "2023-06-01"}) is anthropic
+        assert DIALECTS.of(path, {"x-api-key": "key"}) is default
+    assert DIALECTS.of("/v1/chat/completions", {"anthropic-version": "2023-06-01"}) is default

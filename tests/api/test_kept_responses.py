@@ -105,8 +105,53 @@ def test_foreground_response_can_be_fetched_but_not_cancelled(tmp_path: Path) ->
 
     made, kept, refused = asyncio.run(run())
     assert json.loads(made[1]) == json.loads(kept[1])
-    assert refused[0] == 409
+    assert refused[0] == 400  # clients repeat a 409
     assert "background" in refused[1]
+
+
+def test_input_items_are_listed_by_page_in_both_orders(tmp_path: Path) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", "id": "fc_1"}
+    items = [
+        {"role": "user", "content": "Add."},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "It is 3."}]},
+        {"role": "user", "content": "Thanks."},
+    ]
+
+    async def run() -> list[dict[str, Any]]:
+        async with running(tmp_path) as head:
+            listed: list[dict[str, Any]] = []
+            for given in (items, "Hello."):
+                _, text = await head.call("POST", "/v1/responses", {"input": given})
+                path = f"/v1/responses/{json.loads(text)['id']}/input_items"
+                queries = [
+                    "order=asc",
+                    "",
+                    "limit=2",
+                    "limit=2&after=fc_1",
+                    "limit=0",
+                    "order=up",
+                    "after=none",
+                ]
+                listed += [json.loads((await head.call("GET", f"{path}?{query}"))[1]) for query in queries]
+            return listed
+
+    ascending, descending, first, rest, *refused, text, _, _, _, _, _, _ = asyncio.run(run())
+    data = ascending["data"]
+    assert [item["type"] for item in data] == [
+        "message", "function_call", "function_call_output", "message", "message",
+    ]  # fmt: skip
+    assert data[0]["content"] == [{"type": "input_text", "text": "Add."}]
+    assert data[1] == {**call, "status": "completed"}
+    assert data[3]["content"] == items[3]["content"]
+    assert len({item["id"] for item in data}) == len(items)
+    assert descending["data"] == data[::-1]
+    assert (first["data"], first["has_more"], first["last_id"]) == (data[:2:-1], True, data[3]["id"])
+    assert (rest["data"], rest["has_more"], rest["first_id"]) == (data[:1], False, data[0]["id"])
+    assert [each["error"]["param"] for each in refused] == ["limit", "order", "after"]
+    [item] = text["data"]
+    assert (item["role"], item["content"]) == ("user", [{"type": "input_text", "text": "Hello."}])
 
 
 def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_asked_for(

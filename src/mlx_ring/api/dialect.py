@@ -6,11 +6,12 @@ A dialect sends values as JSON: whole, one per line, or as server-sent events.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
+from starlette.datastructures import Headers
 from starlette.routing import Router
 from starlette.types import Scope
 from typing_extensions import TypedDict, TypeForm
@@ -81,6 +82,10 @@ class Dialect(Generic[ContextT, ErrorT]):
     """Encoder of an error body that ends a stream."""
     request_id_header: str | None = None
     """Second header with the request's id, beside `x-request-id`."""
+    shared_prefixes: tuple[str, ...] = ()
+    """Paths of the default dialect that this API has too."""
+    client_header: str = ""
+    """Header with which all clients of this API send its requests, also to the shared paths."""
 
 
 class Dialects:
@@ -93,15 +98,21 @@ class Dialects:
     def __iter__(self) -> Iterator[Dialect[Any, Any]]:
         return iter((self._default, *self._others))
 
-    def of(self, path: str) -> Dialect[Any, Any]:
-        """Return the dialect of a path."""
+    def of(self, path: str, headers: Container[str] = ()) -> Dialect[Any, Any]:
+        """Return the dialect of a path. The names of the request's headers tell who reads the answer of a shared path."""
         for dialect in self._others:
-            if any(path == prefix or path.startswith(f"{prefix}/") for prefix in dialect.prefixes):
+            if _is_below(path, dialect.prefixes):
+                return dialect
+            if _is_below(path, dialect.shared_prefixes) and dialect.client_header in headers:
                 return dialect
         return self._default
+
+
+def _is_below(path: str, prefixes: tuple[str, ...]) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
 
 
 def dialect_of(scope: Scope) -> Dialect[Any, Any]:
     """Return the dialect of a request that an application with registered dialects serves."""
     dialects: Dialects = scope["app"].state.dialects
-    return dialects.of(scope["path"])
+    return dialects.of(scope["path"], Headers(scope=scope))

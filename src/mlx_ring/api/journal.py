@@ -29,7 +29,6 @@ from mlx_ring.api.kept_answers import End, KeptAnswer, KeptRequest, failed
 from mlx_ring.api.recordings import PASSING, RecordedPlayback, Recording
 from mlx_ring.api.streaming import PLAYBACK, Endpoint
 from mlx_ring.core.errors import (
-    Conflict,
     NotReady,
     RequestError,
     RingError,
@@ -186,20 +185,24 @@ class Journal:
         id_, after = last_event(request)
         return await self.write_again(request, id_, streams=True, after=after)
 
+    async def body_of(self, request: Request, id_: str) -> bytes:
+        """Return the JSON of the request whose answer is kept. Raises `UnknownAnswer` if it is not."""
+        return (await self._find(id_, request)).body
+
     async def cancel(self, request: Request, id_: str) -> None:
         """End an answer that runs alone; one that has ended stays as it is.
 
         Raises:
             UnknownAnswer: it is not kept.
-            Conflict: it belongs to a client that waits for it.
+            RequestError: it belongs to a client that waits for it.
         """
         recording = await self._find(id_, request)
         if not recording.request.runs_alone:
-            raise Conflict(f"{id_} was not requested with 'background': close its connection to end it.")
+            raise RequestError(f"{id_} was not requested with 'background': close its connection to end it.")
         await self._cancel(recording)
 
     async def delete(self, request: Request, id_: str) -> None:
-        """Remove an answer, and end it if it is in progress. Raises what `cancel` raises, but `Conflict`."""
+        """Remove an answer, and end it if it is in progress. Raises what `cancel` raises, but `RequestError`."""
         recording = await self._find(id_, request)
         await self._cancel(recording)
         recording.is_kept = False

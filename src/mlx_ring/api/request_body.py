@@ -52,7 +52,9 @@ def _real_path(detail: ErrorDetails, body: object) -> Path:
     A tag may have the name of a field, so this is the first path that fits the body and ends where pydantic's does.
     """
     readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
-    return next((path for path, ends in readings if ends), readings[0][0])
+    path = next((path for path, ends in readings if ends), readings[0][0])
+    is_tag = detail["type"] in ("union_tag_invalid", "union_tag_not_found")
+    return (*path, str(detail.get("ctx", {}).get("discriminator")).strip("'")) if is_tag else path
 
 
 def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
@@ -87,8 +89,13 @@ def _sentence(detail: ErrorDetails, path: str) -> str:
             return f"'{path}' is not supported; leave it out."
         case "unsupported":
             return f"'{path}' {detail['msg']}"
-        case "union_tag_invalid" | "union_tag_not_found":
-            return _wrong_tag(detail, path)
+        case "union_tag_not_found":
+            return f"'{path}' is missing."
+        case "union_tag_invalid":
+            context = detail.get("ctx", {})
+            return (
+                f"'{path}' should be one of {context.get('expected_tags')}, not {show(context.get('tag'))}."
+            )
         case _:
             subject = f"'{path}'" if path else "The body"
             text = _SUBJECT.sub(subject, _words(detail)).rstrip(".")
@@ -96,14 +103,6 @@ def _sentence(detail: ErrorDetails, path: str) -> str:
                 text = f"{subject}{' ' if text.startswith('should') else ': '}{text}"
             given = "" if ", not " in text else f", not {show(detail['input'])}"
             return f"{text}{given}."
-
-
-def _wrong_tag(detail: ErrorDetails, path: str) -> str:
-    context = detail.get("ctx", {})
-    field = str(context.get("discriminator", "")).strip("'")
-    if "tag" not in context:
-        return f"'{path}.{field}' is missing."
-    return f"'{path}.{field}' should be one of {context.get('expected_tags')}, not {show(context['tag'])}."
 
 
 def _words(detail: ErrorDetails) -> str:

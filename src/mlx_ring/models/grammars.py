@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
+from urllib.parse import unquote
 
 from mlx_ring.core.errors import RequestError, ServingError
 from mlx_ring.core.types import Grammar
@@ -44,6 +45,8 @@ _OF_TEXT = {"json_schema", "regex"}
 """Kinds of grammars that need none of a model's own tokens, so that bytes alone decide what they allow."""
 _NOTHING_GOES_ON = "NoExtensionBias"
 """llguidance's name for a state in which not even the end is allowed."""
+_TOO_MANY = re.compile(r"Current row has (\d+) items; max is (\d+)")
+"""llguidance's words for too many continuations, among which are all optional properties that may come next."""
 JSON_OPTIONS = {
     "whitespace_pattern": r"\x20|\x0A(\x20{0,24}|\x09{0,8})",
     "lenient": False,
@@ -133,6 +136,11 @@ def in_one_line(problem: str) -> str:
     """Return llguidance's message as the end of a sentence; for a schema within a larger grammar, only the part about the schema."""
     if _NOTHING_GOES_ON in problem:
         return "nothing may follow at this place."
+    if found := _TOO_MANY.search(problem):
+        return (
+            f"it allows {found[1]} continuations at one place, of {found[2]} at most; require more of its properties, "
+            "or name fewer."
+        )
     said = _WHERE.sub("", _LISTING.split(problem, maxsplit=1)[0]).replace(_OWN_ADVICE, "Write it with anyOf")
     said = " ".join(said.split()).removesuffix("<non-verbose/>").strip()
     return f"{said[:300].rstrip('.')}."
@@ -273,7 +281,9 @@ def _problem(grammar: Grammar) -> str:
     return ""
 
 
-# ---- patterns that no grammar enforces
+# ---- schemas in keywords that a grammar enforces
+
+Schema = Mapping[str, object]
 
 _LOOK_AROUND = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*|(?P<found>\(\?<?[=!])", re.DOTALL)
 """Look-around in a pattern, or something that may only look like it: an escaped character, or a class."""
@@ -283,19 +293,127 @@ _NAMED_SCHEMAS = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
 )
 """Keywords whose values are schemas by names, which may be keywords."""
+_APPLICATORS = frozenset(
+    {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
+)
+"""Keywords by which other schemas apply to the same value."""
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "id", "$id"})
+"""Keywords that restrict no value."""
+_OF_ANY_TEXT = frozenset({"binary", "password", "path"})
+"""Formats that every text has."""
+_ENFORCED = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+"""Formats that llguidance enforces. Libraries write a pattern beside most others, such as Zod's `e164`."""
+_SAME_PATTERNS = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
+"""Patterns with look-around that libraries write, for Pydantic's decimals and Zod's email addresses, and equal ones."""
 
 
-def without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
+def in_known_keywords(schema: Schema) -> dict[str, object]:
+    """Return an equal schema without keywords that llguidance lacks, where others mean the same.
+
+    Libraries write them for maps of an enum's values and for plain types. Others stay, and are refused later. A schema of
+    unusual depth is returned as it is.
+    """
+    try:
+        return _in_known_keywords(schema, schema)
+    except RecursionError:
+        return dict(schema)
+
+
+def _in_known_keywords(schema: Schema, root: Schema) -> dict[str, object]:
+    known = _each_inside(schema, lambda inner: _in_known_keywords(inner, root))
+    pattern, form = known.get("pattern"), known.get("format")
+    if isinstance(pattern, str):
+        known["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
+    if isinstance(form, str) and (form in _OF_ANY_TEXT or (pattern and form not in _ENFORCED)):
+        del known["format"]
+    if known.get("uniqueItems") is False:
+        del known["uniqueItems"]
+    for name in ("minContains", "maxContains") if "contains" not in known else ():
+        known.pop(name, None)
+    _rename_unevaluated(known)
+    if "propertyNames" in known:
+        _put_names_into_properties(known, root)
+    return known
+
+
+def _rename_unevaluated(known: dict[str, object]) -> None:
+    """Replace the keywords for what no other keyword describes, if only this object describes it."""
+    if known.keys() & _APPLICATORS:
+        return
+    further = known.pop("unevaluatedProperties", None)
+    if further is not None:
+        known.setdefault("additionalProperties", further)
+    if "contains" not in known and not isinstance(known.get("items"), list):
+        further = known.pop("unevaluatedItems", None)
+        if further is not None:
+            known.setdefault("items", further)
+
+
+def _put_names_into_properties(known: dict[str, object], root: Schema) -> None:
+    """Replace `propertyNames` that allow any name, that list the names, or that give their pattern."""
+    rule = _plain_rule(known["propertyNames"], root)
+    others, named = known.get("additionalProperties", True), known.get("properties", {})
+    if rule == {}:
+        del known["propertyNames"]
+    if not rule or len(rule) > 1 or "patternProperties" in known or not isinstance(named, dict):
+        return
+    own, names, pattern = cast("dict[str, object]", named), rule.get("enum"), rule.get("pattern")
+    if isinstance(names, list):
+        texts = [name for name in cast("list[object]", names) if isinstance(name, str)]
+        known["properties"] = {name: own.get(name, others) for name in texts}
+    elif isinstance(pattern, str) and not own:
+        known["patternProperties"] = {pattern: others}
+    else:
+        return
+    known["additionalProperties"] = False
+    del known["propertyNames"]
+
+
+def _plain_rule(names: object, root: Schema) -> Schema | None:
+    """Return what a schema of names says besides that they are text; None if it is no such schema."""
+    seen: set[str] = set()
+    while isinstance(names, Mapping):
+        rule = {key: each for key, each in cast("Schema", names).items() if key not in _NOTES}
+        ref = rule.get("$ref")
+        if len(rule) > 1 or not isinstance(ref, str) or ref in seen:
+            if rule.get("type") == "string":
+                del rule["type"]
+            return {"enum": [rule["const"]]} if rule.keys() == {"const"} else rule
+        seen.add(ref)
+        names = schema_at(root, ref)
+    return {} if names is True else None
+
+
+def schema_at(root: Schema, ref: str) -> object:
+    """Return what a reference within a schema names; None if nothing is there."""
+    start, *steps = unquote(ref).split("/")
+    found: object = root if start == "#" else None
+    for step in steps:
+        found = _child(found, step.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def _child(value: object, step: str) -> object:
+    if isinstance(value, Mapping):
+        return cast("Schema", value).get(step)
+    if not isinstance(value, list):
+        return None
+    listed = cast("list[object]", value)
+    return listed[int(step)] if step.isdecimal() and int(step) < len(listed) else None
+
+
+def without_look_around(schema: Schema) -> dict[str, object]:
     """Return a schema without the patterns that look around, which no grammar enforces."""
-    kept: dict[str, object] = {}
-    for name, value in schema.items():
-        if name == "pattern" and _looks_around(value):
-            continue
-        if name in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            named = cast("Mapping[str, object]", value)
-            kept[name] = {key: _inside(each) for key, each in named.items()}
-        else:
-            kept[name] = value if name in _VALUES else _inside(value)
+    kept = _each_inside(schema, without_look_around)
+    if _looks_around(kept.get("pattern")):
+        del kept["pattern"]
     if isinstance(kept.get("patternProperties"), dict):
         patterns = cast("dict[str, object]", kept["patternProperties"])
         known = {key: each for key, each in patterns.items() if not _looks_around(key)}
@@ -306,10 +424,22 @@ def without_look_around(schema: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def _inside(value: object) -> object:
-    if isinstance(value, Mapping):
-        return without_look_around(cast("Mapping[str, object]", value))
-    return list(map(_inside, cast("list[object]", value))) if isinstance(value, list) else value
+def _each_inside(schema: Schema, change: Callable[[Schema], object]) -> dict[str, object]:
+    """Return a copy of a schema in which each schema directly within it is changed."""
+
+    def inside(value: object) -> object:
+        if isinstance(value, Mapping):
+            return change(cast("Schema", value))
+        return list(map(inside, cast("list[object]", value))) if isinstance(value, list) else value
+
+    changed: dict[str, object] = {}
+    for name, value in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            named = cast("Schema", value)
+            changed[name] = {key: inside(each) for key, each in named.items()}
+        else:
+            changed[name] = value if name in _VALUES else inside(value)
+    return changed
 
 
 def _looks_around(pattern: object) -> bool:

@@ -165,3 +165,13 @@ def test_models_have_no_field_that_the_sdk_reads_as_another_type(client: anthrop
     info = client.models.retrieve("twin")
     assert info.capabilities is None
     assert info.to_dict()["features"] == ["completion", "embedding"]
+
+
+@with_plain
+def test_errors_of_models_are_those_of_the_sdks_api(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.models.retrieve("other")
+    assert (unknown.value.type, bool(unknown.value.request_id)) == ("not_found_error", True)
+    with pytest.raises(anthropic.AuthenticationError) as refused:
+        client.with_options(api_key="wrong").models.list()
+    assert refused.value.type == "authentication_error"

@@ -631,6 +631,20 @@ def test_look_around_in_a_non_strict_tool_is_ignored() -> None:
         assert not accepts(grammar, JSON_TOOLS.whole(sent.replace(there, other)))
 
 
+def test_map_by_names_of_an_enum_is_enforced_in_a_format_and_in_a_strict_tool() -> None:
+    flags = {
+        "$defs": {"Colour": {"enum": ["red", "green"]}},
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/Colour"},
+        "additionalProperties": {"type": "boolean"},
+    }
+    answer = grammar_of(JSON_TOOLS, schema_conversation(flags))
+    call = grammar_of(JSON_TOOLS, tools_conversation(Tool("send", parameters=flags, strict=True)))
+    for value, is_one in (({"red": True}, True), ({"blue": True}, False), ({"red": 1}, False)):
+        assert accepts(answer, json.dumps(value)) == is_one
+        assert accepts(call, sent(value)) == is_one
+
+
 @pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "pattern", "properties"])
 def test_look_around_is_ignored_in_properties_named_like_keywords(name: str) -> None:
     inner = {

@@ -75,6 +75,16 @@ def test_unenforceable_schema_is_refused_and_its_problem_is_named(schema: Any, e
     assert not re.search(r"llguidance|coerce_one_of|start:", str(error))
 
 
+@pytest.mark.processes
+def test_refusal_names_the_schema_at_fault_beside_one_in_keywords_that_are_replaced() -> None:
+    email = {"type": "object", "properties": {"to": {"type": "string", "pattern": "^(?!x)"}}}
+    flags = {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "boolean"}}
+    wrong = Tool("wrong", parameters={"type": "object", "properties": {"a": {"not": {}}}}, strict=True)
+    tools = (Tool("send", parameters=email), Tool("set", parameters=flags, strict=True), wrong)
+    error = refused(tools_conversation(*tools), JSON_TOOLS.format())
+    assert (error.param, "'wrong'" in str(error)) == ("tools[2].function.parameters", True)
+
+
 def test_llguidance_options_in_a_schema_are_refused() -> None:
     schema = {"type": "object", "x-guidance": {"lenient": True}}
     assert "x-guidance" in str(refused(schema_conversation(schema), ChatFormat()))

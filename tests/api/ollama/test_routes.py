@@ -179,6 +179,11 @@ def test_errors_have_ollamas_format_also_in_mid_stream(client: Client, api: Api)
     [
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
         ("chat", {"messages": MESSAGES, "think": True}, "think"),
+        (
+            "chat",
+            {"messages": MESSAGES, "think": "a lot"},
+            "'think' should be true, false, 'low', 'medium' or 'high'",
+        ),
         ("chat", {"messages": MESSAGES, "tools": [ADD]}, "tools"),
         ("chat", {"messages": MESSAGES, "options": {"mirostat": 2}}, "options.mirostat"),
         ("chat", {"messages": MESSAGES, "options": {"tfs_z": 0.5}}, "options.tfs_z"),

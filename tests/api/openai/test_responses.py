@@ -248,9 +248,9 @@ def test_effort_and_enable_thinking_together_are_refused() -> None:
         ({"include": ["file_search_call.results"]}, "include[0]", "file_search_call.results"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not padded"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "detailed"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format", "grammar"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]", "input_image"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "grammar"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", '"item_reference", which is not supported; send the item itself'),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]", "is an image ('input_image'), and only text is supported"),
         ({"input": []}, "input", "input"),
         ({"input": 3}, "input", "string or a list"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
@@ -263,6 +263,14 @@ def test_unsupported_field_is_refused_by_name(
     named, message = refusal(api.post("/v1/responses", {"input": "Hello."} | fields))
     assert named == param
     assert expected in message
+
+
+def test_sources_of_searches_that_are_left_out_may_be_included(api: Api) -> None:
+    """Accept what Vercel's AI SDK adds to every request with a web search."""
+    fields = {"tools": [SEARCH], "include": ["web_search_call.action.sources"]}
+    response = api.post("/v1/responses", {"input": "Hello."} | fields)
+    assert response.status_code == 200, response.text
+    assert response.json()["tools"] == []
 
 
 AGENTS = {

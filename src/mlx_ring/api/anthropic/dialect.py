@@ -203,4 +203,6 @@ ANTHROPIC: Dialect[ApiContext, AnthropicError] = Dialect(
     error_schema=AnthropicError,
     stream_failure=_stream_failure,
     request_id_header="request-id",
+    shared_prefixes=("/v1/models", "/models", "/v1/files"),
+    client_header="anthropic-version",
 )

@@ -18,7 +18,7 @@ from mlx_ring.api.chat.request import (
     text_of,
 )
 from mlx_ring.api.chat.request import Tool as ChatTool
-from mlx_ring.api.openai.messages import Parameters, check_names, choose
+from mlx_ring.api.openai.messages import TEXT_ONLY, Parameters, check_names, choose
 from mlx_ring.api.openai.sampling import MOST_TOKENS, Count, SamplingFields, StopString, by_number
 from mlx_ring.api.request_body import MOST_MESSAGES, Body, Unsupported
 from mlx_ring.core.errors import RequestError
@@ -71,7 +71,10 @@ Text = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[TextBlock], Tag("many")],
     _one_or("text blocks"),
 ]
-ResultBlock = Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")]
+ResultBlock = Annotated[
+    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")],
+    TEXT_ONLY,
+]
 SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")]
 
 
@@ -109,7 +112,7 @@ class RedactedThinkingBlock(Block):
     data: str
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")], TEXT_ONLY]
 AssistantBlock = Annotated[
     TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import cast
 
-from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, Schema, closed, either, options_of
+from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.api.chat.tool_call_grammars import (
@@ -26,7 +26,7 @@ from mlx_ring.api.chat.tool_call_grammars import (
 from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import Grammar
-from mlx_ring.models.grammars import GrammarTrials, without_look_around
+from mlx_ring.models.grammars import GrammarTrials, Schema, in_known_keywords, without_look_around
 
 _TURN_WITHIN_S = 30.0
 """Longest wait for the trials of other grammars."""
@@ -57,7 +57,7 @@ def answer_grammar(
     """
     if not _restricts(format, conversation):
         return None
-    conversation = _with_known_patterns(conversation)
+    conversation = _with_known_keywords(conversation)
     if not open_schemas:
         conversation = _with_closed_schemas(conversation)
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
@@ -71,31 +71,34 @@ def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa:
     return conversation.format.kind != "text" or use.choice == "required" or strict
 
 
-def _with_known_patterns(conversation: Conversation) -> Conversation:
-    """Return the conversation without patterns that no grammar enforces in tools that are not strict.
+def _with_known_keywords(conversation: Conversation) -> Conversation:
+    """Return the conversation without keywords that no grammar enforces, as far as that is possible.
 
-    Libraries write them for common types such as email addresses.
+    Tools that are not strict also lose patterns with look-around. Libraries write them for common types.
     """
-    use = conversation.tool_use
-    tools = [
-        tool
-        if tool.strict or tool.parameters is None
-        else replace(tool, parameters=without_look_around(tool.parameters))
-        for tool in use.tools
-    ]
-    return replace(conversation, tool_use=replace(use, tools=tools))
+    known = _with_schemas(conversation, lambda _, schema: in_known_keywords(schema))
+    return _with_schemas(
+        known, lambda tool, schema: without_look_around(schema) if tool and not tool.strict else schema
+    )
 
 
 def _with_closed_schemas(conversation: Conversation) -> Conversation:
+    return _with_schemas(conversation, lambda _, schema: closed(schema))
+
+
+def _with_schemas(
+    conversation: Conversation, change: Callable[[Tool | None, Schema], Schema]
+) -> Conversation:
+    """Return the conversation with changed schemas. `change` gets the tool of a schema, or None for the answer's."""
     use, content = conversation.tool_use, conversation.format
     tools = [
-        tool if tool.parameters is None else replace(tool, parameters=closed(tool.parameters))
+        tool if tool.parameters is None else replace(tool, parameters=change(tool, tool.parameters))
         for tool in use.tools
     ]
     return replace(
         conversation,
         tool_use=replace(use, tools=tools),
-        format=replace(content, schema=closed(content.schema)),
+        format=replace(content, schema=change(None, content.schema)),
     )
 
 
@@ -345,6 +348,7 @@ class GrammarChecks:
         """
         if grammar is None or not (problem := await self._problem(grammar)):
             return
+        conversation = _with_known_keywords(conversation)
         if conversation.format.kind != "text" and (
             alone := await self._problem(_of_format(conversation.format))
         ):

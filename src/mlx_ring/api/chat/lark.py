@@ -10,11 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
-from urllib.parse import unquote
 
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
-from mlx_ring.models.grammars import JSON_OPTIONS
+from mlx_ring.models.grammars import JSON_OPTIONS, Schema, schema_at
 
 ANY_TEXT = "/(?s:.*)/"
 """Pattern of any text. Special tokens are not text."""
@@ -150,8 +149,6 @@ class WrittenCalls:
 
 # ---- schemas of tools
 
-
-Schema = Mapping[str, object]
 
 NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a tool that takes no arguments."""
@@ -357,7 +354,7 @@ class _Closing:
             if not isinstance(ref, str) or ref in seen:
                 return schema
             seen.add(ref)
-            branch = self._target(ref)
+            branch = schema_at(self._root, ref)
         return {}
 
     def _as_it_is(self, given: object) -> object:
@@ -379,7 +376,7 @@ class _Closing:
 
     def _open_twin(self, ref: str) -> str:
         """Return a reference to the open twin of what a reference names, or itself if nothing is there."""
-        target = self._target(ref)
+        target = schema_at(self._root, ref)
         if not isinstance(target, Mapping):
             return ref
         definition, taken = cast("Schema", target), cast("Schema", self._root.get("$defs", {}))
@@ -404,29 +401,12 @@ class _Closing:
         ref = schema.get("$ref")
         if isinstance(ref, str) and ref not in seen:
             seen.add(ref)
-            if not isinstance(target := self._target(ref), Mapping):
+            if not isinstance(target := schema_at(self._root, ref), Mapping):
                 return False
             parts.append(cast("Schema", target))
         return all(
             self._collect(cast("Schema", part), names, seen) for part in parts if isinstance(part, Mapping)
         )
-
-    def _target(self, ref: str) -> object:
-        """Return what a reference within the schema names; None if nothing is there."""
-        start, *steps = unquote(ref).split("/")
-        found: object = self._root if start == "#" else None
-        for step in steps:
-            found = _child(found, step.replace("~1", "/").replace("~0", "~"))
-        return found
-
-
-def _child(value: object, step: str) -> object:
-    if isinstance(value, Mapping):
-        return cast("Schema", value).get(step)
-    if not isinstance(value, list):
-        return None
-    listed = cast("list[object]", value)
-    return listed[int(step)] if step.isdecimal() and int(step) < len(listed) else None
 
 
 def _constant(schema: object) -> str | None:

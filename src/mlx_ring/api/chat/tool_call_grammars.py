@@ -19,7 +19,6 @@ from mlx_ring.api.chat.lark import (
     PYTHON_STRINGS,
     SPACE,
     LarkGrammar,
-    Schema,
     either,
     options_of,
 )
@@ -27,7 +26,7 @@ from mlx_ring.api.chat.model_format import INNER_MARKS, JSON_SPELLINGS, CallMark
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.api.chat.tagged_calls import TAGS
 from mlx_ring.core.errors import RequestError
-from mlx_ring.models.grammars import JSON_OPTIONS
+from mlx_ring.models.grammars import JSON_OPTIONS, Schema
 
 _STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
 """Keywords of a string's schema that lists its texts or allows any."""

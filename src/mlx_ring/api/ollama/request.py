@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -82,7 +82,21 @@ class OfferedTool(Body):
 
 Format = Literal["", "json"] | dict[str, object]
 """A schema, or any JSON."""
-Think = bool | Literal["low", "medium", "high"]
+Effort = Literal["low", "medium", "high"]
+
+
+def _switch_or_effort(given: object) -> str | None:
+    return "switch" if isinstance(given, bool) else "effort" if given in get_args(Effort) else None
+
+
+Think = Annotated[
+    Annotated[bool, Tag("switch")] | Annotated[Effort, Tag("effort")],
+    Discriminator(
+        _switch_or_effort,
+        custom_error_type="switch_or_effort",
+        custom_error_message="Input should be true, false, 'low', 'medium' or 'high'",
+    ),
+]
 
 
 def read_format(given: Format | None) -> AnswerFormat:

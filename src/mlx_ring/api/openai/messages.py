@@ -14,11 +14,13 @@ from mlx_ring.api.request_body import Body, show
 from mlx_ring.core.errors import RequestError
 
 _NO_TEXT = {
-    "image_url": "an image",
+    **dict.fromkeys(("image_url", "image", "input_image"), "an image"),
+    **dict.fromkeys(("file", "input_file", "container_upload"), "a file"),
     "input_audio": "a recording",
-    "file": "a file",
     "video_url": "a video",
+    "document": "a document",
 }
+"""Kinds of parts without text, in any API."""
 
 
 class Cached(Body):
@@ -59,9 +61,9 @@ def _refuse_other_media(part: object) -> object:
     return fields
 
 
-ContentPart = Annotated[
-    Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_refuse_other_media)
-]
+TEXT_ONLY = BeforeValidator(_refuse_other_media)
+"""Check of a message's part, whose error says what the part is if it has no text."""
+ContentPart = Annotated[Annotated[TextPart | RefusalPart, Field(discriminator="type")], TEXT_ONLY]
 MessageContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Field(min_length=1), Tag("many")],
     by_number("Input should be a string or a list of text parts"),

@@ -20,7 +20,15 @@ from mlx_ring.api.chat.request import (
     template_call,
     text_of,
 )
-from mlx_ring.api.openai.messages import FunctionName, Parameters, check_names, choose
+from mlx_ring.api.openai.messages import (
+    TEXT_ONLY,
+    FunctionName,
+    Parameters,
+    RefusalPart,
+    check_names,
+    choose,
+)
+from mlx_ring.api.openai.responses.schemas import Included
 from mlx_ring.api.openai.responses.writer import unseal
 from mlx_ring.api.openai.sampling import (
     Count,
@@ -53,16 +61,9 @@ class OutputText(Body):
     """Value that an SDK parsed from the text."""
 
 
-class Refusal(Body):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-ContentPart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+ContentPart = Annotated[
+    Annotated[InputText | OutputText | RefusalPart, Field(discriminator="type")], TEXT_ONLY
+]
 ItemContent = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[ContentPart], Tag("many")],
     by_number("Input should be a string or a list of text parts"),
@@ -116,6 +117,8 @@ class ReasoningItem(Item):
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_READ = f"this server reads {', '.join(_KINDS)}"
+_INSTEAD = {"item_reference": "send the item itself, as clients do whose requests have 'store': false"}
 
 
 def _named(value: object) -> object:
@@ -128,8 +131,8 @@ def _named(value: object) -> object:
     if item.get("type") not in _KINDS:
         raise PydanticCustomError(
             "unsupported",
-            "is of the type {kind}, which is not supported; this server reads {known}.",
-            {"kind": show(item.get("type")), "known": ", ".join(_KINDS)},
+            "is of the type {kind}, which is not supported; {instead}.",
+            {"kind": show(item.get("type")), "instead": _INSTEAD.get(str(item.get("type")), _READ)},
         )
     return item
 
@@ -197,10 +200,6 @@ def _turn(messages: list[Plain], reasoning: str) -> Plain:
 
 def _with_reasoning(message: Plain, reasoning: str) -> Plain:
     return message | ({"reasoning_content": reasoning} if reasoning else {})
-
-
-_LOGPROBS = "message.output_text.logprobs"
-_SEALED = "reasoning.encrypted_content"
 
 
 _Stateless = Annotated[
@@ -329,7 +328,7 @@ class ResponsesRequest(SamplingFields):
     """Limit of calls of the server's own tools. The server has none."""
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Included] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled"] | None = None
     stream: bool | None = None
@@ -359,13 +358,13 @@ class ResponsesRequest(SamplingFields):
     @property
     def wanted_logprobs(self) -> int | None:
         """Number of alternatives to each token; None: no log-probabilities."""
-        if self.top_logprobs or _LOGPROBS in (self.include or ()):
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
             return self.top_logprobs or 0
         return None
 
     @property
     def seals_reasoning(self) -> bool:
-        return _SEALED in (self.include or ())
+        return "reasoning.encrypted_content" in (self.include or ())
 
     @property
     def functions(self) -> Iterator[tuple[FunctionTool, str | None]]:

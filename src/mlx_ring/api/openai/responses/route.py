@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from http import HTTPStatus
 from typing import Literal, cast
 
@@ -15,7 +17,7 @@ from mlx_ring.api.chat.answer import AnswerUpdate, ChatAnswer, answer_chat, stre
 from mlx_ring.api.chat.prepare import encode_conversation, prepare_chat
 from mlx_ring.api.chat.request import ContentText
 from mlx_ring.api.context import ApiContext
-from mlx_ring.api.dialect import named_event
+from mlx_ring.api.dialect import Json, named_event
 from mlx_ring.api.journal import last_event
 from mlx_ring.api.openai.chat import DONE
 from mlx_ring.api.openai.responses.request import (
@@ -30,12 +32,14 @@ from mlx_ring.api.openai.responses.request import (
 from mlx_ring.api.openai.responses.schemas import (
     CANCELLED_RESPONSE,
     DELETED_RESPONSE,
+    INPUT_ITEMS,
     INPUT_TOKENS,
     KEPT_RESPONSE,
     RESPONSE,
     ChosenTool,
     ChosenTools,
     CountedInput,
+    InputItems,
     PlainFormat,
     ReasoningConfig,
     ResponseDeleted,
@@ -51,7 +55,7 @@ from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
 from mlx_ring.api.openai.sampling import JsonObjectFormat, echoed_sampling, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken, TokenTexts
 from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
-from mlx_ring.api.request_body import convert
+from mlx_ring.api.request_body import convert, parse_json
 from mlx_ring.api.streaming import (
     EVENT_STREAM,
     KEEP_ALIVE,
@@ -69,6 +73,10 @@ from mlx_ring.core.errors import NotReady, RequestError, RingError
 from mlx_ring.core.types import SamplingParams
 
 _LONGEST_NUMBER = 9
+_MOST_ITEMS = 100
+"""Most input items on a page."""
+_ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+"""Beginnings of the ids of input items, by type."""
 
 
 def routes(context: ApiContext) -> Router:
@@ -152,6 +160,11 @@ def kept_routes(context: ApiContext) -> Router:
         await context.kept.cancel(request, id_)
         return await context.kept.write_again(request, id_, streams=False)
 
+    async def list_input(request: Request) -> InputItems:
+        id_ = request.path_params["response_id"]
+        body = await context.kept.body_of(request, id_)
+        return _page(await convert(request, lambda: _input_items(body, id_)), request)
+
     async def delete(request: Request) -> ResponseDeleted:
         id_ = request.path_params["response_id"]
         await context.kept.delete(request, id_)
@@ -159,9 +172,60 @@ def kept_routes(context: ApiContext) -> Router:
 
     for path in ("/v1/responses/{response_id}", "/responses/{response_id}"):
         documented_get(router, path, start_in_time(retrieve, has_events=True), KEPT_RESPONSE)
+        documented_get(router, f"{path}/input_items", list_input, INPUT_ITEMS)
         router.routes.append(ApiRoute(path, json_endpoint(delete), "DELETE", DELETED_RESPONSE))
         router.routes.append(ApiRoute(f"{path}/cancel", json_endpoint(cancel), "POST", CANCELLED_RESPONSE))
     return router
+
+
+def _input_items(body: bytes, id_: str) -> list[Json]:
+    """Return the input of a request as items with ids, which are the same whenever they are listed."""
+    given = cast("Json", parse_json(body.removeprefix(BOM_UTF8)))["input"]
+    items: list[Json] = (
+        [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Json]", given)
+    )
+    return [_input_item(item, f"{id_}:{place}") for place, item in enumerate(items)]
+
+
+def _input_item(given: Json, name: str) -> Json:
+    item = {key: value for key, value in given.items() if value is not None}
+    kind = str(item.setdefault("type", "message"))
+    item.setdefault("id", f"{_ID_PREFIXES[kind]}{blake2b(name.encode(), digest_size=16).hexdigest()}")
+    if kind != "reasoning":
+        item.setdefault("status", "completed")
+    content = item.get("content")
+    if isinstance(content, str):
+        is_answer = item["role"] == "assistant"
+        item["content"] = (
+            [{"type": "output_text", "text": content, "annotations": []}]
+            if is_answer
+            else [{"type": "input_text", "text": content}]
+        )
+    return item
+
+
+def _page(items: list[Json], request: Request) -> InputItems:
+    """Return the page of the items that a request for them asks for."""
+    given = request.query_params
+    limit, order, after = given.get("limit", "20"), given.get("order", "desc"), given.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit[:_LONGEST_NUMBER]) <= _MOST_ITEMS:
+        raise RequestError(f"'limit' is '{limit}'; give a number from 1 to {_MOST_ITEMS}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"'order' is '{order}'; give 'asc' or 'desc'.", param="order")
+    listed = items if order == "asc" else items[::-1]
+    ids = [str(item["id"]) for item in listed]
+    if after is not None and after not in ids:
+        raise RequestError(f"'after' is '{after}', which is no id of an input item.", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    end = start + int(limit)
+    page = ids[start:end]
+    return {
+        "object": "list",
+        "data": listed[start:end],
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+        "has_more": end < len(ids),
+    }
 
 
 class ResponseStream:

@@ -288,6 +288,15 @@ ResponseEvent = Annotated[
 ]
 
 
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Names of optional parts of a response. Clients with a web search ask for its sources, of which there are none here."""
+
+
 class CountedInput(JsonObject):
     object: Literal["response.input_tokens"]
     input_tokens: int
@@ -317,8 +326,29 @@ KEPT_RESPONSE = RouteDoc(
     more_statuses=(404,),
     tag="OpenAI",
 )
+
+
+class InputItems(JsonObject):
+    object: Literal["list"]
+    data: list[dict[str, object]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+INPUT_ITEMS: RouteDoc[InputItems] = RouteDoc(
+    "List the input items of a response that the journal keeps",
+    InputItems,
+    query={
+        "limit": "Most items of a page: 1 to 100, by default 20.",
+        "order": "`desc`, the default: the last item first. `asc`: as in the request.",
+        "after": "Id of the item before the page.",
+    },
+    more_statuses=(404,),
+    tag="OpenAI",
+)
 CANCELLED_RESPONSE: RouteDoc[ResponseMade] = RouteDoc(
-    "End a response that runs in the background", ResponseMade, more_statuses=(404, 409), tag="OpenAI"
+    "End a response that runs in the background", ResponseMade, more_statuses=(404,), tag="OpenAI"
 )
 
 
