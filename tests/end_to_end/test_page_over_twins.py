@@ -224,12 +224,12 @@ def test_lost_server_is_reported_until_it_returns(browser: Browser) -> None:
 MARKDOWN = {
     "plain *emphasis*, **strong** and `code`": "<p>plain <em>emphasis</em>, <strong>strong</strong> and <code>code</code></p>",
     "snake_case_name and 2 * 3 * 4": "<p>snake_case_name and 2 * 3 * 4</p>",
-    "1. one\n   - inner\n2. two": "<ol><li>one<ul><li>inner</li></ul></li><li>two</li></ol>",
-    "- loose\n\n- list": "<ul><li>loose</li><li>list</li></ul>",
+    "1. one\n   - inner\n2. two": '<ol dir="auto"><li>one<ul dir="auto"><li>inner</li></ul></li><li>two</li></ol>',
+    "- loose\n\n- list": '<ul dir="auto"><li>loose</li><li>list</li></ul>',
     "## Title\ntext": "<h4>Title</h4><p>text</p>",
-    "> quoted\nlazily": "<blockquote><p>quoted<br>lazily</p></blockquote>",
+    "> quoted\nlazily": '<blockquote dir="auto"><p>quoted<br>lazily</p></blockquote>',
     "| a | b |\n|---|--:|\n| 1 | 2 |": (
-        '<div class="scroll" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
+        '<div class="scroll" dir="auto" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
         '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>'
     ),
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
@@ -309,6 +309,41 @@ def test_code_is_highlighted_and_latex_becomes_mathml(browser: Browser) -> None:
         expect(answer.locator("math mfrac")).to_have_count(1)
         expect(answer.locator("pre b")).to_have_count(0)
         assert events.to_other_servers(url) == []
+        assert events.problems == []
+
+
+TWO_SCRIPTS = """مرحبا
+
+- a list
+- of two
+
+> quoted
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+1. אחת
+2. two
+"""
+
+TEXTS_BESIDE_THEIR_MARKS = """() => [...document.querySelectorAll(".markdown :is(li, blockquote, table)")].map((element) => {
+    const range = document.createRange();
+    range.selectNodeContents(element);
+    const [text, box] = [range.getBoundingClientRect(), element.getBoundingClientRect()];
+    const { direction } = getComputedStyle(element);
+    return [direction, direction === "ltr" ? text.left - box.left < 50 : box.right - text.right < 50];
+})"""
+"""The direction of each list item, quote and table, and whether its text begins at that side."""
+
+
+def test_list_quote_and_table_run_as_their_own_text_does(browser: Browser) -> None:
+    with serving(TwinService(says=TWO_SCRIPTS)) as url, open_page(browser, url) as (page, events):
+        ask(page, "Write in two scripts.")
+        expect(page.get_by_role("article", name="Answer").locator("ol li")).to_have_count(2)
+        assert page.evaluate("getComputedStyle(document.querySelector('.markdown')).direction") == "rtl"
+        english, hebrew = ["ltr", True], ["rtl", True]
+        assert page.evaluate(TEXTS_BESIDE_THEIR_MARKS) == [*[english] * 4, *[hebrew] * 2]
         assert events.problems == []
 
 

@@ -154,7 +154,7 @@ function parseQuote(lines, place, depth) {
     inner.push(lineAt(lines, next).replace(QUOTE, ""));
     next += 1;
   }
-  return [h("blockquote", null, parseLines(inner, depth + 1)), next];
+  return [h("blockquote", { dir: "auto" }, parseLines(inner, depth + 1)), next];
 }
 
 // ---- lists
@@ -182,7 +182,7 @@ function parseList(lines, place, depth) {
     next = after;
   }
   const start = isOrdered ? Number.parseInt(marker, 10) : 1;
-  return [h(isOrdered ? "ol" : "ul", start === 1 ? null : { start }, items), next];
+  return [h(isOrdered ? "ol" : "ul", { dir: "auto", ...(start !== 1 && { start }) }, items), next];
 }
 
 /**
@@ -301,7 +301,7 @@ function parseTable(lines, place) {
     null,
     lines.slice(place + 2, next).map((line) => row(line, "td")),
   );
-  return [h("div", { class: "scroll", tabIndex: 0 }, h("table", null, head, body)), next];
+  return [h("div", { class: "scroll", dir: "auto", tabIndex: 0 }, h("table", null, head, body)), next];
 }
 
 /** @param {string} line */

@@ -19,7 +19,25 @@ const BARE_LINK = /^https?:\/\/[^\s<>"'`]+/;
 /** Characters that end a sentence or a mark, and no address. */
 const AFTER_LINK = ".,;:!?]}*_";
 const LINE_BREAK = /^<br {0,3}\/?>\n?/i;
-const FIXED_SPACE = "&nbsp;";
+/** Longest reference to a character, such as &hellip; or &#8230;. */
+const MAX_REFERENCE = 10;
+const REFERENCE = /^&(?:([a-z]+)|#(\d+)|#x([\da-f]+));/i;
+/** Characters that models write by name. @type {Record<string, string>} */
+const NAMED = {
+  ...{
+    nbsp: "\u00a0",
+    lt: "<",
+    gt: ">",
+    amp: "&",
+    quot: '"',
+    apos: "'",
+    vert: "|",
+    hellip: "…",
+    ndash: "–",
+    mdash: "—",
+  },
+  ...{ times: "×", minus: "−", deg: "°", larr: "←", rarr: "→", le: "≤", ge: "≥", ne: "≠", bull: "•", copy: "©" },
+};
 const IN_WORD = /[\p{L}\p{N}_]/u;
 const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
 
@@ -64,9 +82,10 @@ export function parseSpans(text, depth = 0, isInLink = false) {
     } else if (text[place] === "\\" && ESCAPABLE.test(text.charAt(place + 1))) {
       plain += text[place + 1];
       place += 2;
-    } else if (text.startsWith(FIXED_SPACE, place)) {
-      plain += "\u00a0";
-      place += FIXED_SPACE.length;
+    } else if (text[place] === "&") {
+      const [character, length] = parseReference(text.slice(place, place + MAX_REFERENCE));
+      plain += character;
+      place += length;
     } else {
       plain += text[place];
       place += 1;
@@ -74,6 +93,20 @@ export function parseSpans(text, depth = 0, isInLink = false) {
   }
   if (plain) content.push(plain);
   return content;
+}
+
+/**
+ * Return the character that a reference at the start stands for, and the reference's length. Without one, it is the text's
+ * first character.
+ * @param {string} text
+ * @returns {[character: string, length: number]}
+ */
+function parseReference(text) {
+  const [whole = "", name, decimal, hexadecimal] = REFERENCE.exec(text) ?? [];
+  if (name) return Object.hasOwn(NAMED, name) ? [NAMED[name] ?? "", whole.length] : ["&", 1];
+  if (!whole) return ["&", 1];
+  const code = decimal ? Number.parseInt(decimal, 10) : Number.parseInt(hexadecimal ?? "", 16);
+  return [code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : "\ufffd", whole.length];
 }
 
 /**
@@ -91,6 +124,8 @@ function parseSpan(text, place, scope) {
       return parseFormula(text, place);
     case "`":
       return parseCodeSpan(text, place);
+    case "!": // A picture of another server is not loaded: its text links to it.
+      return text[place + 1] === "[" && !scope.isInLink ? parseLink(text, place + 1, scope) : null;
     case "[":
       return scope.isInLink ? null : parseLink(text, place, scope);
     case "<":
