@@ -26,6 +26,9 @@ sys.exit(code)
 """
 
 
+MAIN = "from mlx_ring.cli.main import main; main()"
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", RUN, *arguments],
@@ -59,6 +62,61 @@ def test_a_misspelt_command_gets_a_suggestion(tmp_path: Path) -> None:
     done = run_in_process("modles", folder=tmp_path)
     assert done.returncode == 2
     assert "No such command 'modles'. Did you mean 'models'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("ls", "No such command 'ls'. Did you mean 'list'? `mlx-ring --help`"),
+        ("status", "No such command 'status'. Did you mean 'ps' or 'cluster status'?"),
+        ("download", "Did you mean 'pull'?"),
+    ],
+)
+def test_the_name_of_a_command_in_other_programs_gets_a_suggestion(
+    typed: str, said: str, tmp_path: Path
+) -> None:
+    done = run_in_process(typed, "qwen3:8b", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "usage"),
+    [
+        (("help",), "mlx-ring [OPTIONS] COMMAND"),
+        (("-h",), "mlx-ring [OPTIONS] COMMAND"),
+        (("help", "token"), "mlx-ring token [OPTIONS] COMMAND"),
+        (("help", "models", "load"), "mlx-ring models load [OPTIONS]"),
+        (("serve", "-h"), "mlx-ring serve [OPTIONS] [MODEL]..."),
+    ],
+)
+def test_help_is_found_where_people_look_for_it(typed: tuple[str, ...], usage: str, tmp_path: Path) -> None:
+    done = run_in_process(*typed, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Usage: {usage}" in done.stdout
+
+
+def test_help_for_an_unknown_command_suggests_one_and_version_is_a_command(tmp_path: Path) -> None:
+    unknown = run_in_process("help", "modles", folder=tmp_path)
+    assert unknown.returncode == 2
+    assert "Did you mean 'models'" in unknown.stderr
+    done = run_in_process("version", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, run_in_process("--version", folder=tmp_path).stdout)
+
+
+def test_a_removed_working_directory_ends_a_command_with_one_sentence(tmp_path: Path) -> None:
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-c", MAIN, "serve", "./model"],
+        cwd=removed,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mlx-ring: The working directory does not exist any more: change to another one.\n"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,6 +59,25 @@ _PANELS = {
 }
 COMMANDS = {name: place for panel in _PANELS.values() for name, place in panel.items()}
 """Place of each command: a function, or a `Typer` with commands of its own. Help lists them in this order, by panel."""
+_OTHER_NAMES = {
+    "ask": ("run", "chat"),
+    "benchmark": ("bench",),
+    "delete": ("rm",),
+    "download": ("pull",),
+    "get": ("pull",),
+    "info": ("list", "ps"),
+    "load": ("models load",),
+    "logs": ("cluster logs",),
+    "ls": ("list",),
+    "nodes": ("node list",),
+    "remove": ("rm",),
+    "search": ("recommend", "list"),
+    "show": ("list", "ps"),
+    "start": ("serve", "cluster start"),
+    "status": ("ps", "cluster status"),
+    "unload": ("models unload",),
+}
+"""Commands by the names that they have in other programs."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -78,6 +98,11 @@ class _Commands(TyperGroup):
             if name not in self.commands:
                 self.commands[name] = _load_command(name)
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if names := _OTHER_NAMES.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, names))}?")
+        return super().resolve_command(ctx, args)
 
 
 def _load_command(name: str) -> Any:
@@ -107,6 +132,7 @@ app = typer.Typer(
     name="mlx-ring",
     cls=_Commands,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help=(
         "A distributed inference server for large language models on MLX, compatible with the OpenAI, Anthropic and "
         "Ollama APIs.\n\n"
@@ -141,6 +167,9 @@ def run() -> int:
         if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - it is None if it was closed
             sys.stdout.flush()
     except OSError as error:
+        if _has_lost_its_folder():
+            _complain("The working directory does not exist any more: change to another one.")
+            return WRONG_INPUT
         if error.errno not in _LOST_OUTPUT or error.filename is not None:
             raise
         if error.errno != errno.EPIPE:  # the reader of a pipe may leave whenever it has enough
@@ -150,6 +179,13 @@ def run() -> int:
         _discard_output()
         return 1
     return code
+
+
+def _has_lost_its_folder() -> bool:
+    try:
+        return not Path.cwd()
+    except FileNotFoundError:
+        return True
 
 
 def _discard_output() -> None:
@@ -170,8 +206,7 @@ def _print_all_characters() -> None:
 def _run() -> int:
     keep_early_records()
     _print_all_characters()
-    if sys.argv[1:2] == ["demo"]:  # short for those who try it for the first time, without a checkout
-        sys.argv[1:2] = ["serve", "demo"]
+    sys.argv[1:] = _in_full(sys.argv[1:])
     try:
         code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
     except typer.Exit as error:
@@ -188,6 +223,19 @@ def _run() -> int:
         _complain(str(error))
         return WRONG_INPUT if isinstance(error, (ConfigError, ModelError, PlanError, TrustError)) else 1
     return code if isinstance(code, int) else 0
+
+
+def _in_full(typed: list[str]) -> list[str]:
+    """Return the arguments for what people type first: `demo`, `version`, `help` and `help COMMAND`."""
+    match typed:
+        case ["demo", *rest]:  # for those who try it without a checkout
+            return ["serve", "demo", *rest]
+        case ["version"]:
+            return ["--version"]
+        case ["help", *command]:
+            return [*command, "--help"]
+        case _:
+            return typed
 
 
 def _advice(error: typer.TyperException) -> str:

@@ -19,7 +19,7 @@ const BARE_LINK = /^https?:\/\/[^\s<>"'`]+/;
 /** Characters that end a sentence or a mark, and no address. */
 const AFTER_LINK = ".,;:!?]}*_";
 const LINE_BREAK = /^<br {0,3}\/?>\n?/i;
-/** Longest reference to a character, such as &hellip; or &#8230;. */
+/** Longest reference to a character, in characters. */
 const MAX_REFERENCE = 10;
 const REFERENCE = /^&(?:([a-z]+)|#(\d+)|#x([\da-f]+));/i;
 /** Characters that models write by name. @type {Record<string, string>} */
