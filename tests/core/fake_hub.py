@@ -83,7 +83,7 @@ class FakeHub(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         if code:
-            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message" if " " in code else "X-Error-Code", code)
         self.end_headers()
         if with_body:
             self.wfile.write(data)

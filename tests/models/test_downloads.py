@@ -27,7 +27,14 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, Conflict, ExceedsMemory, ModelNotFound, ModelUnsupported
 from mlx_ring.host.private_files import release
 from mlx_ring.models import hub
-from mlx_ring.models.hub_cache import PART, Meter, Part, check_shared_memory, interrupted_downloads
+from mlx_ring.models.hub_cache import (
+    PART,
+    Meter,
+    Part,
+    check_shared_memory,
+    explain_failure,
+    interrupted_downloads,
+)
 from mlx_ring.models.model_source import (
     describe_model,
     find_model,
@@ -553,6 +560,12 @@ class GatedHub(RefusingHub):
     status, code = 403, "GatedRepo"
 
 
+class TokenRefusingHub(RefusingHub):
+    """Hub that knows the request's token no more."""
+
+    status, code = 401, "Invalid credentials in Authorization header"
+
+
 class Mirror(RefusingHub):
     """Hub that lacks the model, and says so as any server does."""
 
@@ -562,7 +575,11 @@ class Mirror(RefusingHub):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (GatedHub, "then run `hf auth login` on this machine, or start the server again with HF_TOKEN"),
+        (GatedHub, "hf auth login` on this machine, or set HF_TOKEN to a token from http://127.0.0.1:"),
+        (
+            TokenRefusingHub,
+            "because the hub refuses the token of this machine: it is wrong or has expired. To",
+        ),
         (RefusingHub, "cannot be fetched now: the hub answered 500."),
     ],
 )
@@ -603,7 +620,7 @@ def test_a_mirror_without_the_model_is_not_to_be_asked_again_later(tiny_model: P
     ],
 )
 def test_a_failure_of_the_disk_is_not_taken_for_one_of_the_network(error: OSError, said: str) -> None:
-    assert said in str(hub.explain_failure("someone/tiny", error))
+    assert said in str(explain_failure("someone/tiny", error))
 
 
 def test_a_plan_of_a_model_asks_an_unreachable_hub_once_and_uses_the_kept_configuration(

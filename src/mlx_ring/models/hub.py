@@ -32,11 +32,9 @@ from huggingface_hub import (
 )
 from huggingface_hub import hf_hub_url as url_of
 from huggingface_hub.errors import (
-    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import (
     are_symlinks_supported,
@@ -48,7 +46,7 @@ from huggingface_hub.utils import (
     filter_repo_objects,
 )
 
-from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, PlanError, RingError, without_number
+from mlx_ring.core.errors import ModelCorrupt, ModelNotFound, RingError
 from mlx_ring.host.private_files import is_held, lock_open_file, may_remove
 from mlx_ring.models.config_limits import QUANTIZATION_FILE, check_memory, require_loadable
 from mlx_ring.models.hub_cache import (
@@ -57,6 +55,7 @@ from mlx_ring.models.hub_cache import (
     Part,
     check_disk,
     check_shared_memory,
+    explain_failure,
     is_of_disk,
     kept_bytes,
     remove_outdated_parts,
@@ -72,7 +71,6 @@ from mlx_ring.models.model_folder import (
     read_model_config,
     read_model_folder,
 )
-from mlx_ring.models.short_names import not_on_hub
 
 log = logging.getLogger(__name__)
 
@@ -418,33 +416,3 @@ def _in_time(name: str, ask: Callable[[], Found], *, is_here: bool = False) -> F
         return answers[0]
     cause = errors[0] if errors else TimeoutError(f"no answer within {_ANSWER_WAIT_S:g} s")
     raise explain_failure(name, cause, is_here=is_here) from cause
-
-
-def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> RingError:
-    """Return the error for a failure of the hub, of the network, or of the disk, for a model that is complete here or not."""
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if isinstance(error, GatedRepoError):
-        return ModelNotFound(
-            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` on this machine, or "
-            f"start the server again with HF_TOKEN, a token from {constants.ENDPOINT}/settings/tokens."
-        )
-    # Mirrors answer 404 without the hub's own code.
-    if isinstance(error, RepositoryNotFoundError) or (type(error), status) == (HfHubHTTPError, 404):
-        return ModelNotFound(not_on_hub(name))
-    if isinstance(error, HfHubHTTPError):
-        return ModelNotFound(
-            f"{name} cannot be fetched now: the hub answered {status}. Pull it again later; the download continues "
-            "where it ended."
-        )
-    if isinstance(error, OSError) and is_of_disk(error):
-        return PlanError(
-            f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
-            "set HF_HOME to another folder, then pull it again; the download continues where it ended."
-        )
-    reason = without_number(" ".join(str(error).split())) or type(error).__name__
-    if is_here:
-        return ModelNotFound(f"The hub cannot be asked ({reason}).")
-    return ModelNotFound(
-        f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
-        "that holds the model; `mlx-ring models list` names the models on this machine."
-    )

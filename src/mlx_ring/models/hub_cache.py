@@ -1,4 +1,7 @@
-"""Models in the hub's cache: which there are, complete or not, how their parts grow, and how they are removed."""
+"""Models in the hub's cache: which there are, complete or not, how their parts grow, and how they are removed.
+
+Also why a model cannot be fetched into it.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,30 @@ import math
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub.errors import CacheNotFound, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
-from mlx_ring.core.errors import ConfigError, ExceedsMemory, PlanError
+from mlx_ring.core.errors import (
+    ConfigError,
+    ExceedsMemory,
+    ModelNotFound,
+    PlanError,
+    RingError,
+    without_number,
+)
 from mlx_ring.core.folders import typed_path
 from mlx_ring.host.private_files import is_held, may_remove
 from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.gguf import SUFFIX
 from mlx_ring.models.model_folder import PullProgress, Report
+from mlx_ring.models.short_names import short_names_of
 
 PART = ".mlx-ring.part"
 """End of the names of weights files that are not complete."""
@@ -34,6 +46,7 @@ _DISK_ERRORS = (
     *(errno.EROFS, errno.ESTALE, errno.ENOLCK, errno.ENOTSUP),
 )
 """Errors of a disk that name no file."""
+_UNAUTHORIZED = 401
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}")
 
 
@@ -206,6 +219,66 @@ def is_of_disk(error: Exception) -> bool:
     if not isinstance(error, OSError) or not error.strerror:
         return False
     return bool(error.filename) or error.errno in _DISK_ERRORS
+
+
+def explain_failure(name: str, error: Exception, *, is_here: bool = False) -> RingError:
+    """Return the error for a failure of the hub, of the network, or of the disk, for a model that is complete here or not."""
+    if isinstance(error, HfHubHTTPError):
+        return ModelNotFound(_explain_refusal(name, error))
+    if isinstance(error, OSError) and is_of_disk(error):
+        return PlanError(
+            f"{name} cannot be written to {error.filename or constants.HF_HUB_CACHE} ({error.strerror}): correct that, or "
+            "set HF_HOME to another folder, then pull it again; the download continues where it ended."
+        )
+    reason = without_number(" ".join(str(error).split())) or type(error).__name__
+    if is_here:
+        return ModelNotFound(f"The hub cannot be asked ({reason}).")
+    return ModelNotFound(
+        f"{name} is not on this machine and cannot be fetched ({reason}): connect to the network, or give a folder "
+        "that holds the model; `mlx-ring models list` names the models on this machine."
+    )
+
+
+def _explain_refusal(name: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then {_how_to_log_in()}."
+    # Mirrors answer 404 without the hub's own code.
+    if isinstance(error, RepositoryNotFoundError) or (type(error), status) == (HfHubHTTPError, 404):
+        return _not_on_hub(name)
+    if status == _UNAUTHORIZED:
+        return (
+            f"{name} cannot be fetched, because the hub refuses the token of this machine: it is wrong or has expired. "
+            f"To replace it, {_how_to_log_in()}. Models that are not gated need none: `{_hub_program()} auth logout`, or "
+            "unset HF_TOKEN."
+        )
+    return (
+        f"{name} cannot be fetched now: the hub answered {status}. Pull it again later; the download continues where it "
+        "ended."
+    )
+
+
+def _not_on_hub(name: str) -> str:
+    if short := short_names_of(name):
+        return (
+            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
+            "give the id of another conversion."
+        )
+    return f"The hub has no model {name}, or it is private: check the spelling. For a private one, {_how_to_log_in()}."
+
+
+def _how_to_log_in() -> str:
+    """Return the two ways to give this machine a token of the hub."""
+    return (
+        f"run `{_hub_program()} auth login` on this machine, or set HF_TOKEN to a token from "
+        f"{constants.ENDPOINT}/settings/tokens (for a server, before it starts)"
+    )
+
+
+def _hub_program() -> str:
+    """Return the hub's own program. Where uv or pipx has installed mlx-ring as a tool, it is not on the path."""
+    own = Path(sys.executable).with_name("hf")
+    return str(own) if not shutil.which("hf") and own.exists() else "hf"
 
 
 def is_being_fetched(folder: Path) -> bool:

@@ -212,16 +212,3 @@ def unknown_model(name: str, builtin: Sequence[str]) -> ModelNotFound:
         f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "
         f"qwen3:8b, or a built-in model ({', '.join(builtin)}).{meant}"
     )
-
-
-def not_on_hub(name: str) -> str:
-    """Return the sentence about a model that the hub does not have."""
-    if short := short_names_of(name):
-        return (
-            f"The hub has {name} no more, for which {short[0]} stands: choose another model with `mlx-ring recommend`, or "
-            "give the id of another conversion."
-        )
-    return (
-        f"The hub has no model {name}, or it is private: check the spelling. For a private one, run `hf auth login` on "
-        "this machine, or start the server again with HF_TOKEN, your token."
-    )
