@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.models.gguf.writing import write_gguf_of
 
 from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
+from mlx_ring.head.served_model import start_name
 from mlx_ring.models.config_limits import check_memory
 from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
 
@@ -166,6 +168,29 @@ def test_weights_larger_than_memory_are_refused_with_both_sizes() -> None:
 def gguf(tiny_model: Path, tmp_path: Path, cache: Path) -> Path:
     assert cache
     return write_gguf_of(tiny_model, tmp_path / "small.Q4.gguf")
+
+
+def test_a_folder_above_the_working_one_has_its_own_name(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model, model := tmp_path / "my model")
+    (model / "inner").mkdir()
+    (tmp_path / "link").symlink_to(model / "inner")
+    monkeypatch.chdir(model / "inner")
+    for name in ("..", "../../my model", str(tmp_path / "link" / "..")):
+        found = find_model(name)
+        assert (found.name, found.folder.path, describe_model(name).name) == ("my model", model, "my model")
+        assert start_name(name, found) == str(model)
+
+
+def test_a_gguf_file_is_listed_once_however_its_path_is_typed(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for name in (str(gguf), f"../{gguf.name}", f"../inner/../{gguf.name}"):
+        find_model(name)
+    assert [model.name for model in list_local_models() if model.kind == "file"] == [str(gguf)]
 
 
 def test_a_gguf_file_is_found_by_its_path_and_named_after_itself(gguf: Path) -> None:

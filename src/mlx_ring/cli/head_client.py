@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import typer
 
 from mlx_ring.core.errors import ConfigError, ModelNotFound, RequestError, without_number
+from mlx_ring.core.folders import absolute_path
 from mlx_ring.host.addresses import is_loopback, plain_url
 from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings, own_url
@@ -207,7 +208,7 @@ def name_for(url: str, model: str) -> str:
         return model
     with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
         path = Path(model).expanduser()
-        return str(path.absolute()) if path.exists() else model
+        return str(absolute_path(path)) if path.exists() else model
     return model
 
 

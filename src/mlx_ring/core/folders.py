@@ -121,6 +121,17 @@ def typed_path(name: str) -> Path:
     return Path(name)
 
 
+def absolute_path(path: Path) -> Path:
+    """Return the absolute path without `..`, whose last name can stand for it. Links after the last `..` stay."""
+    whole = path.absolute()
+    if ".." not in whole.parts:
+        return whole
+    end = len(whole.parts) - whole.parts[::-1].index("..")
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a loop of links, or no possible path
+        return Path(*whole.parts[:end]).resolve().joinpath(*whole.parts[end:])
+    return whole
+
+
 def is_there(path: Path) -> bool:
     """Report whether a path exists; False also for a name longer than any may be, or in a folder closed to this user."""
     try:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from mlx_ring.core.engine_stats import Policy
 from mlx_ring.core.environment import has_cuda_build, quieten_transformers
 from mlx_ring.core.errors import ConfigError, ModelCorrupt, ModelUnsupported
+from mlx_ring.core.folders import absolute_path, typed_path
 from mlx_ring.core.lean_imports import import_bare, import_tokenizers, importing
 from mlx_ring.core.traces import owner_of
 from mlx_ring.core.types import (
@@ -159,7 +160,7 @@ def prepare_models(settings: Settings) -> list[tuple[Settings, ServedModel]]:
 
 def start_name(given: str, local: LocalModel) -> str:
     """Return the name or the absolute path with which another start, in any folder, finds the model that was given."""
-    return str(Path(given).expanduser().absolute()) if local.kind in ("folder", "file") else given
+    return str(absolute_path(typed_path(given))) if local.kind in ("folder", "file") else given
 
 
 def describe_model(folder: ModelFolder) -> Mapping[str, object]:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from mlx_ring.core.environment import package_version
 from mlx_ring.core.errors import ConfigError, Conflict, ModelCorrupt, ModelError, ModelNotFound
-from mlx_ring.core.folders import cache_folder, is_there, typed_path
+from mlx_ring.core.folders import absolute_path, cache_folder, is_there, typed_path
 from mlx_ring.host.private_files import hold, is_held, lock_open_file, may_remove
 from mlx_ring.models.config_limits import require_loadable
 from mlx_ring.models.gguf import MAGIC, SUFFIX, read_gguf, read_range
@@ -73,10 +73,10 @@ def builtin_names() -> list[str]:
 
 
 def _path_of(name: str) -> Path:
-    """Return the path that a name may be. Raises `ModelNotFound` for an empty one, which would be the working folder."""
+    """Return the absolute path that a name may be. Raises `ModelNotFound` for an empty one, the working folder's."""
     if not name:
         raise unknown_model(name, builtin_names())
-    return typed_path(name)
+    return absolute_path(typed_path(name))
 
 
 def interrupted_downloads() -> Mapping[str, int]:
@@ -145,9 +145,9 @@ def find_model(
         return LocalModel(name, "built-in", read_model_folder(BUILTIN_FOLDER / name))
     path = _path_of(name)
     if _is_gguf(path):
-        return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path.absolute())))
+        return LocalModel(_gguf_name(path), "file", read_model_folder(_folder_of_gguf(path)))
     if is_there(path):
-        return LocalModel(path.absolute().name, "folder", read_model_folder(path.absolute()))
+        return LocalModel(path.name, "folder", read_model_folder(path))
     found = _downloaded(name)
     if found is not None:
         return found
@@ -254,13 +254,11 @@ def _describe(name: str) -> LocalModel:
     path = _path_of(name)
     if name not in builtin_names() and is_there(path):
         if _is_gguf(path):
-            return LocalModel(_gguf_name(path), "file", read_gguf_model(_parts(path.absolute())))
+            return LocalModel(_gguf_name(path), "file", read_gguf_model(_parts(path)))
         if path.is_file():
-            return LocalModel(path.absolute().parent.name, "folder", read_model_config(path.absolute()))
+            return LocalModel(path.parent.name, "folder", read_model_config(path))
         if not any(path.glob("model*.safetensors")):
-            return LocalModel(
-                path.absolute().name, "folder", read_model_config(path.absolute() / "config.json")
-            )
+            return LocalModel(path.name, "folder", read_model_config(path / "config.json"))
     if name in builtin_names() or is_there(path):
         return find_model(name)
     found = _downloaded(name)
@@ -289,7 +287,7 @@ def remove_model(name: str) -> tuple[str, int]:
         raise ConfigError(f"{name} is part of mlx-ring and takes no space: it cannot be removed.")
     path = _path_of(name)
     if is_there(path):
-        raise ConfigError(f"{path.absolute()} is your own: remove it yourself if nothing needs it.")
+        raise ConfigError(f"{path} is your own: remove it yourself if nothing needs it.")
     hub_id = exact_name(name)
     repository = hub_cache.cached_repository(hub_id)
     if repository is None:
