@@ -75,6 +75,15 @@ def test_install_now_starts_a_service_and_uninstall_stops_and_removes_it(tmp_pat
     assert again.stdout.count("is not there.") == 2
 
 
+def test_install_into_a_folder_that_cannot_be_written_does_not_blame_an_option(tmp_path: Path) -> None:
+    (tmp_path / ".config").write_text("a file")
+    done = run("install", "--", "serve", "demo", home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mlx-ring-serve.service cannot be written (" in done.stderr
+    assert "): correct that, or log in as the user of the service." in done.stderr
+    assert "--system" not in done.stderr
+
+
 def test_install_names_the_variables_of_the_shell_that_a_service_lacks(tmp_path: Path) -> None:
     def reported(given: dict[str, str]) -> list[str]:
         environment = environment_in(tmp_path) | dict.fromkeys(library_variables(), "") | given

@@ -256,7 +256,7 @@ def install(
     """Write the unit of the service. Repeat it to replace a changed unit."""
     keeper, service = _keeper(), _service(arguments, system, run_as)
     path = unit_path(keeper, service.scope, service.verb, service.home)
-    print(f"{path} {_write(path, unit_text(keeper, service))}.")
+    print(f"{path} {_write(path, unit_text(keeper, service), service.scope)}.")
     if keeper == "launchd" and not system:
         print(_NO_LAN)
     for sentence in _left_out(keeper, service, path):
@@ -413,7 +413,7 @@ def _known(verbs: Sequence[str] | None) -> Sequence[str]:
     return verbs or VERBS
 
 
-def _write(path: Path, text: str) -> str:
+def _write(path: Path, text: str, scope: Scope) -> str:
     """Write the file if it differs, and return a phrase for the result."""
     try:
         if (before := path.read_text("utf-8") if path.exists() else None) == text:
@@ -421,10 +421,9 @@ def _write(path: Path, text: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): a service of the whole machine needs root; for your "
-            "own, leave out --system."
-        ) from error
+        own = "correct that, or log in as the user of the service"
+        advice = own if scope == "user" else "use sudo, or leave out --system for a service of your own"
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): {advice}.") from error
     return "is written" if before is None else "is replaced"
 
 
