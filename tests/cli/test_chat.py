@@ -241,6 +241,23 @@ def test_an_invalid_address_is_reported_in_one_line(url: str) -> None:
     assert screen.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        ("org/twin", 0, "org/twin at http://"),
+        ("qwen3:8b", 2, "does not serve 'qwen3:8b'; it has org/twin."),
+        ("twins", 0, ANSWER_TEXT),
+        ("a:b", 0, ANSWER_TEXT),
+    ],
+)
+def test_a_model_in_the_place_of_the_question_is_not_asked_as_one(
+    typed: str, code: int, said: str, twin: tuple[TwinService, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, url = twin
+    assert run_chat(url, question=typed, read_line=lines()) == code
+    assert said in "".join(capsys.readouterr())
+
+
 def test_an_unknown_model_is_reported_with_the_served_models(twin: tuple[TwinService, str]) -> None:
     _, url = twin
     assert chat(url, model="twin")[0] == 0

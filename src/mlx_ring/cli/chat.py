@@ -162,7 +162,7 @@ def run_chat(
         system: system prompt.
         sampling: sampling parameters by their names in requests; None for those not set.
         question: only this is asked. Only the answer is printed, as for questions from a pipe. Errors and counts go to
-            standard error, and reasoning is left out if the output is no terminal.
+            standard error, and reasoning is left out if the output is no terminal. A model's name chooses it instead.
         trusted: TLS context for an HTTPS server.
         console: where to print.
         read_line: returns the next line, or raises `EOFError` at the end.
@@ -172,12 +172,14 @@ def run_chat(
         or `INTERRUPTED` if Ctrl-C ended it.
     """
     console = console or Console()
-    is_piped = read_line is None and question is None and not sys.stdin.isatty()
-    read_line = read_line or _read_line
-    # Other programs read these answers, so that nothing else may stand among them.
-    notes = Console(stderr=True) if is_piped or question is not None else console
+    notes = Console(stderr=True) if question is not None else console
     server = ChatServer(base_url, api_key, trusted)
     try:
+        if model is None and question is not None and server.is_model(question):
+            model, question = question, None
+        is_piped = read_line is None and question is None and not sys.stdin.isatty()
+        # Other programs read these answers, so that nothing else may stand among them.
+        notes = Console(stderr=True) if is_piped or question is not None else console
         conversation = ChatSession(
             server, server.find_model(model), console, notes, system, {**(sampling or {})}
         )
@@ -191,14 +193,15 @@ def run_chat(
                 highlight=False,
                 soft_wrap=True,
             )
-        if _converse(conversation, read_line, is_piped=is_piped):
+        if _converse(conversation, read_line or _read_line, is_piped=is_piped):
             return INTERRUPTED
     except ChatError as error:
         _print_error(notes, error)
         return _MISUSE
+    else:
+        return _FAILED if is_piped and conversation.has_failed else 0
     finally:
         server.close()
-    return _FAILED if is_piped and conversation.has_failed else 0
 
 
 def sampling_of(

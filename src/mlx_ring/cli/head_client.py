@@ -285,10 +285,7 @@ class ChatServer:
 
     def find_model(self, wanted: str | None) -> str:
         """Return the name of the model to ask."""
-        with self._clear_errors():
-            response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
-            _check(response)
-            served = _models(response)
+        served = self._served()
         if not served:
             raise ChatError(f"{self.url} serves no model.")
         if wanted is None:
@@ -302,6 +299,19 @@ class ChatServer:
         )
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served)}.{meant}")
+
+    def is_model(self, text: str) -> bool:
+        """Report whether a text is the name of a model: a served one's, or a short name with its size."""
+        if any(text in names for names in self._served().values()):
+            return True
+        return ":" in text and _hub_id(text) is not None
+
+    def _served(self) -> dict[str, set[str]]:
+        """Return the names of each served model, by its id."""
+        with self._clear_errors():
+            response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
+            _check(response)
+            return _models(response)
 
     def stream(
         self, model: str, messages: list[dict[str, str]], sampling: Mapping[str, float | None]
