@@ -32,6 +32,8 @@ def test_an_error_holds_the_last_output_of_the_command() -> None:
         run_on(HERE, [sys.executable, "-c", script])
     with pytest.raises(HostFailed, match=r"^here: it ended with code 3\.$"):
         run_on(HERE, [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(HostFailed, match=r"^here: Did you mean 'demo'\?$"):
+        check_exit(HERE, 2, "mlx-ring: Did you mean 'demo'?\n")
     with pytest.raises(HostFailed, match="here: cannot run /no/such/program"):
         run_on(HERE, ["/no/such/program"])
 

@@ -106,7 +106,7 @@ def check_exit(machine: Machine, code: int, said: str) -> None:
         raise HostUnreached(
             f"{machine.name} cannot be reached by `ssh {machine.device.ssh}`: {last}. {_remedy(last)}"
         )
-    raise HostFailed(f"{machine.name}: {last}.")
+    raise HostFailed(f"{machine.name}: {last}{'' if last.endswith('?') else '.'}")
 
 
 def _remedy(last: str) -> str:
