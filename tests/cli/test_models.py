@@ -1,4 +1,4 @@
-"""`mlx-ring models preshard` and `recommend` as a person types them."""
+"""`mlx-ring models preshard` and `recommend` as a person types them, and the progress of downloads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.default_settings import make_api_settings
 from tests.processes import run_in_process
 from tests.profiles import RATES, made_up_profile
 
-from mlx_ring.cli import local_models
+from mlx_ring.cli import DownloadBar, local_models
 from mlx_ring.cli.local_models import memory_here, recommend
 from mlx_ring.cli.models import parse_layers
 from mlx_ring.core.errors import ConfigError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.running import Running
-from mlx_ring.models.model_folder import read_model_folder
+from mlx_ring.models.model_folder import PullProgress, read_model_folder
 from mlx_ring.models.model_source import LocalModel, find_model
 from mlx_ring.worker.weights import load_stage
 
@@ -264,3 +264,37 @@ def test_tables_are_cut_by_no_narrow_terminal(tmp_path: Path) -> None:
             )
             assert narrow == usual
             assert "…" not in usual
+
+
+LONG_NAME = "mlx-community/Llama-3.3-70B-Instruct-4bit-DWQ"
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(40, ("23.4/39.7 GB",)), (80, ("23.4/39.7 GB", "━", "-DWQ"))])
+def test_a_long_name_leaves_room_for_the_figures_of_a_download(
+    columns: int, shown: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):
+        monkeypatch.setenv(name, value)
+    with DownloadBar(LONG_NAME) as bar:
+        bar.report(PullProgress("downloading", 23_400_000_000, 39_700_000_000))
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
+    assert max(map(len, frames)) <= columns
+    assert any(all(each in frame for each in shown) for frame in frames), frames
+
+
+def test_a_download_without_a_terminal_says_where_it_is_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlx_ring.cli._LINE_S", 0.0)
+    with DownloadBar("qwen3:8b") as bar:
+        for percent in range(101):
+            bar.report(PullProgress("downloading", percent * 45_000_000, 4_500_000_000))
+        for percent in range(99, 101):
+            bar.report(PullProgress("verifying", percent * 45_000_000, 4_500_000_000))
+        bar.report(PullProgress("done", 4_500_000_000, 4_500_000_000))
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert lines[0] == "downloading qwen3:8b: 0% of 4,500 MB"
+    assert lines[-1] == "verifying qwen3:8b: 99% of 4,500 MB"
+    assert 10 <= len(lines) <= 12

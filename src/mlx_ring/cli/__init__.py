@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+import time
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
+
+    from mlx_ring.models.model_folder import PullProgress
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
 _TABLE_WIDTH = 300
 _LEAST_WIDTH = 80
+_FIGURES_WIDTH = 46
+"""Columns of a terminal that a progress bar's figures take: the bytes, the speed and the time, with a short bar."""
+_LEAST_NAME = 12
+_LINE_S = 10.0
+"""Least seconds between two lines of progress."""
+_LINE_SHARE = 0.1
+"""Least progress between two lines of it."""
 
 
 def table_console() -> Console:
@@ -32,3 +44,79 @@ def report_console() -> Console:
 
     width = max(_LEAST_WIDTH, Console().width)
     return Console(width=width, soft_wrap=True, highlight=False, markup=False)
+
+
+class DownloadBar:
+    """Progress of a fetch on stderr: a bar on a terminal, and a line now and then for files and programs."""
+
+    def __init__(self, model: str) -> None:
+        from rich.console import Console  # as above
+
+        self._console = Console(stderr=True)
+        # A terminal without control codes would show no bar.
+        has_bar = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar = _bar(self._console) if has_bar else None
+        self._task = None if self._bar is None else self._bar.add_task(model, total=None, visible=False)
+        self._model = model
+        self._status = ""
+        self._printed_share, self._printed_s = 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def report(self, progress: PullProgress) -> None:
+        """Move the bar, or print a line."""
+        if self._bar is None or self._task is None:
+            self._print(progress)
+            return
+        room = max(_LEAST_NAME, self._console.width - _FIGURES_WIDTH - len(progress.status))
+        name = self._model if len(self._model) <= room else f"…{self._model[1 - room :]}"
+        self._bar.update(
+            self._task,
+            description=f"{progress.status} {name}",
+            completed=progress.done_bytes,
+            total=progress.total_bytes,
+            visible=True,
+        )
+
+    def _print(self, progress: PullProgress) -> None:
+        """Print a line at the start, and for each tenth of a long fetch."""
+        share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 0.0
+        is_soon = time.monotonic() < self._printed_s + _LINE_S or share < self._printed_share + _LINE_SHARE
+        if progress.status == "done" or (progress.status == self._status and is_soon):
+            return
+        self._status, self._printed_share, self._printed_s = progress.status, share, time.monotonic()
+        size = f"{share:.0%} of {progress.total_bytes / 1e6:,.0f} MB"
+        print(f"{progress.status} {self._model}: {size}", file=sys.stderr, flush=True)
+
+
+def _bar(console: Console) -> Progress:
+    """Return a progress bar. Its figures stay whole in a narrow terminal, without the speed and the time."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.table import Column
+
+    def whole() -> Column:
+        return Column(no_wrap=True)
+
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}", markup=False),
+        DownloadColumn(table_column=whole()),
+    ]
+    if console.width >= _LEAST_WIDTH:
+        columns.insert(1, BarColumn())
+        columns += [TransferSpeedColumn(table_column=whole()), TimeRemainingColumn(table_column=whole())]
+    return Progress(*columns, console=console, transient=True)

@@ -10,22 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Column, Table
 
-from mlx_ring.cli import INTERRUPTED, table_console
+from mlx_ring.cli import INTERRUPTED, DownloadBar, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
 from mlx_ring.cli.head_client import (
     API_KEY,
@@ -42,7 +33,6 @@ from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
 from mlx_ring.host.running import Running, running_here
 from mlx_ring.models.config_limits import gigabytes
-from mlx_ring.models.model_folder import PullProgress
 from mlx_ring.models.model_source import (
     LocalModel,
     exact_name,
@@ -104,7 +94,7 @@ def _checked(found: LocalModel) -> str:
 
 
 def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None = None) -> LocalModel:
-    """Return a model of this machine. One that must be fetched shows its progress on a terminal.
+    """Return a model of this machine. One that must be fetched shows its progress.
 
     Args:
         model: any name of it.
@@ -121,42 +111,6 @@ def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None =
         print(f"\nStopped. `mlx-ring pull {model}` continues the download.", flush=True)
         # Threads of the fetch would hold the process until their files are complete.
         os._exit(INTERRUPTED)
-
-
-class DownloadBar:
-    """Progress bar of a fetch, on a terminal only."""
-
-    def __init__(self, model: str) -> None:
-        console = Console(stderr=True)
-        self._shown = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._model = model
-        self._task = self._shown.add_task(model, total=None, visible=False)
-
-    def __enter__(self) -> Self:
-        self._shown.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._shown.stop()
-
-    def report(self, progress: PullProgress) -> None:
-        """Move the bar."""
-        self._shown.update(
-            self._task,
-            description=f"{progress.status} {self._model}",
-            completed=progress.done_bytes,
-            total=progress.total_bytes,
-            visible=True,
-        )
 
 
 def memory_here(api_key: str | None = None, cacert: Path | None = None) -> int | None:

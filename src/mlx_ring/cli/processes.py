@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_ring.cli import table_console
+from mlx_ring.cli import DownloadBar, table_console
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.cli.head_client import (
     API_KEY,
@@ -238,8 +238,6 @@ def _can_write(folder: Path) -> bool:
 
 def _download(model: str, url: str, key: str | None, cacert: Path | None) -> None:
     """Let a server download a model that it does not have, and show the progress."""
-    from mlx_ring.cli.local_models import DownloadBar  # imports what only downloads need
-
     with (
         DownloadBar(model) as bar,
         contextlib.closing(pull_at(url, model, api_key=key, cacert=cacert)) as events,
