@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
+import sys
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 from rich.console import Console
 from tests.cli.qr_reader import read_qr
 
-from mlx_ring.cli.startup import network_lines, products_of, qr_lines, sample_commands
+from mlx_ring.cli.startup import StartupMessages, network_lines, products_of, qr_lines, sample_commands
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
+from mlx_ring.rpc.protos import agent_pb2
+
+if TYPE_CHECKING:
+    from mlx_ring.head.placing import Placement
 
 
 def test_example_commands_name_the_certificate_and_the_key_variable() -> None:
@@ -118,3 +125,21 @@ def test_no_code_is_shown_where_it_cannot_be_read() -> None:
     assert qr_lines(urls, terminal(80, "standard")) == []
     assert qr_lines(urls, terminal(80, no_color=True)) == []
     assert qr_lines(urls, Console(file=io.TextIOWrapper(io.BytesIO(), "latin-1"), color_system="256")) == []
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_long_name_leaves_room_for_the_figures_of_a_load(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(columns))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    instance = "Llama-3.3-70B-Instruct-Some-Long-Name-4bit-DWQ-0dec8a"
+    with StartupMessages() as messages:
+        messages.planned(instance, cast("Placement", SimpleNamespace(plan=None, ranges=[LayerRange(0, 1)])))
+        progress = agent_pb2.StageProgress(stage=0)
+        progress.progress.bytes_loaded, progress.progress.bytes_total = 23_400_000_000, 39_700_000_000
+        messages.loading(instance, progress)
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
+    assert max(map(len, frames)) <= columns
+    assert any("-0dec8a, stage 0 " in frame and "23.4/39.7 GB" in frame for frame in frames), frames

@@ -55,7 +55,7 @@ class DownloadBar:
         self._console = Console(stderr=True)
         # A terminal without control codes would show no bar.
         has_bar = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._bar = _bar(self._console) if has_bar else None
+        self._bar = progress_bar(self._console, has_speed=True) if has_bar else None
         self._task = None if self._bar is None else self._bar.add_task(model, total=None, visible=False)
         self._model = model
         self._status = ""
@@ -75,8 +75,7 @@ class DownloadBar:
         if self._bar is None or self._task is None:
             self._print(progress)
             return
-        room = max(_LEAST_NAME, self._console.width - _FIGURES_WIDTH - len(progress.status))
-        name = self._model if len(self._model) <= room else f"…{self._model[1 - room :]}"
+        name = name_beside_figures(self._model, self._console, len(progress.status))
         self._bar.update(
             self._task,
             description=f"{progress.status} {name}",
@@ -96,27 +95,27 @@ class DownloadBar:
         print(f"{progress.status} {self._model}: {size}", file=sys.stderr, flush=True)
 
 
-def _bar(console: Console) -> Progress:
-    """Return a progress bar. Its figures stay whole in a narrow terminal, without the speed and the time."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+def name_beside_figures(name: str, console: Console, others: int) -> str:
+    """Return a name, or its end, that leaves room for `others` characters and the figures of a progress bar."""
+    room = max(_LEAST_NAME, console.width - _FIGURES_WIDTH - others)
+    return name if len(name) <= room else f"…{name[1 - room :]}"
+
+
+def progress_bar(console: Console, *, has_speed: bool) -> Progress:
+    """Return a bar of bytes whose figures stay whole: without the bar, the speed and the time in a narrow terminal."""
+    from rich import progress as rich_progress  # as above
     from rich.table import Column
 
-    def whole() -> Column:
-        return Column(no_wrap=True)
-
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", markup=False),
-        DownloadColumn(table_column=whole()),
+    timers = (
+        (rich_progress.TransferSpeedColumn, rich_progress.TimeRemainingColumn)
+        if has_speed
+        else (rich_progress.TimeElapsedColumn,)
+    )
+    columns: list[rich_progress.ProgressColumn] = [
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.DownloadColumn(table_column=Column(no_wrap=True)),
     ]
     if console.width >= _LEAST_WIDTH:
-        columns.insert(1, BarColumn())
-        columns += [TransferSpeedColumn(table_column=whole()), TimeRemainingColumn(table_column=whole())]
-    return Progress(*columns, console=console, transient=True)
+        columns.insert(1, rich_progress.BarColumn())
+        columns += [timer(table_column=Column(no_wrap=True)) for timer in timers]
+    return rich_progress.Progress(*columns, console=console, transient=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
+from mlx_ring.cli import name_beside_figures, progress_bar
 from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.core.environment import program
 from mlx_ring.host.addresses import HeadAddress
@@ -81,7 +82,8 @@ class StartupMessages:
             return
         self._progress.start()
         for stage in range(len(placement.ranges)):
-            self._tasks[instance, stage] = self._progress.add_task(f"{instance}, stage {stage}", total=None)
+            title = self._title(instance, stage)
+            self._tasks[instance, stage] = self._progress.add_task(title, total=None)
 
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
         """Move a stage's bar."""
@@ -91,7 +93,13 @@ class StartupMessages:
         if loaded.bytes_total:
             self._progress.update(task, completed=loaded.bytes_loaded, total=loaded.bytes_total)
         if loaded.ready:
-            self._progress.update(task, description=f"{instance}, stage {progress.stage} ready")
+            self._progress.update(task, description=f"{self._title(instance, progress.stage)} ready")
+
+    def _title(self, instance: str, stage: int) -> str:
+        place = f", stage {stage}"
+        if self._progress is None:
+            return f"{instance}{place}"
+        return name_beside_figures(instance, self._progress.console, len(f"{place} ready")) + place
 
     def serving(self, running: StartReport) -> None:
         """Print the server's address and how to use it."""
@@ -121,17 +129,9 @@ class StartupMessages:
 
 def _bars() -> Progress:
     """Return progress bars for a terminal."""
-    from rich.console import Console  # slow to import, as the next one
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.console import Console  # slow to import
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    return progress_bar(Console(stderr=True), has_speed=False)
 
 
 def ready_text(running: StartReport) -> str:
