@@ -76,6 +76,7 @@ def test_every_short_name_means_its_own_id_here_and_the_same_model_in_plans() ->
         ),
         ("qwen3:8b-3bit", "it has qwen3:8b, qwen3:8b-4bit."),
         ("qwen33:8b", "Did you mean 'qwen3:8b'"),
+        ("DEMO", "Did you mean 'demo'?"),
         ("llama3.1:71b", "Did you mean 'llama3.1:70b'"),
         ("mistral-smal:24b", "Did you mean 'mistral-small3.2:24b'"),
         ("deepseek-r1-distill", "may be any of deepseek-r1-distill-qwen:7b, "),

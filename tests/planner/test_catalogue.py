@@ -13,6 +13,12 @@ from mlx_ring.planner.catalogue import (
 )
 
 
+@pytest.mark.parametrize("typed", ["M4-MAX-128", "M4 Max 128GB", " m4 max 128 GB ", "m4-max-128gb"])
+def test_a_machine_is_known_as_people_write_it(typed: str) -> None:
+    assert known_profile(typed) == known_profile("m4-max-128")
+    assert known_profile(typed, "mine") == known_profile("m4-max-128", "mine")
+
+
 @pytest.mark.parametrize(
     ("text", "same"),
     [

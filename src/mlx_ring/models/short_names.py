@@ -206,7 +206,8 @@ def is_hub_id(name: str) -> bool:
 def unknown_model(name: str, builtin: Sequence[str]) -> ModelNotFound:
     """Return the error for a name that no model has, with those of similar models."""
     page = _HUB_PAGE.fullmatch(name)
-    close = [page[1]] if page else difflib.get_close_matches(name, builtin, n=1) or close_short_names(name)
+    alike = [page[1]] if page else difflib.get_close_matches(name.lower(), builtin, n=1)
+    close = alike or close_short_names(name)
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return ModelNotFound(
         f"There is no model {name!r}. Give a folder, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, a short name such as "

@@ -134,10 +134,16 @@ def known_profile(text: str, name: str | None = None, *, wired_gb: float | None 
     """
     if not text.strip():
         raise ConfigError("The name of a machine is empty; `mlx-ring plan` lists the known ones.")
-    chip, gigabytes = _sold(text)
+    written = _as_listed(text)
+    chip, gigabytes = _sold(written)
     if chip is None:
-        raise ConfigError(f"The machine {text} is unknown; {_nearest(text)}.")
-    return chip_profile(chip, gigabytes, name or text, wired_gb=wired_gb)
+        raise ConfigError(f"The machine {text} is unknown; {_nearest(written)}.")
+    return chip_profile(chip, gigabytes, name or written, wired_gb=wired_gb)
+
+
+def _as_listed(text: str) -> str:
+    """Write a machine's name as the catalogue does: `m4-max-128` for `M4 Max 128 GB`."""
+    return "-".join(text.lower().split()).removesuffix("gb").rstrip("-")
 
 
 def _sold(text: str) -> tuple[Chip | None, int]:
