@@ -217,6 +217,8 @@ def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
             await attend(open_identity(tmp_path / "node").node)
 
     asyncio.run(run())
+    assert "There is no trusted connection to the head at 127.0.0.1:" in caplog.text
+    assert "to The head" not in caplog.text
 
 
 def test_a_member_finds_its_head_at_another_address_and_distrusts_others_there(

@@ -138,8 +138,10 @@ async def stay_registered(
                 head.refuse_guess()
             failures.record(f"{str(error).removesuffix('.')}; asking again")
             pause_s = _DISTRUST_PAUSE_S
-        except (RingError, OSError) as error:
-            failures.record(f"The head at {head.address} cannot be reached, asking again: {error}")
+        except RingError as error:
+            failures.record(f"{str(error).removesuffix('.')}; asking again")
+        except OSError as error:
+            failures.record(f"The head at {head.address} cannot be reached: {error}; asking again")
         finally:
             leave.silent()
         _raise_cancellation()

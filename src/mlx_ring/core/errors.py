@@ -323,6 +323,11 @@ def reason_of(error: OSError | UnicodeError) -> str:
     return "it is not text in UTF-8"
 
 
+def in_sentence(name: str) -> str:
+    """Return a name as it stands within a sentence: `the head` for `The head`."""
+    return f"t{name[1:]}" if name.startswith("The ") else name
+
+
 def without_number(text: str) -> str:
     """Return an error's text without the numbers of the system's errors, such as [Errno 111]."""
     return re.sub(r"\[Errno -?\d+\] ", "", text)

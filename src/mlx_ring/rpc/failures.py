@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import grpc
 
 from mlx_ring.core import errors
-from mlx_ring.core.errors import LinkLost, RingError, ServingError, StepFailed, WorkerLost
+from mlx_ring.core.errors import LinkLost, RingError, ServingError, StepFailed, WorkerLost, in_sentence
 from mlx_ring.host.addresses import LOCAL_NETWORK_DENIED, is_denied_by_macos
 from mlx_ring.rpc.protos import step_pb2
 
@@ -95,4 +95,4 @@ def channel_error(error: grpc.RpcError, peer: str) -> WorkerLost:
             text = cause.lower()
             causes = (*(_HANDSHAKE_CAUSES if _CONNECTS in text else ()), *_CAUSES)
             cause = next((meaning for part, meaning in causes if part in text), cause)
-    return WorkerLost(f"The connection to {peer} broke: {cause}.")
+    return WorkerLost(f"The connection to {in_sentence(peer)} broke: {cause}.")

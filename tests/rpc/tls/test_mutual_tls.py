@@ -148,7 +148,7 @@ def test_a_client_without_a_certificate_is_refused(mini: Credentials) -> None:
 
 
 def test_a_plaintext_client_is_refused(mini: Credentials) -> None:
-    assert "The connection to The peer broke: it closed the connection" in refusal(mini, None, "", mini)
+    assert "The connection to the peer broke: it closed the connection" in refusal(mini, None, "", mini)
 
 
 def test_a_client_of_another_cluster_is_refused(mini: Credentials, foreign: Authority) -> None:

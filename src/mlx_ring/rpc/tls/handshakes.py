@@ -17,7 +17,7 @@ from functools import cache
 
 import grpc
 
-from mlx_ring.core.errors import HandshakeFailed, PeerRefused
+from mlx_ring.core.errors import HandshakeFailed, PeerRefused, in_sentence
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,11 @@ def handshake_error(error: Exception, peer: str) -> PeerRefused | None:
     else:
         return None
     reason = _reason(text)
-    return HandshakeFailed(f"There is no trusted connection to {peer}: {reason}.") if reason else None
+    return (
+        HandshakeFailed(f"There is no trusted connection to {in_sentence(peer)}: {reason}.")
+        if reason
+        else None
+    )
 
 
 def _reason(text: str) -> str:
