@@ -493,7 +493,9 @@ def test_an_unreachable_head_is_named_with_its_address_and_a_remedy(tmp_path: Pa
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"No head answers at 127.0.0.1:{port} .*check the address"):
+        with pytest.raises(
+            ConfigError, match=f"No head answers at 127.0.0.1:{port} .*check the address.* --nodes N"
+        ):
             join(f"127.0.0.1:{port - 1}", token, tmp_path)
 
 

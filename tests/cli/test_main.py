@@ -119,6 +119,7 @@ def test_a_busy_port_is_reported_before_anything_is_loaded(tmp_path: Path) -> No
         port = holder.getsockname()[1]
         said = complaint("serve", "./nowhere", "--port", str(port), folder=tmp_path)
     assert said.startswith(f"Port {port} on 127.0.0.1 is in use by another process")
+    assert "`mlx-ring ps` lists" in said
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:

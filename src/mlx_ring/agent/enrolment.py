@@ -198,7 +198,7 @@ def shown_certificate(head: HeadAddress) -> bytes:
             ) from error
         raise ConfigError(
             f"No head answers at {head.enrolment} ({error.strerror or error}): check the address, that "
-            f"`mlx-ring serve` runs there, and that ports {head.port} and {head.enrolment_port} are open."
+            f"`mlx-ring serve MODEL --nodes N` runs there, and that ports {head.port} and {head.enrolment_port} are open."
         ) from error
     if shown is None:
         raise PeerRefused(f"The peer at {head.enrolment} shows no certificate: it is no mlx-ring head.")

@@ -74,7 +74,8 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(
-                f"Port {port} on {host} is in use by another process: stop it, or choose another port with --port."
+                f"Port {port} on {host} is in use by another process, perhaps a server that `mlx-ring ps` lists: stop it, or "
+                "choose another port with --port."
             ) from error
         raise ConfigError(f"Port {port} on {host} cannot be opened: {error.strerror}.") from error
     return server
