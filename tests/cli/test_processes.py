@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import socket
 from collections.abc import Generator
 from dataclasses import replace
@@ -151,7 +152,9 @@ def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(
     monkeypatch.setenv("COLUMNS", "80")
     with own_server("demo", None) as url:
         ps(as_json=False, api_key=None, cacert=None, state_dir=None)
-        assert f" {url} " in capsys.readouterr().out, "the address is whole in a narrow terminal"
+        shown = capsys.readouterr().out
+        assert f" {url} " in shown, "the address is whole in a narrow terminal"
+        assert re.search(r" \d\d MB ", shown), shown
         ps(as_json=True, api_key=None, cacert=None, state_dir=None)
         [row] = json.loads(capsys.readouterr().out)
         assert (row["model"], row["url"], row["state"]) == ("demo", url, "ready")
@@ -162,6 +165,16 @@ def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(
     assert capsys.readouterr().out.endswith(
         "Nothing is served by this machine. Start with: mlx-ring run MODEL\n"
     )
+
+
+def test_ps_on_a_machine_that_has_joined_says_that_it_computes_for_its_head(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = Running("agent", 4711, 0.0, "")
+    monkeypatch.setattr(processes, "running_here", lambda _: [joined])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    ps(as_json=False, api_key=None, cacert=None, state_dir=None)
+    said = capsys.readouterr().out
+    assert said.startswith("This machine serves nothing itself: it computes for the head that it joined.")
 
 
 def test_ps_asks_a_server_with_a_key_and_fails_without_it(

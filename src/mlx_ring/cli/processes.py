@@ -49,6 +49,7 @@ from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_se
 _ADDRESS = "Serving "
 """Start of the line in which `serve` prints its address."""
 _END_WAIT_S = 60.0
+_GIGABYTE = 10**9
 
 
 @with_settings(("state_dir",))
@@ -79,12 +80,10 @@ def ps(
     Memory is that of weights and KV caches on all machines. An unloaded model is loaded by its next request.
     The exit code is 1 if a server cannot be asked.
     """
-    heads = [
-        each for each in running_here(state_folder(load_settings(flags).state_dir)) if each.kind == "head"
-    ]
+    running = running_here(state_folder(load_settings(flags).state_dir))
     rows: list[Mapping[str, Any]] = []
     silent: list[str] = []
-    for head in heads:
+    for head in (each for each in running if each.kind == "head"):
         try:
             rows += _served_by(head.url, head.pid, api_key, cacert)
         except (ConfigError, RequestError) as error:
@@ -93,6 +92,10 @@ def ps(
         print(json.dumps(rows, indent=1))
     elif rows:
         _show(rows)
+    elif not silent and any(each.kind == "agent" for each in running):
+        print(
+            "This machine serves nothing itself: it computes for the head that it joined. Run mlx-ring ps there."
+        )
     elif not silent:
         print("Nothing is served by this machine. Start with: mlx-ring run MODEL")
     for sentence in silent:
@@ -140,12 +143,16 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
             row["model"],
             row["state"],
             ", ".join(row["machines"]),
-            f"{row['memory_bytes'] / 1e9:.2f} GB" if row["machines"] else "",
+            _size(row["memory_bytes"]) if row["machines"] else "",
             datetime.fromtimestamp(row["since"]).astimezone().strftime("%Y-%m-%d %H:%M"),
             row["url"],
             str(row["pid"]),
         )
     table_console().print(table)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= _GIGABYTE else f"{count / 1e6:.0f} MB"
 
 
 # ---- a chat with a model, served for it if need be
