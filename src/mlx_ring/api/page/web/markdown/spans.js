@@ -24,19 +24,9 @@ const MAX_REFERENCE = 10;
 const REFERENCE = /^&(?:([a-z]+)|#(\d+)|#x([\da-f]+));/i;
 /** Characters that models write by name. @type {Record<string, string>} */
 const NAMED = {
-  ...{
-    nbsp: "\u00a0",
-    lt: "<",
-    gt: ">",
-    amp: "&",
-    quot: '"',
-    apos: "'",
-    vert: "|",
-    hellip: "…",
-    ndash: "–",
-    mdash: "—",
-  },
-  ...{ times: "×", minus: "−", deg: "°", larr: "←", rarr: "→", le: "≤", ge: "≥", ne: "≠", bull: "•", copy: "©" },
+  ...{ nbsp: "\u00a0", lt: "<", gt: ">", amp: "&", quot: '"', apos: "'", vert: "|", bull: "•" },
+  ...{ hellip: "…", ndash: "–", mdash: "—", larr: "←", rarr: "→", copy: "©", deg: "°" },
+  ...{ times: "×", minus: "−", le: "≤", ge: "≥", ne: "≠" },
 };
 const IN_WORD = /[\p{L}\p{N}_]/u;
 const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
@@ -96,8 +86,8 @@ export function parseSpans(text, depth = 0, isInLink = false) {
 }
 
 /**
- * Return the character that a reference at the start stands for, and the reference's length. Without one, it is the text's
- * first character.
+ * Return the character that a reference at the start stands for, and the reference's length. Without one, return the
+ * text's first character.
  * @param {string} text
  * @returns {[character: string, length: number]}
  */
