@@ -121,6 +121,11 @@ def held_input(folder: Path, pid: int) -> contextlib.AbstractContextManager[Call
     return _held_at(folder / f"input-{pid}")
 
 
+def held_read(folder: Path, pid: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Let a worker that reads saved KV meanwhile wait before it does; the function waits until it is about to."""
+    return _held_at(folder / f"read-{pid}")
+
+
 @contextlib.contextmanager
 def _held_at(fifo: Path) -> Generator[Callable[[], None]]:
     ends = list[int]()

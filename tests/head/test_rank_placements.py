@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from tests.cluster.test_membership import after, member
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import Site
+from mlx_ring.cluster.control import Control
+from mlx_ring.cluster.deployment import Site, WorkerPlace
 from mlx_ring.cluster.layer_split import Cut, even_split
+from mlx_ring.cluster.membership import Joined
 from mlx_ring.core.errors import PlanError
+from mlx_ring.core.types import LayerRange
+from mlx_ring.head import nodes as subject_of_sites
 from mlx_ring.head.placing import cut_layers
-from mlx_ring.head.rank_placements import place_ranks, set_rdma, share_stages, with_trust
+from mlx_ring.head.rank_placements import kv_places, place_ranks, set_rdma, share_stages, with_trust
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.models.model_source import BUILTIN_FOLDER
@@ -152,3 +158,29 @@ def test_stages_of_one_machine_have_as_many_layers_with_the_strategy_uniform(
 ) -> None:
     folder = read_model_folder(BUILTIN_FOLDER / "demo")
     assert [len(cut) for cut in cut_layers(folder, Settings(stages=2, strategy=strategy))] == layers
+
+
+def test_kv_of_ranks_is_reached_from_machines_that_join_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has just joined is why layers move, so its workers read KV from those that were loaded before."""
+
+    def no_channel(*_: object, **__: object) -> None:
+        """Nothing is sent to the agents."""
+
+    monkeypatch.setattr(subject_of_sites, "open_aio_channel", no_channel)
+    own = replace(member("head", 1), host="127.0.0.1")
+    on_cable = replace(member("a", 2), host="fe80::a%en3", head_host="fe80::1%en0")
+    later = replace(member("later", 3), host="10.0.0.9", head_host="fe80::1%en5")
+    membership = after(Joined(own), Joined(on_cable))
+    control = SimpleNamespace(node="head", credentials=None, membership=membership)
+    sites = subject_of_sites.cluster_sites(cast("Control", control), membership, 50051)
+    loaded = [WorkerPlace(stage, 0, "", "", "unix:/worker", 7000) for stage in range(2)]
+    places, _ = kv_places([LayerRange(0, 2), LayerRange(2, 4)], place_ranks(sites, [(1.0,), (1.0,)]), loaded)
+
+    assert [place.address_from("later")[0] for place in places] == ["", "[fe80::a%en3]:7000"]
+    control.membership = membership.apply(Joined(later))
+    assert [place.address_from("later") for place in places] == [
+        ("[fe80::1%en5]:7000", "head"),
+        ("[fe80::a%en5]:7000", "a"),
+    ]
+    control.membership = after(Joined(own))
+    assert [place.address_from("a")[0] for place in places] == ["[fe80::1%en0]:7000", "unix:/worker"]

@@ -75,7 +75,7 @@ class Site:
     is_local: bool
     """True for the head's own machine."""
     hosts: Mapping[str, str]
-    """Hosts at which other nodes reach it, by their ID; "" for the head and all others."""
+    """Hosts at which other nodes reached it when this was made, by their ID; "" for the head and all others."""
     source: Source
     """Source from which its workers load the model."""
     reserve_share: float = 0.1
@@ -88,12 +88,14 @@ class Site:
     """Interfaces on which its owner allows collectives with other nodes."""
     trusted_problem: str = ""
     """Reason why a named interface is not among them."""
+    present_hosts: Callable[[], Mapping[str, str]] = dict[str, str]
+    """Function that returns the hosts at which the present other nodes reach it, also those that have joined later."""
     other_agents: Callable[[], Mapping[str, str]] = dict[str, str]
     """Function that returns the addresses of the present other nodes' agents for this one, by node."""
 
     def host_for(self, node: str) -> str:
-        """Return the host at which a node reaches this one."""
-        return self.hosts.get(node) or self.hosts.get("", "")
+        """Return the host at which a node reaches this one; empty if it is unknown."""
+        return self.hosts.get(node) or self.present_hosts().get(node) or self.hosts.get("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,14 @@ class WorkerPlace:
     """Port for other machines; 0: none."""
 
     def reached_from(self, node: str, site: Site) -> tuple[str, str]:
-        """Return its address for workers of a node, and the node whose certificate answers there; no node on its own."""
+        """Return its address for workers of a node, and the node whose certificate answers there; no node on its own.
+
+        The address is empty if they cannot reach it.
+        """
         if node == site.node:
             return self.own_address, ""
-        return (address_of(site.host_for(node), self.port) if self.port else ""), site.node
+        host = site.host_for(node)
+        return (address_of(host, self.port) if host and self.port else ""), site.node
 
 
 async def deploy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -379,11 +379,11 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
         )
         link = AgentLink(channel, f"the agent of {member.node}")
         is_local = member.node == control.node
+        hosts = _hosts_of(control, member, others)
         if is_local:
-            hosts = {other.node: other.head_host for other in others}
             source = Source(path)
         else:
-            hosts = {"": member.host} | {other.node: other.host_of(member) for other in others}
+            hosts = {"": member.host} | hosts
             source = Source(peers=_weights_peers(member, others, head_port))
         reserve_share = 1.0 - member.memory_utilization
         limit = member.profile.memory_bytes
@@ -392,18 +392,31 @@ def cluster_sites(control: Control, membership: Membership, head_port: int, *, p
                 *(member.node, link, is_local, hosts, source, reserve_share, limit),
                 trusted=member.trusted,
                 trusted_problem=member.trusted_problem,
+                present_hosts=partial(_present_hosts, control, member),
                 other_agents=partial(_other_agents, control, member),
             )
         )
     return sites
 
 
+def _hosts_of(control: Control, member: Member, others: Iterable[Member]) -> dict[str, str]:
+    """Return the hosts at which other members reach one, by node."""
+    return {other.node: _host_from(control, other, member) for other in others if other.node != member.node}
+
+
+def _present_hosts(control: Control, member: Member) -> dict[str, str]:
+    return _hosts_of(control, member, control.membership.members.values())
+
+
+def _host_from(control: Control, member: Member, other: Member) -> str:
+    """Return the host at which a member reaches another one."""
+    return member.head_host if other.node == control.node else member.host_of(other)
+
+
 def _other_agents(control: Control, member: Member) -> dict[str, str]:
     """Return the addresses at which a member reaches the agents of the present other ones, by node."""
     return {
-        other.node: address_of(
-            member.head_host if other.node == control.node else member.host_of(other), other.port
-        )
+        other.node: address_of(_host_from(control, member, other), other.port)
         for other in control.membership.members.values()
         if other.node != member.node
     }

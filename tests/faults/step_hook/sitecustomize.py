@@ -9,7 +9,8 @@ the first step that satisfies it, and sends what it knows of its sequences. It w
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
 is one. If the condition has a `schema`, it kills itself before it compiles a schema with that text. If there is a FIFO
 `load` in the folder, a worker that has loaded its weights waits until a client has opened and
-closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one.
+closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one, and `read-PID` for
+each fetch of saved KV before it is read.
 
 A worker with a file `change-PID` there kills itself when it is about to enter another stage. One with a file `drop-PID`
 has to drop its stage before it loads another one, which then fails.
@@ -32,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.environ.get("STOP_AT_STEPS_IN")  # noqa: TID251 - read before anything of the product is imported
-_FATAL, _LOAD, _INPUT, _CHANGE, _DROP = "fatal.json", "load", "input-", "change-", "drop-"
+_FATAL, _LOAD, _INPUT, _READ, _CHANGE, _DROP = "fatal.json", "load", "input-", "read-", "change-", "drop-"
 
 
 class _Steps:
@@ -47,6 +48,7 @@ class _Steps:
         self._epoch = 0
         self._folder = folder
         self._load, self._input = folder / _LOAD, folder / f"{_INPUT}{os.getpid()}"
+        self._read = folder / f"{_READ}{os.getpid()}"
         self._change = folder / f"{_CHANGE}{os.getpid()}"
         self._client: tuple[Any, dict[str, int]] | None = None
         """Connection, as a file, and its condition."""
@@ -78,6 +80,11 @@ class _Steps:
         """Wait for the client that keeps input, if there is one."""
         if self._input.exists():
             self._input.read_bytes()
+
+    def before_read(self) -> None:
+        """Wait for the client that holds reads of saved KV, if there is one."""
+        if self._read.exists():
+            self._read.read_bytes()
 
     def before_change(self) -> None:
         if self._change.exists():
@@ -190,6 +197,16 @@ def _hold_input(steps: _Steps, links_module: Any) -> None:
     links_module.Inbox.put = wait_and_put
 
 
+def _hold_reads(steps: _Steps, disk_module: Any) -> None:
+    read = disk_module.KvDisk._read_all
+
+    def wait_and_read(disk: Any, *arguments: Any) -> Any:
+        steps.before_read()
+        return read(disk, *arguments)
+
+    disk_module.KvDisk._read_all = wait_and_read
+
+
 def _fail_at_changes(steps: _Steps, reshaping_module: Any) -> None:
     enter = reshaping_module.StageHolder._enter
 
@@ -225,6 +242,7 @@ def _load_in_the_pause(steps: _Steps, reshaping_module: Any) -> None:
 _CHANGES = {
     "mlx_ring.head.reshaping": _load_in_the_pause,
     "mlx_ring.rpc.links": _hold_input,
+    "mlx_ring.worker.kv.disk": _hold_reads,
     "mlx_ring.worker.reshaping": _fail_at_changes,
     "mlx_ring.worker.runner": _hold_loads,
     "mlx_ring.worker.server": _stop_at_steps,
