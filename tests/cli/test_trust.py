@@ -83,8 +83,37 @@ def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
             with pytest.raises(TokenRefused, match="is revoked"):
                 await head.join(tmp_path / "late", token)
             removed = await asyncio.to_thread(run_beside, "node", "remove", node, folder=tmp_path)
-            assert removed.stdout.startswith(f"{node} is removed from this cluster.")
+            assert (
+                removed.stdout
+                == f"{node} is removed from this cluster. It needs a new token to join again.\n"
+            )
             assert head.members.list() == {}
+
+    asyncio.run(act())
+
+
+def test_the_removal_of_a_node_names_the_tokens_with_which_it_could_join_again(tmp_path: Path) -> None:
+    async def act() -> None:
+        async with running_head(authority_folder(tmp_path / "state")) as head:
+
+            async def remove(token: str) -> str:
+                await head.join(tmp_path / "node", token)
+                node = open_identity(tmp_path / "node").node
+                done = await asyncio.to_thread(run_beside, "node", "remove", node, folder=tmp_path)
+                assert done.returncode == 0, done.stderr
+                return done.stdout.removeprefix(f"{node} is removed from this cluster. ")
+
+            token = head.token()
+            first = parse_token(token).id.hex()
+            assert await remove(token) == (
+                "It could join again with a token that is still valid: to prevent that, run "
+                f"`mlx-ring token revoke {first}`.\n"
+            )
+            head.token(uses=3)
+            assert await remove(token) == (
+                "It could join again with any of 2 tokens that are still valid: to prevent that, run "
+                "`mlx-ring token revoke ID` for each that `mlx-ring token list` shows as valid.\n"
+            )
 
     asyncio.run(act())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,7 +147,7 @@ def remove_node(
     state_dir: Annotated[str | None, STATE_DIR] = None,
 ) -> None:
     """Remove a node from the cluster. Its certificate is refused from now on."""
-    from mlx_ring.cluster.security.records import Members  # slow to import
+    from mlx_ring.cluster.security.records import Members, TokenStore  # slow to import
     from mlx_ring.rpc.tls.peers import kept_id
 
     folder = cluster_folder(state_dir)
@@ -158,7 +158,22 @@ def remove_node(
             f"`mlx-ring node drain {node}`."
         )
     members.remove(node)
-    print(f"{node} is removed from this cluster. It needs a new token to join again.")
+    now_s = time.time()
+    valid = [record.id for record in TokenStore(folder).list() if record.state(now_s) == "valid"]
+    print(f"{node} is removed from this cluster. {_how_to_keep_out(valid)}")
+
+
+def _how_to_keep_out(tokens: Sequence[str]) -> str:
+    """Return how a machine that was removed can join again, given the ids of the valid tokens."""
+    match tokens:
+        case []:
+            return "It needs a new token to join again."
+        case [token]:
+            which, revoke = "a token that is still valid", f"`mlx-ring token revoke {token}`"
+        case _:
+            which = f"any of {len(tokens)} tokens that are still valid"
+            revoke = "`mlx-ring token revoke ID` for each that `mlx-ring token list` shows as valid"
+    return f"It could join again with {which}: to prevent that, run {revoke}."
 
 
 @node_app.command("drain")
