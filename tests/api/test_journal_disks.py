@@ -111,6 +111,13 @@ def test_folder_that_disappears_is_made_again(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [404, 200]
 
 
+def test_folder_that_cannot_be_made_is_named_with_the_option_that_chooses_another(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "journal"
+    with pytest.raises(ConfigError, match=rf"^{folder} cannot be .*: choose another with --journal-dir\.$"):
+        asyncio.run(Head(folder).journal.open())
+
+
 def test_second_head_says_which_folder_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_ring.api.journal_database._BUSY_S", 0.01)
 

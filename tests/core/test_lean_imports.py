@@ -133,6 +133,19 @@ thread.join()
     assert output_of(folder, code) == ["init", "True", "True"]
 
 
+def test_mlx_lm_is_imported_under_a_low_limit_of_open_files_which_stays(tmp_path: Path) -> None:
+    """Without that, no worker could start where fewer open files are allowed than mlx-lm asks for."""
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
+change = resource.setrlimit
+from mlx_ring.core.lean_imports import import_mlx_lm
+import_mlx_lm()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), resource.setrlimit is change)
+"""
+    assert output_of(tmp_path, code) == ["512", "1024", "True"]
+
+
 def test_an_attribute_that_the_package_lacks_is_missing(folder: Path) -> None:
     code = BARE + "import heavy; print(hasattr(heavy, 'four'), hasattr(heavy, 'four'))"
     assert output_of(folder, code) == ["init", "False", "False"]

@@ -66,6 +66,8 @@ class JournalFull(RingError):
     """Answers in progress need the whole size of the journal, or a request is too large for it."""
 
 
+_FLAG = "--journal-dir"
+"""Option that chooses another folder."""
 FAILURES = (JournalFull, ConfigError, sqlite3.Error, OSError)
 """Errors of the disk, a disk that does not answer in time included (`TimeoutError`)."""
 
@@ -84,7 +86,7 @@ class JournalDatabase:
             ConfigError: the folder cannot be used, or another head has the file open.
         """
         self._folder, self._size = folder, size
-        self._file = make_private_folder(folder) / FILE
+        self._file = make_private_folder(folder, _FLAG) / FILE
         self._logged = 0
         """Bytes in the log."""
         self._last = 0
@@ -440,5 +442,5 @@ class JournalDatabase:
             if self._file.stat().st_ino == self._inode:
                 return
         self._db.close()
-        make_private_folder(self._folder)
+        make_private_folder(self._folder, _FLAG)
         self._open_next()

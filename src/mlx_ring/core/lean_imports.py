@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import sys
 import threading
 from collections.abc import Generator, Iterable, Mapping
@@ -163,8 +164,22 @@ _PYTHON_MESSAGES = "google.protobuf.internal.python_message"
 def import_mlx_lm() -> None:
     """Import mlx-lm's model loading. Call it first, in a process that does nothing else."""
     import_bare("mlx_lm")
-    with _left_out(UNUSED):
+    with _left_out(UNUSED), _limits_kept():
         import_module("mlx_lm.utils")
+
+
+@contextlib.contextmanager
+def _limits_kept() -> Generator[None]:
+    """Let an import change no limit of this process.
+
+    mlx-lm sets the limit of open files to 2048, and to 4096 for good. It fails if fewer are allowed.
+    """
+    set_limit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit
 
 
 def import_protobuf() -> None:

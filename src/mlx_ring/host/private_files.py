@@ -34,8 +34,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _ADVICE = "restore it from a backup, or remove it and have every machine join again"
 
 
-def make_private_folder(folder: Path) -> Path:
+def make_private_folder(folder: Path, flag: str = "--state-dir") -> Path:
     """Make the folder if it is missing, and its parents, closed to all other users. Return it.
+
+    `flag` is the option that chooses another one.
 
     Raises:
         ConfigError: it cannot be made, or belongs to another user.
@@ -46,7 +48,7 @@ def make_private_folder(folder: Path) -> Path:
         folder.chmod(_OWNER_FOLDER)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be created as a private folder ({error.strerror}): choose another with --state-dir."
+            f"{folder} cannot be created as a private folder ({error.strerror}): choose another with {flag}."
         ) from error
     return folder
 
