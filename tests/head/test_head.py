@@ -191,6 +191,14 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
     assert any(f"(pid {worker.pid})" in line and reason in line for line in log)
 
 
+def test_server_serves_without_stderr(tiny_model: Path, tmp_path: Path) -> None:
+    """Its first socket would take the number of stderr."""
+    closed = ("sh", "-c", 'exec "$@" 2>&-', "sh")
+    with serving(tiny_model, folder=tmp_path, within=closed) as server:
+        assert ask(server).status_code == 200
+        assert server.stop() == 0
+
+
 def test_workers_end_with_a_killed_agent_and_all_are_restarted(two_stages: Server) -> None:
     server, before, lost = two_stages, two_stages.status(), two_stages.present_children()
     server.child("mlx_ring.agent").kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from mlx_ring.cli import INTERRUPTED
@@ -10,6 +11,7 @@ from mlx_ring.cli import INTERRUPTED
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
+        _open_standard_streams()
         from mlx_ring.core.environment import leave_out_pydantic_plugins
         from mlx_ring.core.lean_imports import importing
 
@@ -20,3 +22,17 @@ def main() -> None:
         sys.exit(run())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _open_standard_streams() -> None:
+    """Open stdin, stdout and stderr as `/dev/null` where they are closed.
+
+    Otherwise the next socket would get the number of one of them, and what is written there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # noqa: FBT003 - it has no name
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
