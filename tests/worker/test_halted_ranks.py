@@ -34,7 +34,7 @@ class HaltableRank:
                 last_step=0, reset=list[object], take=self._take, finish=list[object], spoiled=None
             ),
         )
-        self.server._built = cast("Any", SimpleNamespace())
+        self.server._built = cast("Any", SimpleNamespace(disk=None))
         assert not greet_steps(self.server, 1).HasField("failure")
         self.run_job()
         assert self.server._stream is not None

@@ -32,6 +32,7 @@ from mlx_ring.worker.compute_thread import Waits
 from mlx_ring.worker.neighbours import OpenedLinks, PeerAccess
 from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.reshaping import WorkerIdentity
+from mlx_ring.worker.sequences import SequenceTable
 from mlx_ring.worker.server import WorkerServer
 
 NEXT = LinkKey("demo-1", 1, 1)
@@ -389,6 +390,36 @@ def test_steps_of_an_older_head_are_not_taken_even_for_a_moment() -> None:
     assert len(server.taken) == 1
     assert not greet_steps(server, 3).HasField("failure")
     assert len(server.taken) == 2
+
+
+class _Disk:
+    """Disk that records what is fetched from it."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def fetch(self, wanted: worker_pb2.FetchKv, _answer: object) -> None:
+        self.fetched.append(wanted.id)
+
+    def reset(self) -> None:
+        self.fetched.clear()
+
+
+def test_kv_that_a_new_head_fetches_stays_when_the_sequences_of_the_head_before_are_freed() -> None:
+    """They are freed after the step that the compute thread is in, and the new head does not wait for that."""
+    server, disk = assign_stage(1)[0], _Disk()
+    server._built = cast("Any", SimpleNamespace(disk=disk))
+    sequences = SequenceTable(cast("Any", SimpleNamespace(reset=list[object])), 8, disk=cast("Any", disk))
+    server._runner = cast("Any", SimpleNamespace(reset=sequences.reset, last_step=0))
+    wanted = worker_pb2.FetchKv(id=1)
+    before = server._open_stream(make_hello(instance="demo-1", epoch=1))
+    server._jobs.get()()
+    server._fetch(before, wanted)
+    stream = server._open_stream(make_hello(instance="demo-1", epoch=2))
+    assert disk.fetched == [], "nothing of the head before is read any more"
+    server._fetch(stream, wanted)
+    server._jobs.get()()
+    assert disk.fetched == [1]
 
 
 def test_a_worker_joins_its_group_only_after_it_has_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:

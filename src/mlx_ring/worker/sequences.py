@@ -164,6 +164,7 @@ class SequenceTable:
             case "retain":
                 self._retain(operation.retain.sequence)
             case "reset":
+                self._forget_fetches()
                 self.reset()
             case "save":
                 self._save(operation.save)
@@ -276,8 +277,14 @@ class SequenceTable:
             failed |= dict.fromkeys(found, _failure(error))
         return failed
 
+    def _forget_fetches(self) -> None:
+        if self._disk is not None:
+            self._disk.reset()
+        if self.transfers is not None:
+            self.transfers.reset()
+
     def reset(self, kept: Sequence[worker_pb2.KeptSequence] = (), *, moves: bool = False) -> None:
-        """Free every sequence, except the part to keep of some.
+        """Free every sequence, except the part to keep of some. Fetches of KV stay: a new head may have begun some.
 
         Args:
             kept: what to keep, and as which sequences.
@@ -285,10 +292,6 @@ class SequenceTable:
         """
         before, self._open = self._open, {}
         self._refused.clear()
-        if self._disk is not None:
-            self._disk.reset()
-        if self.transfers is not None:
-            self.transfers.reset()
         if not kept:
             self._kv.reset()
             return

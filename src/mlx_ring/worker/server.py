@@ -174,6 +174,8 @@ class WorkerServer(StageHolder):
             self._enter_epoch(hello.epoch)
             self._next.announce(None)
             kept, self._kept = self._kept, ()
+            # At once: the new head's first requests do not wait for the step that the compute thread is in.
+            self._forget_fetches()
             if self._grammars is not None:
                 self._grammars.reset()
         if self._neighbours.loss is not None:
@@ -182,6 +184,12 @@ class WorkerServer(StageHolder):
             before.answers.put(None)
         self._jobs.put(partial(self._runner.reset, kept))
         return stream
+
+    def _forget_fetches(self) -> None:
+        """Forget the KV that an earlier head let this rank fetch."""
+        if self._built is not None and self._built.disk is not None:
+            self._built.disk.reset()
+        self._transfers.reset()
 
     def _enter_epoch(self, epoch: int) -> None:
         """Enter a new epoch, which drops messages of earlier ones.
