@@ -98,8 +98,10 @@ def nodes(server: Server) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def three_machines(folder: Path, *flags: str) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
-    """Run a head and two machines that have joined."""
+def three_machines(
+    folder: Path, *flags: str, join_flags: Sequence[str] = (), speed: float = 1.0
+) -> Generator[tuple[Server, Sequence[subprocess.Popen[str]]]]:
+    """Run a head and two machines that have joined, with the arguments of `running_cluster`."""
     joined: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
 
@@ -107,12 +109,14 @@ def three_machines(folder: Path, *flags: str) -> Generator[tuple[Server, Sequenc
             _, found, token = line.partition("--token ")
             if found and not joined:
                 for number in (1, 2):
-                    node = joining_head(port, token.split()[0], folder / f"node-{number}")
+                    place = folder / f"node-{number}"
+                    node = joining_head(port, token.split()[0], place, *join_flags, speed=speed)
                     joined.append(stack.enter_context(node))
 
         port = free_pair_of_ports()
         stack.callback(end_head_members, folder)
-        yield stack.enter_context(running_head("demo", 3, folder, port, *flags, on_line=read)), joined
+        head = running_head("demo", 3, folder, port, *flags, on_line=read, speed=speed)
+        yield stack.enter_context(head), joined
 
 
 @dataclass(frozen=True, slots=True)

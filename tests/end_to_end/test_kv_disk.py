@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 from tests.end_to_end.loopback_cluster import running_cluster
+from tests.end_to_end.test_drain import three_machines
 from tests.eventually import eventually
+from tests.faults.injection import held_read, stopping_at_steps
 from tests.faults.models import write_model
 from tests.machines import free_pair_of_ports
 from tests.processes import Server, serving
@@ -279,6 +283,43 @@ def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that
     assert {*saved_files(folders[2])} in ({"3-6"}, {"6-8"})
     way = next(line for line in ways if "peers" in line)
     assert re.search(r"peers \(1\), predicted .* took .* MB of them from other machines; recompute", way)
+
+
+@pytest.mark.machines
+@pytest.mark.parametrize("leaves", ["killed", "ctrl-c"])
+def test_a_machine_leaves_while_others_restore_a_prompt(leaves: str, tmp_path: Path) -> None:
+    """Layers go to a machine without their KV. A killed machine takes its own KV with it; another one first lends it."""
+    flags = FLAGS[:2]
+    machines = partial(three_machines, join_flags=flags, speed=0.002)
+    with machines(tmp_path, "--strategy", "uniform", *flags) as (server, _):
+        (text, prompt_tokens, _), stats = ask(server), prefix_stats(server)
+        assert stats["restored_tokens"] == 0
+        for place in ("", "node-1", "node-2"):
+            folder = tmp_path / place / "state" / "kv"
+            eventually(partial(listed_files, folder), lambda files: len(files) == 1)
+        assert server.stop() == 0
+    with (
+        stopping_at_steps() as hook,
+        machines(tmp_path, "--strategy", "uniform", *flags) as (server, joined),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        node = (tmp_path / "node-1" / "state" / "node" / "node-id").read_text().strip()
+        devices = server.status()["devices"]
+        reader = next(device["pid"] for device in devices if device["node"] != node)
+        with held_read(hook, reader) as wait_for_read:
+            asking = pool.submit(ask, server)
+            wait_for_read()
+            if leaves == "killed":
+                joined[0].kill()
+            else:
+                joined[0].send_signal(signal.SIGINT)
+            assert joined[0].wait(60) in (0, -signal.SIGKILL)
+        (again, tokens, cached), stats = asking.result(), prefix_stats(server)
+        assert (again, tokens) == (text, prompt_tokens)
+        assert stats["restored_tokens"] == cached == (0 if leaves == "killed" else prompt_tokens - 1)
+        assert node not in {device["node"] for device in server.status()["devices"]}
+        assert ask(server)[0] == text
+        assert server.stop() == 0
 
 
 def head_log(folder: Path) -> str:
