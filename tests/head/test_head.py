@@ -191,6 +191,22 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
     assert any(f"(pid {worker.pid})" in line and reason in line for line in log)
 
 
+def test_server_serves_on_after_a_loss_when_nobody_reads_its_output_any_more(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A program that starts a server may stop reading once it serves, and a terminal may be closed."""
+    with serving(tiny_model, folder=tmp_path) as server:
+        expected = complete(server.http)
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+        answer = interrupt(server.http, server.child("mlx_ring.worker").kill)
+        assert answer.text == expected
+        assert server.stop() == 0
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert log.count("The output of `mlx-ring serve` cannot be written any more (Broken pipe)") == 1
+    assert "Traceback" not in log
+
+
 def test_server_serves_without_stderr(tiny_model: Path, tmp_path: Path) -> None:
     """Its first socket would take the number of stderr."""
     closed = ("sh", "-c", 'exec "$@" 2>&-', "sh")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Self
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
+LOST_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write to stdout, which name no file."""
 _TABLE_WIDTH = 300
 _LEAST_WIDTH = 80
 _FIGURES_WIDTH = 46
@@ -119,3 +124,11 @@ def progress_bar(console: Console, *, has_speed: bool) -> Progress:
         columns.insert(1, rich_progress.BarColumn())
         columns += [timer(table_column=Column(no_wrap=True)) for timer in timers]
     return rich_progress.Progress(*columns, console=console, transient=True)
+
+
+def discard_output() -> None:
+    """Let what is still buffered for stdout, and what follows, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
-import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -16,15 +14,13 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from mlx_ring.cli import INTERRUPTED
+from mlx_ring.cli import INTERRUPTED, LOST_OUTPUT, discard_output
 from mlx_ring.core.errors import ConfigError, ModelError, PlanError, RingError, TrustError
 from mlx_ring.core.lean_imports import importing
 from mlx_ring.core.logs import keep_early_records
 
 WRONG_INPUT = 2
 """Exit code for errors that the user can correct; 1 stands for all others."""
-_LOST_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a write to stdout, which name no file."""
 _PANELS = {
     "Models": {
         "run": "mlx_ring.cli.processes:run",
@@ -170,13 +166,13 @@ def run() -> int:
         if _has_lost_its_folder():
             _complain("The working directory does not exist any more: change to another one.")
             return WRONG_INPUT
-        if error.errno not in _LOST_OUTPUT or error.filename is not None:
+        if error.errno not in LOST_OUTPUT or error.filename is not None:
             raise
         if error.errno != errno.EPIPE:  # the reader of a pipe may leave whenever it has enough
             _complain(
                 f"The output cannot be written: {error.strerror}. Free some space, or write it elsewhere."
             )
-        _discard_output()
+        discard_output()
         return 1
     return code
 
@@ -186,14 +182,6 @@ def _has_lost_its_folder() -> bool:
         return not Path.cwd()
     except FileNotFoundError:
         return True
-
-
-def _discard_output() -> None:
-    """Let what is still buffered go nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 def _print_all_characters() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import logging
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from mlx_ring.cli import name_beside_figures, progress_bar
+from mlx_ring.cli import LOST_OUTPUT, discard_output, name_beside_figures, progress_bar
 from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.core.environment import program
 from mlx_ring.host.addresses import HeadAddress
@@ -44,14 +46,17 @@ SAMPLE_QUESTION = "What is the capital of France?"
 
 
 class StartupMessages:
-    """Messages of a starting head, with progress bars for weights on a terminal."""
+    """Messages of a starting head, with progress bars for weights on a terminal.
+
+    A head serves on if nobody reads them any more: the terminal is closed, a pipe's reader has ended, or a disk is full.
+    """
 
     def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:
         self.invites = invites
         """True if the commands to join are shown."""
         self._lasting = lasting
         """True if messages continue after the first model is served; otherwise only the log does."""
-        self._has_served = False
+        self._has_served = self._is_lost = False
         self._progress = _bars() if sys.stderr.isatty() else None
         self._tasks: dict[tuple[str, int], TaskID] = {}
         """Progress bar by instance and stage."""
@@ -70,17 +75,17 @@ class StartupMessages:
             f"Waiting for {machines}. On each, run the command with an address that it can reach:",
             *lines,
         ]
-        print("\n".join(["", *text, ""]), flush=True)
+        self._show(lambda: print("\n".join(["", *text, ""]), flush=True))
 
     def planned(self, instance: str, placement: Placement) -> None:
         """Print the table of the plan, and start the progress bars."""
-        if placement.plan is not None and not self._is_over:
+        if (plan := placement.plan) is not None and not self._is_over:
             from mlx_ring.cli.status_tables import show_plan  # slow to import, and one machine needs no plan
 
-            show_plan(placement.plan)
+            self._show(lambda: show_plan(plan))
         if self._progress is None:
             return
-        self._progress.start()
+        self._show(self._progress.start)
         for stage in range(len(placement.ranges)):
             title = self._title(instance, stage)
             self._tasks[instance, stage] = self._progress.add_task(title, total=None)
@@ -107,12 +112,33 @@ class StartupMessages:
         if self._is_over:
             log.info("Serving %s (loaded in %.1f s)", running.instance.name, running.load_s)
         else:
-            print(ready_text(running), flush=True)
+            self._show(lambda: print(ready_text(running), flush=True))
         self._has_served = True
+
+    def _show(self, write: Callable[[], object]) -> None:
+        """Write a message, unless one could not be written before."""
+        if self._is_lost:
+            return
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in LOST_OUTPUT:
+                raise
+            self._lose(error.strerror)
+        except SystemExit:  # rich ends a program whose pipe is not read
+            self._lose(os.strerror(errno.EPIPE))
+
+    def _lose(self, reason: str | None) -> None:
+        self._is_lost = True
+        discard_output()
+        log.warning(
+            "The output of `mlx-ring serve` cannot be written any more (%s): it serves on, and only its log continues",
+            reason,
+        )
 
     @property
     def _is_over(self) -> bool:
-        return self._has_served and not self._lasting
+        return self._is_lost or (self._has_served and not self._lasting)
 
     def _remove_bars(self, instance: str) -> None:
         for place in [place for place in self._tasks if place[0] == instance]:
@@ -124,7 +150,7 @@ class StartupMessages:
 
     def _stop_bars(self) -> None:
         if self._progress is not None and self._progress.live.is_started:
-            self._progress.stop()
+            self._show(self._progress.stop)
 
 
 def _bars() -> Progress:

@@ -174,8 +174,11 @@ def _limits_kept() -> Generator[None]:
 
     mlx-lm sets the limit of open files to 2048, and to 4096 for good. It fails if fewer are allowed.
     """
-    set_limit = resource.setrlimit
-    resource.setrlimit = lambda *_: None
+
+    def keep(_resource: int, _limits: tuple[int, int]) -> None:
+        """Change nothing."""
+
+    set_limit, resource.setrlimit = resource.setrlimit, keep
     try:
         yield
     finally:
