@@ -138,6 +138,22 @@ def test_no_layers_move_while_the_head_ends() -> None:
         drain(head)
 
 
+def test_the_log_says_why_a_drain_ends_with_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    head = Head(FakeHosted(FakeReplica("a", "b")), "a", "b")
+
+    async def run() -> None:
+        async with head.order.turn():
+            draining = asyncio.create_task(head.moves.drain("b", force=False))
+            await run_tasks_until(lambda: "b" in head.membership.drained)
+            head.moves.stop()
+            with pytest.raises(asyncio.CancelledError):
+                await draining
+
+    asyncio.run(run())
+    assert "b is not drained: the server ends" in caplog.text
+    assert not head.membership.drained
+
+
 def test_a_better_split_is_loaded_beside_the_present_one_or_instead_of_it() -> None:
     replica = FakeReplica("a", "b")
     hosted = FakeHosted(replica)

@@ -270,7 +270,8 @@ class Moves:
             except BaseException as error:
                 if not was_drained:
                     await machines.drain(node, is_drained=False)
-                    log.warning("%s is not drained: %s", name, error)
+                    why = "the server ends" if isinstance(error, asyncio.CancelledError) else error
+                    log.warning("%s is not drained: %s", name, why)
                 raise
         if _is_drained(machines, node):
             log.warning("%s has no layers any more", name)
