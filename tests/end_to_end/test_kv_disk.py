@@ -288,7 +288,7 @@ def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that
 @pytest.mark.machines
 @pytest.mark.parametrize("leaves", ["killed", "ctrl-c"])
 def test_a_machine_leaves_while_others_restore_a_prompt(leaves: str, tmp_path: Path) -> None:
-    """Layers go to a machine without their KV. A killed machine takes its own KV with it; another one first lends it."""
+    """Move the layers to a machine without their KV. A killed machine takes it along; one that is drained lends it."""
     flags = FLAGS[:2]
     machines = partial(three_machines, join_flags=flags, speed=0.002)
     with machines(tmp_path, "--strategy", "uniform", *flags) as (server, _):

@@ -194,7 +194,7 @@ def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_repl
 def test_server_serves_on_after_a_loss_when_nobody_reads_its_output_any_more(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A program that starts a server may stop reading once it serves, and a terminal may be closed."""
+    """Stop reading once it serves, as programs do that start a server, and terminals that are closed."""
     with serving(tiny_model, folder=tmp_path) as server:
         expected = complete(server.http)
         assert server.process.stdout is not None
@@ -208,7 +208,7 @@ def test_server_serves_on_after_a_loss_when_nobody_reads_its_output_any_more(
 
 
 def test_server_serves_without_stderr(tiny_model: Path, tmp_path: Path) -> None:
-    """Its first socket would take the number of stderr."""
+    """Close stderr, whose number the first socket would take."""
     closed = ("sh", "-c", 'exec "$@" 2>&-', "sh")
     with serving(tiny_model, folder=tmp_path, within=closed) as server:
         assert ask(server).status_code == 200

@@ -161,10 +161,10 @@ def test_stages_of_one_machine_have_as_many_layers_with_the_strategy_uniform(
 
 
 def test_kv_of_ranks_is_reached_from_machines_that_join_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has just joined is why layers move, so its workers read KV from those that were loaded before."""
+    """Find the addresses from a machine that has just joined: it is why layers move, and its workers read their KV."""
 
     def no_channel(*_: object, **__: object) -> None:
-        """Nothing is sent to the agents."""
+        """Open nothing, because nothing is sent to the agents."""
 
     monkeypatch.setattr(subject_of_sites, "open_aio_channel", no_channel)
     own = replace(member("head", 1), host="127.0.0.1")

@@ -46,3 +46,20 @@ def test_request_that_is_not_finished_in_time_ends_with_an_error(tiny_model: Pat
         assert '"error"' in list(long)[-1]
         assert server.process.wait(60) == 0
     assert "Ending 1 unfinished requests" in (tmp_path / "logs" / "head.log").read_text()
+
+
+def test_a_server_under_nohup_does_not_end_with_its_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--shutdown-timeout", "0")
+    with serving(tiny_model, *flags, folder=tmp_path, within=("nohup",)) as server, ExitStack() as stack:
+        long = stream(stack, server, 10**9)
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(10):
+            next(long)
+        assert server.http.get("/health").json()["status"] == "healthy"
+        assert server.stop() == 0
+
+
+def test_a_server_ends_with_its_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, folder=tmp_path) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(60) == 0

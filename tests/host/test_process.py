@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mlx_ring.host.process import (
     CpuQuota,
     cpu_quota,
+    ending_signals,
     limited_cores,
     limited_memory,
     mac_footprint,
@@ -182,3 +184,13 @@ def test_a_macs_footprint_is_read_from_the_systems_structure() -> None:
 
 def test_memory_of_this_process_is_known() -> None:
     assert own_memory() > 1_000_000
+
+
+def test_the_end_of_a_terminal_ends_a_process_unless_it_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert ending_signals() == (signal.SIGINT, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)

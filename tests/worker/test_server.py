@@ -406,7 +406,7 @@ class _Disk:
 
 
 def test_kv_that_a_new_head_fetches_stays_when_the_sequences_of_the_head_before_are_freed() -> None:
-    """They are freed after the step that the compute thread is in, and the new head does not wait for that."""
+    """Free them late, as after a long step of the compute thread: the new head does not wait for that."""
     server, disk = assign_stage(1)[0], _Disk()
     server._built = cast("Any", SimpleNamespace(disk=disk))
     sequences = SequenceTable(cast("Any", SimpleNamespace(reset=list[object])), 8, disk=cast("Any", disk))

@@ -39,7 +39,7 @@ from mlx_ring.host.machine import NodePorts, make_run_folder, node_name, raise_d
 from mlx_ring.host.machine_profile import MachineProfile
 from mlx_ring.host.power import KeepAwake
 from mlx_ring.host.private_files import sole_holder
-from mlx_ring.host.process import own_memory, usable_memory
+from mlx_ring.host.process import ending_signals, own_memory, usable_memory
 from mlx_ring.host.running import agent_note, note_absence, recorded
 from mlx_ring.host.yielding import YieldWatch
 from mlx_ring.rpc.channels import (
@@ -430,7 +430,7 @@ def _supervisor(options: MemberOptions, credentials: Path, trust: Trust, ports: 
 async def _until_end(work: asyncio.Task[None], leave: Leave) -> None:
     """Wait until the agent ends, for the head or a signal asks for it, or the work ends; raise its error, if any."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ending_signals():
         loop.add_signal_handler(number, _on_signal, number, leave)
     waiting = asyncio.create_task(leave.ended.wait())
     try:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -46,7 +45,7 @@ from mlx_ring.host.head_announcement import HeadAnnouncement
 from mlx_ring.host.interfaces import lan_addresses, lan_urls, own_names
 from mlx_ring.host.machine import make_run_folder, node_name, raise_descriptor_limit
 from mlx_ring.host.power import KeepAwake
-from mlx_ring.host.process import usable_cores
+from mlx_ring.host.process import ending_signals, usable_cores
 from mlx_ring.models.weights_manifest import WeightsManifest, manifest_beside
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.rank_settings import crowding_remark
@@ -397,7 +396,7 @@ class EndSignals:
 @contextlib.contextmanager
 def end_signals() -> Generator[EndSignals]:
     loop, signals = asyncio.get_running_loop(), EndSignals()
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = ending_signals()
     for number in caught:
         loop.add_signal_handler(number, signals.on_signal)
     try:

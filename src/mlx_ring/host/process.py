@@ -1,4 +1,4 @@
-"""Usable memory and cores of this process, including limits of containers; its freed memory and its threads' stacks.
+"""Usable memory and cores of this process, including limits of containers; its freed memory, its signals, its stacks.
 
 Linux describes the machine in `/proc`, and the container in the folders of its control group, version 2
 (`memory.max`, `cpu.max`) or 1 (`memory.limit_in_bytes`, `cpu.cfs_quota_us`). A group's limit holds for all groups in
@@ -253,6 +253,14 @@ SIGNAL = signal.SIGUSR1
 def dump_stacks_on_signal() -> None:
     """Write all stacks when the signal comes, even while a thread holds the interpreter."""
     faulthandler.register(SIGNAL, all_threads=True, chain=False)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to end. The end of a terminal does not where it is ignored (`nohup`)."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (
+        (signal.SIGINT, signal.SIGTERM) if ignores_hangup else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
 
 
 _CAP_SYS_NICE = 23

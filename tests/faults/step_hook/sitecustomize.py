@@ -9,8 +9,8 @@ the first step that satisfies it, and sends what it knows of its sequences. It w
 A worker kills itself before the first step that satisfies the condition in the file `fatal.json` of the folder, if there
 is one. If the condition has a `schema`, it kills itself before it compiles a schema with that text. If there is a FIFO
 `load` in the folder, a worker that has loaded its weights waits until a client has opened and
-closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one, and `read-PID` for
-each fetch of saved KV before it is read.
+closed it. A FIFO `input-PID` does the same for all input that comes to that worker from another one. A FIFO
+`read-PID` does so for each fetch of saved KV before it is read.
 
 A worker with a file `change-PID` there kills itself when it is about to enter another stage. One with a file `drop-PID`
 has to drop its stage before it loads another one, which then fails.
