@@ -134,7 +134,7 @@ thread.join()
 
 
 def test_mlx_lm_is_imported_under_a_low_limit_of_open_files_which_stays(tmp_path: Path) -> None:
-    """Without that, no worker could start where fewer open files are allowed than mlx-lm asks for."""
+    """Allow fewer open files than mlx-lm asks for, which would keep workers from starting."""
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
