@@ -28,7 +28,7 @@ class _Node:
         self.requests: list[str] = []
 
     async def start(
-        self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment]
+        self, _hello: object, assignments: Sequence[worker_pb2.StageAssignment], **_: object
     ) -> Sequence[agent_pb2.StartedWorker]:
         return [
             agent_pb2.StartedWorker(
@@ -182,6 +182,16 @@ def test_each_cable_of_a_ring_may_be_a_separate_network() -> None:
 def test_machines_without_a_common_trusted_network_are_refused(other: Node, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         group_routes([other, Node("a", (cable(1, 1),))][::-1], "A stage")
+
+
+def test_no_worker_is_started_on_a_machine_that_has_left_and_nobody_waits_for_it() -> None:
+    async def start() -> None:
+        link = AgentLink(open_aio_channel("unix:no-agent.sock"), "the agent of mini-1")
+        with pytest.raises(WorkerLost, match="The connection to the agent of mini-1"):
+            await link.start(make_hello(), [], waits=False)
+        await link.close()
+
+    asyncio.run(start())
 
 
 def test_a_call_after_another_recovery_has_closed_the_connection_fails_as_the_agent() -> None:

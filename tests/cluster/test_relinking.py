@@ -61,7 +61,9 @@ class _Agent:
             if one.stage not in self.silent
         ]
 
-    async def start(self, _hello: object, assignments: Assignments) -> Sequence[agent_pb2.StartedWorker]:
+    async def start(
+        self, _hello: object, assignments: Assignments, **_: object
+    ) -> Sequence[agent_pb2.StartedWorker]:
         return self._note("start", assignments)
 
     async def load(

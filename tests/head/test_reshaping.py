@@ -43,8 +43,9 @@ class Agent:
         self.node, self.calls, self.asked, self.problem = node, calls, asked, problem
 
     async def start(
-        self, hello: hello_pb2.Hello, assignments: Sequence[worker_pb2.StageAssignment]
+        self, hello: hello_pb2.Hello, assignments: Sequence[worker_pb2.StageAssignment], *, waits: bool
     ) -> Sequence[agent_pb2.StartedWorker]:
+        assert not waits, "a machine that has left never answers"
         self.calls.append(f"{self.node} starts in epoch {hello.epoch}")
         return [agent_pb2.StartedWorker(stage=one.stage, pid=40) for one in assignments]
 

@@ -77,16 +77,18 @@ class AgentLink:
         """State in the agent's last report if its machine yields to its user."""
 
     async def start(
-        self, hello: hello_pb2.Hello, assignments: Assignments
+        self, hello: hello_pb2.Hello, assignments: Assignments, *, waits: bool = True
     ) -> Sequence[agent_pb2.StartedWorker]:
         """Start a worker for each assignment.
+
+        With `waits`, an agent that cannot be reached may still be starting. Its end is then noticed elsewhere.
 
         Raises:
             RingError: the agent's failure, after which none of these workers is left.
         """
         request = agent_pb2.StartRequest(hello=hello, assignments=assignments)
         with self._errors():
-            reply = await START.aio_unary_unary(self._channel)(request, wait_for_ready=True)
+            reply = await START.aio_unary_unary(self._channel)(request, wait_for_ready=waits)
         if reply.HasField("failure"):
             raise failure_to_error(reply.failure)
         return reply.workers

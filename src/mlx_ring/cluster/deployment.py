@@ -182,15 +182,19 @@ StartedWorkers = dict[RankId, tuple[agent_pb2.StartedWorker, Site]]
 
 
 async def start_on(
-    site: Site, assignments: Sequence[worker_pb2.StageAssignment], hello: hello_pb2.Hello
+    site: Site,
+    assignments: Sequence[worker_pb2.StageAssignment],
+    hello: hello_pb2.Hello,
+    *,
+    waits: bool = True,
 ) -> StartedWorkers:
-    """Start workers on a site.
+    """Start workers on a site. `waits` is for `AgentLink.start`.
 
     Raises:
         RingError: the node's failure, after which none of these workers is left.
     """
     with blaming(site):
-        workers = await site.link.start(hello, assignments)
+        workers = await site.link.start(hello, assignments, waits=waits)
     return {RankId(worker.stage, worker.rank): (worker, site) for worker in workers}
 
 

@@ -155,8 +155,9 @@ class Reshaping:
             self._reserve()
             sites = sites_of(self.placement)
             new = [place for place, site in sites.items() if site.node not in self._pids]
+            # Nothing watches these machines yet, and one that has left since the plan was made never answers.
             found = await together(
-                start_on(sites[place], [self._assignments[place]], self._hello) for place in new
+                start_on(sites[place], [self._assignments[place]], self._hello, waits=False) for place in new
             )
             for workers in found:
                 self._started |= workers
