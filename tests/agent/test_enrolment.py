@@ -499,6 +499,25 @@ def test_an_unreachable_head_is_named_with_its_address_and_a_remedy(tmp_path: Pa
             join(f"127.0.0.1:{port - 1}", token, tmp_path)
 
 
+def test_a_member_that_starts_before_its_head_waits_for_it_also_with_a_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = str(JoinToken(bytes(32), bytes(4), bytes(20)))
+
+    async def act(head: Head) -> None:
+        token = head.token()
+        credentials = await head.join(tmp_path / "node", token)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{taken.getsockname()[1] - 1}"
+            assert await asyncio.to_thread(join, address, token, tmp_path / "node") == credentials
+            with pytest.raises(ConfigError, match="No head answers"):
+                await asyncio.to_thread(join, address, other, tmp_path / "node")
+        assert "waits for its head. No head answers" in caplog.text
+
+    with_head(tmp_path, act)
+
+
 def test_waiting_for_a_silent_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrolment, "_WAIT_S", 0.05)
     token = str(JoinToken(bytes(32), bytes(4), bytes(20)))

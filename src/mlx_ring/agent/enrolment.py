@@ -56,7 +56,7 @@ _NONCE_BYTES = 16
 def join(address: str, token: str, folder: Path) -> Credentials:
     """Become a member, and keep what proves it in `folder`; this machine's identity is made or found there.
 
-    A member of the token's cluster stays one, and does not use the token.
+    A member of the token's cluster stays one, and does not use the token. If no head answers, it is to wait for it.
 
     Args:
         address: the head's, as a person types it; the enrolment port is the one after.
@@ -66,7 +66,8 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     Raises:
         TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
         PeerRefused, VersionMismatch: the head does not take this machine, or is none.
-        ConfigError: the address is invalid, nothing answers there, or an agent runs with what is in `folder`.
+        ConfigError: the address is invalid, nothing answers a machine that is no member, or an agent runs with what is
+            in `folder`.
     """
     ticket = parse_token(token)
     head = parse_head_address(address)
@@ -76,11 +77,19 @@ def join(address: str, token: str, folder: Path) -> Credentials:
             "overwritten: stop it first, or give --state-dir."
         )
     identity = open_identity(folder)
-    authority = fetch_authority(head, ticket.fingerprint)
     kept = load_credentials(folder)
-    if kept is not None and _is_ours(kept, ticket.fingerprint):
+    member = kept if kept is not None and _is_ours(kept, ticket.fingerprint) else None
+    try:
+        authority = fetch_authority(head, ticket.fingerprint)
+    except ConfigError as error:
+        if member is None:
+            raise
+        # After a power cut, machines may start before their head.
+        log.warning("This machine has joined before, and waits for its head. %s", error)
+        return member
+    if member is not None:
         with contextlib.suppress(PeerRefused, WorkerLost):  # a removed machine needs the token
-            return renew(head, kept, folder)
+            return renew(head, member, folder)
     request = enrol_pb2.EnrolRequest(
         hello=make_hello(node=identity.node),
         token_id=ticket.id,
