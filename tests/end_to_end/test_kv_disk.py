@@ -288,7 +288,10 @@ def test_each_machine_of_a_cluster_keeps_the_kv_of_its_own_layers_and_reads_that
 @pytest.mark.machines
 @pytest.mark.parametrize("leaves", ["killed", "ctrl-c"])
 def test_a_machine_leaves_while_others_restore_a_prompt(leaves: str, tmp_path: Path) -> None:
-    """Move the layers to a machine without their KV. A killed machine takes it along; one that is drained lends it."""
+    """Move the layers to a machine without their KV. A killed machine takes it along; one that is drained lends it.
+
+    It leaves as soon as it has no layers, so what others have not read by then is computed.
+    """
     flags = FLAGS[:2]
     machines = partial(three_machines, join_flags=flags, speed=0.002)
     with machines(tmp_path, "--strategy", "uniform", *flags) as (server, _):
@@ -316,7 +319,8 @@ def test_a_machine_leaves_while_others_restore_a_prompt(leaves: str, tmp_path: P
             assert joined[0].wait(60) in (0, -signal.SIGKILL)
         (again, tokens, cached), stats = asking.result(), prefix_stats(server)
         assert (again, tokens) == (text, prompt_tokens)
-        assert stats["restored_tokens"] == cached == (0 if leaves == "killed" else prompt_tokens - 1)
+        assert stats["restored_tokens"] == cached
+        assert cached == 0 if leaves == "killed" else cached < prompt_tokens
         assert node not in {device["node"] for device in server.status()["devices"]}
         assert ask(server)[0] == text
         assert server.stop() == 0
