@@ -9,9 +9,8 @@ from tests.worker.random_models import QWEN3, write_random_model
 
 from mlx_ring.core.errors import PlanError
 from mlx_ring.core.types import LayerRange
-from mlx_ring.models.layer_tensors import tensors_of_stage
+from mlx_ring.models.layer_tensors import stage_bytes, tensors_of_stage, write_stage_folder
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
-from mlx_ring.models.stage_folder import stage_bytes, write_stage_folder
 
 LAYERS = LayerRange(1, 3)
 

@@ -20,8 +20,8 @@ from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models import weights_manifest
+from mlx_ring.models.layer_tensors import mark_stage_folder
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
-from mlx_ring.models.stage_folder import mark_stage_folder
 from mlx_ring.models.weights_manifest import (
     Piece,
     WeightsManifest,

@@ -36,9 +36,9 @@ from tests.worker.test_weights import assert_planned_as_loaded
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import DType, LayerRange
 from mlx_ring.models.gguf import QUANTIZED, read_gguf, read_range
+from mlx_ring.models.layer_tensors import write_stage_folder
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import find_model
-from mlx_ring.models.stage_folder import write_stage_folder
 from mlx_ring.worker.gguf_weights import GgufWeights, to_groups
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.weights import load_stage

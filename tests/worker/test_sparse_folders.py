@@ -22,10 +22,9 @@ from tests.worker.random_models import QWEN3, QWEN3_MOE, write_random_model
 from mlx_ring.core.errors import ModelCorrupt
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.architectures import known_architectures
-from mlx_ring.models.layer_tensors import NEVER_COMPUTED, tensors_of_stage
+from mlx_ring.models.layer_tensors import NEVER_COMPUTED, mark_stage_folder, tensors_of_stage
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import BUILTIN_FOLDER, builtin_names
-from mlx_ring.models.stage_folder import mark_stage_folder
 from mlx_ring.worker.shard import StageModel
 from mlx_ring.worker.weights import load_stage
 

@@ -26,8 +26,8 @@ from mlx_cpu_kernels import operations
 from mlx_ring.core.errors import ModelCorrupt, VersionMismatch
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.served_model import describe_model, memory_for_weights
+from mlx_ring.models.layer_tensors import mark_stage_folder
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
-from mlx_ring.models.stage_folder import mark_stage_folder
 from mlx_ring.models.weights_manifest import WeightsSample, join_digests
 from mlx_ring.planner.model_sizes import profile_folder
 from mlx_ring.planner.profiles import measured_node

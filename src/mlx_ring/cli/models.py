@@ -18,9 +18,9 @@ from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head, name_for, na
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
+from mlx_ring.models.layer_tensors import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import find_model
-from mlx_ring.models.stage_folder import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.settings.settings_sources import load_settings
 
 _URL = typer.Option(help="Address of the server.")

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, cast
 from mlx_ring.core.errors import ModelCorrupt, ProtocolError
 from mlx_ring.core.types import ByteProgress
 from mlx_ring.host.private_files import read_private, write_private
+from mlx_ring.models.layer_tensors import is_whole, require_whole, small_files
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
-from mlx_ring.models.stage_folder import is_whole, require_whole, small_files
 
 MAX_MANIFEST_BYTES = 256 << 20
 """Size for a million tensors."""

@@ -39,9 +39,8 @@ from mlx_cpu_kernels.operations import are_installed
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, VersionMismatch
 from mlx_ring.core.types import ByteProgress, DType, LayerRange
 from mlx_ring.models.architectures import find_architecture, language_module
-from mlx_ring.models.layer_tensors import names_head
+from mlx_ring.models.layer_tensors import names_head, require_layers
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
-from mlx_ring.models.stage_folder import require_layers
 from mlx_ring.models.weights_manifest import may_have_weights_of, with_weights_of
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
