@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import jsonschema
 import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -21,7 +20,6 @@ from mlx_ring.models import grammars
 from mlx_ring.models.grammars import (
     GrammarTrials,
     grammar_limits,
-    in_known_keywords,
     in_one_line,
     to_llguidance,
 )
@@ -141,82 +139,3 @@ def test_too_many_optional_properties_are_named_as_such() -> None:
     matcher.consume_tokens(list(b"{"))
     matcher.compute_bitmask()
     assert in_one_line(matcher.get_error()).endswith("; require more of its properties, or name fewer.")
-
-
-COLOUR = {"$defs": {"Colour": {"type": "string", "title": "Colour", "enum": ["red", "green"]}}}
-DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
-EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-FLAGS = {"type": "object", "additionalProperties": {"type": "boolean"}}
-NAMED = {"type": "object", "properties": {"a": {"type": "boolean"}}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "matching", "others"),
-    [
-        ({**FLAGS, "propertyNames": {"type": "string"}}, [{}, {"any": True}], [{"any": 1}]),
-        ({**FLAGS, "propertyNames": True}, [{"any": True}], [{"any": 1}]),
-        ({**FLAGS, "propertyNames": {"enum": ["x", "y"]}}, [{}, {"y": True}], [{"z": True}, {"x": 1}]),
-        ({**FLAGS, "propertyNames": {"const": "x"}}, [{"x": True}], [{"y": True}]),
-        (
-            {**COLOUR, **FLAGS, "propertyNames": {"$ref": "#/$defs/Colour"}, "required": ["red"]},
-            [{"red": True}, {"red": True, "green": False}],
-            [{"green": True}, {"red": True, "blue": True}],
-        ),
-        ({**NAMED, "propertyNames": {"enum": ["a", "b"]}}, [{"a": True, "b": 1}], [{"a": 1}, {"c": 1}]),
-        ({**NAMED, "propertyNames": {"enum": ["b"]}}, [{"b": 1}], [{"a": True}]),
-        ({**FLAGS, "propertyNames": {"pattern": "^x[0-9]$"}}, [{}, {"x1": True}], [{"y": True}, {"x1": 1}]),
-        ({**NAMED, "unevaluatedProperties": False}, [{"a": True}], [{"b": True}]),
-        ({**NAMED, "unevaluatedProperties": {"type": "null"}}, [{"b": None}], [{"b": True}]),
-        (
-            {"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False},
-            [[], [None]],
-            [[None, 1]],
-        ),
-        ({"type": "array", "uniqueItems": False, "minContains": 2}, [[1, 1]], [1]),
-        ({"type": "string", "format": "password"}, ["any"], [1]),
-        ({"type": "string", "format": "e164", "pattern": r"^\+[0-9]{7,15}$"}, ["+441234567"], ["441234567"]),
-        (
-            {"type": "string", "pattern": DECIMAL},
-            ["1", "-0.5", "+12.", ".5", "007"],
-            ["", ".", "+", "1.2.3", "--1", "1e3"],
-        ),
-        (
-            {"type": "string", "pattern": EMAIL},
-            ["a@b.org", "a.b'c+d@x-y.z.com", "_@b.org"],
-            [".a@b.org", "a..b@c.org", "a.@b.org", "a'@b.org", "a@b", "@b.org", "a@b..org"],
-        ),
-    ],
-    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
-)
-def test_schema_in_known_keywords_is_enforced_and_means_the_same(
-    schema: dict[str, Any], matching: list[Any], others: list[Any]
-) -> None:
-    trials = GrammarTrials()
-    known = in_known_keywords(schema)
-    assert trials.problem(Grammar("json_schema", json.dumps(schema)))
-    assert trials.problem(Grammar("json_schema", json.dumps(known))) == ""
-    for meaning in (schema, known):
-        validator = jsonschema.Draft202012Validator(meaning)
-        assert [value for value in matching if not validator.is_valid(value)] == []
-        assert [value for value in others if validator.is_valid(value)] == []
-    assert in_known_keywords(known) == known
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {**FLAGS, "propertyNames": {"maxLength": 3}},
-        {**FLAGS, "propertyNames": {"$ref": "#/$defs/none"}},
-        {**NAMED, "propertyNames": {"pattern": "^a$"}},
-        {"allOf": [NAMED], "unevaluatedProperties": False},
-        {"type": "array", "uniqueItems": True},
-        {"type": "string", "format": "iban"},
-        {"const": {"uniqueItems": False, "propertyNames": True}},
-        {"properties": {"propertyNames": {"type": "boolean"}, "format": {"type": "null"}}},
-        {"type": "array", "contains": {"const": 1}, "minContains": 2},
-        {"type": "string", "format": {}, "pattern": []},
-    ],
-    ids=lambda value: json.dumps(value)[:60],
-)
-def test_keywords_without_an_equal_one_and_values_stay(schema: dict[str, Any]) -> None:
-    assert in_known_keywords(schema) == schema

@@ -39,7 +39,7 @@ from mlx_ring.api.chat.model_format import CallMarks, ChatFormat, Marks, parse_t
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
 from mlx_ring.core.errors import RequestError
 from mlx_ring.core.types import Grammar
-from mlx_ring.models.grammars import to_llguidance
+from mlx_ring.models.grammars import check_grammar, to_llguidance
 
 THINKING = Marks("<think>", "</think>")
 JSON_TOOLS = FORMATS[0]
@@ -643,6 +643,65 @@ def test_map_by_names_of_an_enum_is_enforced_in_a_format_and_in_a_strict_tool() 
     for value, is_one in (({"red": True}, True), ({"blue": True}, False), ({"red": 1}, False)):
         assert accepts(answer, json.dumps(value)) == is_one
         assert accepts(call, sent(value)) == is_one
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "other"),
+    [
+        ({"enum": [f"Area/City {at}" for at in range(600)]}, {"Area/City 599": True}, {"Area/City 599": 1}),
+        ({"enum": ["a", "z"]}, {"z": True, "a": True}, {"z": 1}),
+        ({"pattern": "^(?!x)"}, {"n": True}, {"n": "text"}),
+    ],
+    ids=["many names", "two names", "look-around"],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_map_is_enforced_by_its_values_whatever_its_names(
+    names: dict[str, Any], value: dict[str, Any], other: dict[str, Any], *, strict: bool
+) -> None:
+    flags = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "boolean"}}
+    schema = {"type": "object", "properties": {"map": flags}, "required": ["map"]}
+    tool = tools_conversation(Tool("send", parameters=schema, strict=strict))
+    if strict and "pattern" in names:  # refused before it is used
+        assert "look-around" in problem_of(grammar_of(JSON_TOOLS, tool))
+        return
+    grammar = grammar_of(JSON_TOOLS, tool)
+    assert problem_of(grammar) == ""
+    assert accepts(grammar, sent({"map": value}))
+    assert not accepts(grammar, sent({"map": other}))
+
+
+def test_keywords_that_a_non_strict_tool_ignores_do_not_restrict_it() -> None:
+    branch = {"a": {"properties": {"b": {"type": "integer"}}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "list": {"type": "array", "unevaluatedItems": {"pattern": "("}},
+        },
+        "dependencies": branch,
+        "unevaluatedProperties": False,
+    }
+    grammar = grammar_of(JSON_TOOLS, tools_conversation(Tool("send", parameters=schema)))
+    assert problem_of(grammar) == ""
+    assert accepts(grammar, sent({"a": 1, "b": 2}))
+
+
+def problem_of(grammar: Grammar | None) -> str:
+    """Return why a grammar is refused before any computation; empty if it is not."""
+    assert grammar is not None
+    try:
+        check_grammar(grammar)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def test_values_of_a_map_by_names_have_no_properties_but_their_own() -> None:
+    score = {"type": "object", "properties": {"points": {"type": "integer"}}}
+    schema = {"type": "object", "propertyNames": {"enum": ["art"]}, "additionalProperties": score}
+    grammar = grammar_of(JSON_TOOLS, schema_conversation(schema))
+    assert accepts(grammar, '{"art": {"points": 1}}')
+    assert not accepts(grammar, '{"art": {"points": 1, "more": 1}}')
 
 
 @pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "pattern", "properties"])

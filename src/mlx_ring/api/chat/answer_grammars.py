@@ -12,6 +12,12 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import cast
 
+from mlx_ring.api.chat.json_schemas import (
+    Schema,
+    in_known_keywords,
+    names_as_patterns,
+    without_look_around,
+)
 from mlx_ring.api.chat.lark import ANY_TEXT, SPACE, LarkGrammar, closed, either, options_of
 from mlx_ring.api.chat.model_format import CallMarks, ChatFormat
 from mlx_ring.api.chat.request import AnswerFormat, Conversation, Tool, ToolUse
@@ -26,7 +32,7 @@ from mlx_ring.api.chat.tool_call_grammars import (
 from mlx_ring.core.errors import Overloaded, RequestError
 from mlx_ring.core.traces import CLIENT
 from mlx_ring.core.types import Grammar
-from mlx_ring.models.grammars import GrammarTrials, Schema, in_known_keywords, without_look_around
+from mlx_ring.models.grammars import GrammarTrials
 
 _TURN_WITHIN_S = 30.0
 """Longest wait for the trials of other grammars."""
@@ -57,9 +63,9 @@ def answer_grammar(
     """
     if not _restricts(format, conversation):
         return None
-    conversation = _with_known_keywords(conversation)
+    conversation = _with_schemas(conversation, _in_known_keywords)
     if not open_schemas:
-        conversation = _with_closed_schemas(conversation)
+        conversation = _with_schemas(conversation, lambda _, schema: closed(schema))
     grammar = _grammar(format, conversation, thinking_open=thinking_open)
     return None if grammar is None else replace(grammar, param=_param(conversation))
 
@@ -71,19 +77,12 @@ def _restricts(format: ChatFormat, conversation: Conversation) -> bool:  # noqa:
     return conversation.format.kind != "text" or use.choice == "required" or strict
 
 
-def _with_known_keywords(conversation: Conversation) -> Conversation:
-    """Return the conversation without keywords that no grammar enforces, as far as that is possible.
+def _in_known_keywords(tool: Tool | None, schema: Schema) -> Schema:
+    """Return the schema of a tool, or the answer's, without keywords that no grammar enforces, as far as possible.
 
-    Tools that are not strict also lose patterns with look-around. Libraries write them for common types.
+    Tools that are not strict only lose patterns with look-around, because llguidance ignores other keywords there.
     """
-    known = _with_schemas(conversation, lambda _, schema: in_known_keywords(schema))
-    return _with_schemas(
-        known, lambda tool, schema: without_look_around(schema) if tool and not tool.strict else schema
-    )
-
-
-def _with_closed_schemas(conversation: Conversation) -> Conversation:
-    return _with_schemas(conversation, lambda _, schema: closed(schema))
+    return without_look_around(schema) if tool and not tool.strict else in_known_keywords(schema)
 
 
 def _with_schemas(
@@ -145,7 +144,7 @@ def _of_format(content: AnswerFormat) -> Grammar:
     if content.kind == "json_object":
         return Grammar("json_object", "")
     try:
-        return Grammar("json_schema", json.dumps(_own(content)))
+        return Grammar("json_schema", json.dumps(names_as_patterns(_own(content))))
     except (RecursionError, TypeError, ValueError) as error:
         raise RequestError(f"The schema cannot be read: {error}.", param=content.param) from error
 
@@ -348,13 +347,13 @@ class GrammarChecks:
         """
         if grammar is None or not (problem := await self._problem(grammar)):
             return
-        conversation = _with_known_keywords(conversation)
-        if conversation.format.kind != "text" and (
-            alone := await self._problem(_of_format(conversation.format))
-        ):
-            raise RequestError(alone, param=conversation.format.param)
+        content = conversation.format
+        if content.kind != "text" and (alone := await self._problem(_of_format_alone(content))):
+            raise RequestError(alone, param=content.param)
         for number, tool in enumerate(conversation.tool_use.tools):
-            if tool.parameters is not None and (alone := await self._problem(_of_tool(tool))):
+            if tool.parameters is not None and (
+                alone := await self._problem(_of_tool(tool, tool.parameters))
+            ):
                 raise RequestError(
                     f"Tool '{tool.name}': {alone}", param=f"tools[{number}].function.parameters"
                 )
@@ -433,7 +432,11 @@ class GrammarChecks:
         self._begin_next()
 
 
-def _of_tool(tool: Tool) -> Grammar:
+def _of_format_alone(content: AnswerFormat) -> Grammar:
+    return _of_format(replace(content, schema=_in_known_keywords(None, content.schema)))
+
+
+def _of_tool(tool: Tool, parameters: Schema) -> Grammar:
     grammar = LarkGrammar({})
-    grammar.add("start", grammar.json(tool.parameters or {}, **options_of(tool)))
+    grammar.add("start", grammar.json(_in_known_keywords(tool, parameters), **options_of(tool)))
     return Grammar("lark", grammar.write())

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mlx_ring.api.chat.argument_values import parsed_json
+from mlx_ring.api.chat.json_schemas import Schema
 from mlx_ring.api.chat.lark import DEFINITIONS, NOTHING, LarkGrammar, either, options_of
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
-from mlx_ring.models.grammars import Schema
 
 QUOTE = '<|"|>'
 FUNCTION_GEMMA_QUOTE = "<escape>"

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
+from mlx_ring.api.chat.json_schemas import MOST_NODES, NAMED_PLACES, Schema, names_as_patterns, schema_at
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.core.errors import RequestError
-from mlx_ring.models.grammars import JSON_OPTIONS, Schema, schema_at
+from mlx_ring.models.grammars import JSON_OPTIONS
 
 ANY_TEXT = "/(?s:.*)/"
 """Pattern of any text. Special tokens are not text."""
@@ -50,8 +51,9 @@ class LarkGrammar:
 
     def json(self, schema: Mapping[str, object], **options: object) -> str:
         """Return an expression of JSON under a schema."""
+        known = schema if options.get("lenient") else names_as_patterns(schema)
         try:
-            return f"%json {json.dumps(dict(schema) | {'x-guidance': JSON_OPTIONS | options})}"
+            return f"%json {json.dumps(dict(known) | {'x-guidance': JSON_OPTIONS | options})}"
         except (RecursionError, TypeError, ValueError) as error:
             raise RequestError(f"The schema cannot be read: {error}.") from error
 
@@ -181,8 +183,6 @@ def closed(schema: Schema) -> Schema:
         return schema
 
 
-_MOST_NODES = 20_000
-"""Objects and lists of a schema that is closed, and of the copies that this needs."""
 _PARTS = ("allOf", "anyOf", "oneOf")
 _OF_VALUES = ("items", "prefixItems", "additionalProperties")
 _OF_OBJECTS = frozenset({"properties", "required", "minProperties", "patternProperties"})
@@ -194,10 +194,6 @@ _STAYS_OPEN = frozenset(
     }
 )
 """Keywords of an object that describes its further properties itself, or that might not match once it is closed."""
-_NAMED_PLACES = frozenset(
-    {"$id", "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef"}
-)
-"""Keywords with which a reference need not be a path from the schema's root."""
 
 
 class _TooLargeError(Exception):
@@ -209,7 +205,7 @@ def _can_be_closed(schema: Schema) -> bool:
     if any(key in schema and not isinstance(schema[key], Mapping) for key in DEFINITIONS):
         return False
     open_: list[object] = [value for key, value in schema.items() if key != "$id"]
-    for _ in range(_MOST_NODES):
+    for _ in range(MOST_NODES):
         if not open_:
             return True
         node = open_.pop()
@@ -217,7 +213,7 @@ def _can_be_closed(schema: Schema) -> bool:
             open_ += cast("list[object]", node)
         elif isinstance(node, Mapping):
             given = cast("Schema", node)
-            if given.keys() & _NAMED_PLACES:
+            if given.keys() & NAMED_PLACES:
                 return False
             open_ += given.values()
             ref = given.get("$ref")
@@ -360,7 +356,7 @@ class _Closing:
     def _as_it_is(self, given: object) -> object:
         """Return a copy in which references lead to open definitions."""
         self._copied += 1
-        if self._copied > _MOST_NODES:
+        if self._copied > MOST_NODES:
             raise _TooLargeError
         if isinstance(given, list):
             return [self._as_it_is(each) for each in cast("list[object]", given)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mlx_ring.api.chat import gemma
+from mlx_ring.api.chat.json_schemas import Schema
 from mlx_ring.api.chat.lark import (
     DEFINITIONS,
     NOTHING,
@@ -26,7 +27,7 @@ from mlx_ring.api.chat.model_format import INNER_MARKS, JSON_SPELLINGS, CallMark
 from mlx_ring.api.chat.request import Tool
 from mlx_ring.api.chat.tagged_calls import TAGS
 from mlx_ring.core.errors import RequestError
-from mlx_ring.models.grammars import JSON_OPTIONS, Schema
+from mlx_ring.models.grammars import JSON_OPTIONS
 
 _STRING_KEYS = frozenset({"type", "enum", "const", "title", "description", "default", "examples", "$comment"})
 """Keywords of a string's schema that lists its texts or allows any."""
