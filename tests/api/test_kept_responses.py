@@ -6,14 +6,18 @@ import asyncio
 import json
 import re
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.api.journal_heads import (
+    HELLO,
+    SIZE,
     STREAMS,
     Events,
+    Head,
     request_of,
     response_events,
     running,
@@ -22,6 +26,7 @@ from tests.api.twins import TwinService
 from tests.eventually import run_tasks_until
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
+from mlx_ring.api.openai.responses import route
 from mlx_ring.core.errors import NotReady
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -152,6 +157,84 @@ def test_input_items_are_listed_by_page_in_both_orders(tmp_path: Path) -> None:
     assert [each["error"]["param"] for each in refused] == ["limit", "order", "after"]
     [item] = text["data"]
     assert (item["role"], item["content"]) == ("user", [{"type": "input_text", "text": "Hello."}])
+
+
+async def list_by_page(head: Head, given: object, query: str) -> list[dict[str, Any]]:
+    """Return the input items of a response, page by page; one page more than there are items at most."""
+    _, text = await head.call("POST", "/v1/responses", {"input": given})
+    path = f"/v1/responses/{json.loads(text)['id']}/input_items?{query}"
+    listed: list[dict[str, Any]] = []
+    after = ""
+    for _ in range(6):
+        _, text = await head.call("GET", f"{path}{after}")
+        page = json.loads(text)
+        listed += page["data"]
+        after = f"&after={page['last_id']}"
+        if not page["has_more"]:
+            break
+    return listed
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_paging_ends_whatever_ids_clients_give_to_input_items(tmp_path: Path, order: str) -> None:
+    ids: list[str | None] = ["m", "m", "", None, "m"]
+    given = [{"role": "user", "content": str(at), "id": id_} for at, id_ in enumerate(ids)]
+
+    async def run() -> list[dict[str, Any]]:
+        async with running(tmp_path) as head:
+            return await list_by_page(head, given, f"order={order}&limit=1")
+
+    listed = asyncio.run(run())
+    texts = [item["content"][0]["text"] for item in listed]
+    assert texts == [str(at) for at in range(len(ids))][:: 1 if order == "asc" else -1]
+    assert len({item["id"] for item in listed}) == len(ids)
+    assert "m" in {item["id"] for item in listed}
+    assert all(item["id"] for item in listed)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=00000000100000",
+        f"limit={'0' * 5000}1",
+        "limit=%D9%A3",
+        "limit=101",
+        "limit=-1",
+        f"after={'x' * 3000}",
+        f"order={'x' * 3000}",
+    ],
+    ids=lambda query: query[:20],
+)
+def test_wrong_query_for_input_items_is_refused_in_one_short_sentence(tmp_path: Path, query: str) -> None:
+    async def run() -> tuple[int, str]:
+        async with running(tmp_path) as head:
+            _, text = await head.call("POST", "/v1/responses", {"input": "Hello."})
+            return await head.call("GET", f"/v1/responses/{json.loads(text)['id']}/input_items?{query}")
+
+    status, text = asyncio.run(run())
+    assert (status, json.loads(text)["error"]["param"]) == (400, query.partition("=")[0])
+    assert len(text) < 400
+
+
+def test_input_items_of_a_large_request_are_read_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+
+    def parse(data: bytes) -> object:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return json.loads(data)
+
+    monkeypatch.setattr(route, "parse_json", parse)
+
+    async def run() -> None:
+        async with running(tmp_path, size=8 * SIZE) as head:
+            for length in (1, 300_000):
+                summary = [{"type": "summary_text", "text": "x" * length}]
+                await list_by_page(head, [{"type": "reasoning", "summary": summary}, *HELLO], "limit=2")
+
+    asyncio.run(run())
+    assert threads == [True, False]
 
 
 def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_asked_for(

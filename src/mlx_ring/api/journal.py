@@ -202,7 +202,7 @@ class Journal:
         await self._cancel(recording)
 
     async def delete(self, request: Request, id_: str) -> None:
-        """Remove an answer, and end it if it is in progress. Raises what `cancel` raises, but `RequestError`."""
+        """Remove an answer, and end it if it is in progress. Raises `UnknownAnswer` if it is not kept."""
         recording = await self._find(id_, request)
         await self._cancel(recording)
         recording.is_kept = False

@@ -53,8 +53,12 @@ def _real_path(detail: ErrorDetails, body: object) -> Path:
     """
     readings = list(_readings(detail["loc"], body, missing=detail["type"] == "missing"))
     path = next((path for path, ends in readings if ends), readings[0][0])
-    is_tag = detail["type"] in ("union_tag_invalid", "union_tag_not_found")
-    return (*path, str(detail.get("ctx", {}).get("discriminator")).strip("'")) if is_tag else path
+    return (*path, _tag_of(detail)) if detail["type"].startswith("union_tag_") else path
+
+
+def _tag_of(detail: ErrorDetails) -> str:
+    """Return the name of the field that chooses between types."""
+    return str(detail.get("ctx", {}).get("discriminator")).strip("'")
 
 
 def _readings(steps: Path, body: object, *, missing: bool) -> Iterator[tuple[Path, bool]]:
@@ -83,18 +87,16 @@ def _has(body: object, step: int | str) -> bool:
 
 def _sentence(detail: ErrorDetails, path: str) -> str:
     match detail["type"]:
-        case "missing":
+        case "missing" | "union_tag_not_found":
             return f"'{path}' is missing."
         case "extra_forbidden":
             return f"'{path}' is not supported; leave it out."
         case "unsupported":
             return f"'{path}' {detail['msg']}"
-        case "union_tag_not_found":
-            return f"'{path}' is missing."
         case "union_tag_invalid":
-            context = detail.get("ctx", {})
+            given = cast("dict[str, object]", detail["input"])[_tag_of(detail)]
             return (
-                f"'{path}' should be one of {context.get('expected_tags')}, not {show(context.get('tag'))}."
+                f"'{path}' should be one of {detail.get('ctx', {}).get('expected_tags')}, not {show(given)}."
             )
         case _:
             subject = f"'{path}'" if path else "The body"
@@ -249,9 +251,9 @@ async def read_body(request: Request, schema: type[BodyT], max_bytes: int, timeo
     return await convert(request, lambda: _read(data, schema))
 
 
-async def convert(request: Request, work: Callable[[], T]) -> T:
-    """Return the result of `work` on a request whose body was read; for a large body, outside the event loop."""
-    lane: ThreadPoolExecutor | None = request.scope.get(_LANE)
+async def convert(request: Request, work: Callable[[], T], *, kept: bytes | None = None) -> T:
+    """Return the result of `work` on a request's body, or on one that is `kept`; for a large one, outside the event loop."""
+    lane: ThreadPoolExecutor | None = request.scope.get(_LANE) if kept is None else _lane_of(kept)
     return work() if lane is None else await asyncio.get_running_loop().run_in_executor(lane, work)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -55,7 +56,7 @@ from mlx_ring.api.openai.responses.writer import End, ResponseWriter, usage_of
 from mlx_ring.api.openai.sampling import JsonObjectFormat, echoed_sampling, sampling_params
 from mlx_ring.api.openai.schemas import ScoredToken, TokenTexts
 from mlx_ring.api.openapi import ApiRoute, documented_get, documented_post
-from mlx_ring.api.request_body import convert, parse_json
+from mlx_ring.api.request_body import convert, cut, parse_json
 from mlx_ring.api.streaming import (
     EVENT_STREAM,
     KEEP_ALIVE,
@@ -72,7 +73,7 @@ from mlx_ring.api.streaming import (
 from mlx_ring.core.errors import NotReady, RequestError, RingError
 from mlx_ring.core.types import SamplingParams
 
-_LONGEST_NUMBER = 9
+_NUMBER = "[0-9]{1,9}"
 _MOST_ITEMS = 100
 """Most input items on a page."""
 _ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
@@ -163,7 +164,7 @@ def kept_routes(context: ApiContext) -> Router:
     async def list_input(request: Request) -> InputItems:
         id_ = request.path_params["response_id"]
         body = await context.kept.body_of(request, id_)
-        return _page(await convert(request, lambda: _input_items(body, id_)), request)
+        return await convert(request, lambda: _page(_input_items(body, id_), request), kept=body)
 
     async def delete(request: Request) -> ResponseDeleted:
         id_ = request.path_params["response_id"]
@@ -184,13 +185,19 @@ def _input_items(body: bytes, id_: str) -> list[Json]:
     items: list[Json] = (
         [{"role": "user", "content": given}] if isinstance(given, str) else cast("list[Json]", given)
     )
-    return [_input_item(item, f"{id_}:{place}") for place, item in enumerate(items)]
+    listed: dict[object, Json] = {}
+    for place, given_item in enumerate(items):
+        item = _input_item(given_item)
+        if not item.get("id") or item["id"] in listed:  # pages are found by their last item's id
+            digest = blake2b(f"{id_}:{place}".encode(), digest_size=16).hexdigest()
+            item["id"] = f"{_ID_PREFIXES[str(item['type'])]}{digest}"
+        listed[item["id"]] = item
+    return [*listed.values()]
 
 
-def _input_item(given: Json, name: str) -> Json:
+def _input_item(given: Json) -> Json:
     item = {key: value for key, value in given.items() if value is not None}
-    kind = str(item.setdefault("type", "message"))
-    item.setdefault("id", f"{_ID_PREFIXES[kind]}{blake2b(name.encode(), digest_size=16).hexdigest()}")
+    kind = item.setdefault("type", "message")
     if kind != "reasoning":
         item.setdefault("status", "completed")
     content = item.get("content")
@@ -208,16 +215,19 @@ def _page(items: list[Json], request: Request) -> InputItems:
     """Return the page of the items that a request for them asks for."""
     given = request.query_params
     limit, order, after = given.get("limit", "20"), given.get("order", "desc"), given.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit[:_LONGEST_NUMBER]) <= _MOST_ITEMS:
-        raise RequestError(f"'limit' is '{limit}'; give a number from 1 to {_MOST_ITEMS}.", param="limit")
+    count = int(limit) if re.fullmatch(_NUMBER, limit) else 0
+    if not 1 <= count <= _MOST_ITEMS:
+        raise RequestError(
+            f"'limit' is '{cut(limit)}'; give a number from 1 to {_MOST_ITEMS}.", param="limit"
+        )
     if order not in ("asc", "desc"):
-        raise RequestError(f"'order' is '{order}'; give 'asc' or 'desc'.", param="order")
+        raise RequestError(f"'order' is '{cut(order)}'; give 'asc' or 'desc'.", param="order")
     listed = items if order == "asc" else items[::-1]
     ids = [str(item["id"]) for item in listed]
     if after is not None and after not in ids:
-        raise RequestError(f"'after' is '{after}', which is no id of an input item.", param="after")
+        raise RequestError(f"'after' is '{cut(after)}', which is no id of an input item.", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    end = start + int(limit)
+    end = start + count
     page = ids[start:end]
     return {
         "object": "list",
@@ -278,7 +288,7 @@ def _usage(answer: ChatAnswer) -> ResponseUsage:
 def _wants_events(request: Request) -> bool:
     given = request.query_params.get("stream", "false").lower()
     if given not in ("true", "false"):
-        raise RequestError(f"'stream' is '{given}'; give true or false.", param="stream")
+        raise RequestError(f"'stream' is '{cut(given)}'; give true or false.", param="stream")
     return given == "true"
 
 
@@ -292,9 +302,9 @@ def _last_number(request: Request, id_: str, *, streams: bool) -> int:
             raise RequestError(f"Last-Event-ID names an event of '{given}', not of '{id_}'.")
         return number
     after = after or "-1"
-    if not after.removeprefix("-").isdecimal() or len(after) > _LONGEST_NUMBER:
+    if not re.fullmatch(f"-?{_NUMBER}", after):
         raise RequestError(
-            f"'starting_after' is '{after}'; give the sequence_number of the last event that you have.",
+            f"'starting_after' is '{cut(after)}'; give the sequence_number of the last event that you have.",
             param="starting_after",
         )
     return int(after)
