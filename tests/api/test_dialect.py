@@ -17,6 +17,7 @@ from mlx_ring import api
 from mlx_ring.api.app import DIALECTS
 from mlx_ring.api.context import ApiContext
 from mlx_ring.api.dialect import Dialect
+from mlx_ring.api.errors import transport_error
 from mlx_ring.api.openapi import ApiRoute
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +89,14 @@ def test_path_of_two_apis_belongs_to_the_one_whose_clients_header_the_request_ha
         assert DIALECTS.of(path, {"anthropic-version": "2023-06-01"}) is anthropic
         assert DIALECTS.of(path, {"x-api-key": "key"}) is default
     assert DIALECTS.of("/v1/chat/completions", {"anthropic-version": "2023-06-01"}) is default
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models/org/name", "/v1/files"])
+def test_request_that_no_route_gets_is_refused_in_the_form_of_its_clients_api(path: str) -> None:
+    bodies = [
+        transport_error(
+            DIALECTS, 431, "Too long.", "req_1", {"type": "http", "path": path, "headers": headers}
+        )
+        for headers in ([], [(b"anthropic-version", b"2023-06-01")])
+    ]
+    assert ["request_id" in body for body in bodies] == [False, True]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -120,10 +121,16 @@ def _retry_after_s(error: Exception, status: int) -> float | None:
     return errors.NotReady.retry_after_s if status == _UNAVAILABLE else None
 
 
-def transport_error(dialects: Dialects, status: int, message: str, request_id: str, path: str = "") -> Json:
-    """Return the body for a request that is not valid HTTP or cannot be accepted, so that no route gets it."""
+def transport_error(
+    dialects: Dialects, status: int, message: str, request_id: str, scope: Scope | None = None
+) -> Json:
+    """Return the body for a request that is not valid HTTP or cannot be accepted, so that no route gets it.
+
+    Its dialect is known if it has a `scope`.
+    """
     info = ErrorInfo(status, message, *_TRANSPORT[status], passes=status == _UNAVAILABLE)
-    return dialects.of(path).error_body(info, request_id)
+    dialect = dialects.of("") if scope is None else dialects.of(scope["path"], Headers(scope=scope))
+    return dialect.error_body(info, request_id)
 
 
 _TRANSPORT = {

@@ -332,7 +332,7 @@ def _refusing_app(status: int, message: str) -> ASGIApp:
         headers = {"x-request-id": request_id, "connection": "close"}
         if status == _TOO_MANY:
             headers["retry-after"] = str(_RETRY_AFTER_S)
-        body = transport_error(DIALECTS, status, message, request_id, scope["path"])
+        body = transport_error(DIALECTS, status, message, request_id, scope)
         await JSONResponse(body, status, headers)(scope, receive, send)
 
     return refuse
