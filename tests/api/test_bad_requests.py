@@ -113,6 +113,13 @@ def test_invalid_field_is_named(api: Api, fields: dict[str, object], named: str)
     assert message.endswith(".")
 
 
+@pytest.mark.parametrize(("kind", "shown"), [(None, "null"), ([], "a list"), ({}, "an object"), (3, "3")])
+def test_value_that_chooses_no_type_is_shown_as_the_body_has_it(api: Api, kind: object, shown: str) -> None:
+    param, message = refusal(api.chat(messages=[USER | {"content": [{"type": kind}]}]))
+    assert param == "messages[0].content[0].type"
+    assert message.endswith(f", not {shown}.")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -307,6 +307,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.5}, "'temperature'"),
     ({"messages": []}, "'messages'"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]}, "is an image ('image'), and only text is supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Hi"}}]}]}, "is a document; send its text as a text block."),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, "is a document ('document'), and only text is supported"),
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),

@@ -52,6 +52,13 @@ def _refuse_other_media(part: object) -> object:
         return part
     fields = cast("dict[str, object]", part)
     kind = fields.get("type")
+    source = fields.get("source")
+    if (
+        kind == "document"
+        and isinstance(source, dict)
+        and cast("dict[str, object]", source).get("type") == "text"
+    ):
+        raise PydanticCustomError("unsupported", "is a document; send its text as a text block.")
     if isinstance(kind, str) and kind in _NO_TEXT:
         raise PydanticCustomError(
             "unsupported",
