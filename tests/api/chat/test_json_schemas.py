@@ -162,10 +162,12 @@ def test_schema_in_known_keywords_is_enforced_and_means_the_same(
                 "one": {"$ref": "#/properties/list/unevaluatedItems"},
             }
         },
+        {"anyOf": [{"uniqueItems": False}] * 20_000},
         {**FLAGS, "propertyNames": {"$ref": "#/allOf/" + "1" * 5000}, "allOf": [NAMED]},
         {**FLAGS, "propertyNames": {"$ref": "#/allOf/" + "1" * 900}, "allOf": [NAMED]},
         {**FLAGS, "propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
         {**FLAGS, "propertyNames": {"enum": [f"name {at}" for at in range(10_000)]}},
+        {**FLAGS, "propertyNames": {"enum": [f"名前名前名前{at}" for at in range(2000)]}},
         {"allOf": [NAMED], "unevaluatedProperties": False},
         {"type": "array", "uniqueItems": True},
         {"type": "string", "format": "iban"},

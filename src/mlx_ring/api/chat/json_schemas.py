@@ -27,7 +27,7 @@ _MOST_REFERENCES = 16
 _LONGEST_REFERENCE = 1000
 """Characters of a reference that is followed."""
 _MOST_NAMES = 32 << 10
-"""Characters of all names in a schema's maps. llguidance needs a state for each, of the 50,000 that an answer may need."""
+"""Bytes of all names in a schema's maps. llguidance needs a state for each, and an answer may need 50,000."""
 _ANY_NAME = ""
 """Pattern that every name matches."""
 _NO_NAME = r"[^\s\S]"
@@ -105,8 +105,16 @@ _NOWHERE = _Places()
 _ANYWHERE = _Places(are_unknown=True)
 
 
+class _TooLargeError(Exception):
+    """A schema is too large to be rewritten."""
+
+
 def _places_of(root: Schema) -> _Places:
-    """Return the places that a schema's references name. They are unknown if not all are paths from its root."""
+    """Return the places that a schema's references name. They are unknown if not all are paths from its root.
+
+    Raises:
+        _TooLargeError: the schema has too many parts.
+    """
     refs: list[str] = []
     has_names = False
     open_: list[object] = [root]
@@ -122,7 +130,7 @@ def _places_of(root: Schema) -> _Places:
             named = schema.keys() & NAMED_PLACES
             has_names |= bool(named - {"$id"} if schema is root else named)
         open_ += [each for each in inside if isinstance(each, Mapping | list)]
-    return _ANYWHERE
+    raise _TooLargeError
 
 
 def _tree_of(refs: Sequence[str], *, has_names: bool) -> _Places:
@@ -144,11 +152,11 @@ def in_known_keywords(schema: Schema) -> dict[str, object]:
     """Return an equal schema without keywords that llguidance lacks, where others mean the same.
 
     Others stay, and are refused later: `names_as_patterns` replaces `propertyNames`. What a reference names stays too. A
-    schema of unusual depth is returned as it is.
+    schema of unusual size or depth is returned as it is.
     """
     try:
         return _in_known_keywords(schema, _places_of(schema))
-    except RecursionError:
+    except (RecursionError, _TooLargeError):
         return dict(schema)
 
 
@@ -195,11 +203,11 @@ def names_as_patterns(schema: Schema) -> dict[str, object]:
 
     Another schema that has to match too allows only properties whose names match a pattern, so that all else stays where
     it is. Other rules for names stay, and are refused later; so do long lists of names, and what a reference names. A
-    schema of unusual depth is returned as it is.
+    schema of unusual size or depth is returned as it is.
     """
     try:
         return _NamesAsPatterns(schema).result()
-    except RecursionError:
+    except (RecursionError, _TooLargeError):
         return dict(schema)
 
 
@@ -211,7 +219,7 @@ class _NamesAsPatterns:
         self._known: dict[tuple[str, ...], str | None] = {}
         """Patterns of names by the path to their rule, so that each rule is read once."""
         self._left = _MOST_NAMES
-        """Characters that the patterns may still have."""
+        """Bytes that the patterns may still have."""
 
     def result(self) -> dict[str, object]:
         return self._within(self._root, _places_of(self._root))
@@ -226,9 +234,12 @@ class _NamesAsPatterns:
         parts = known.get("allOf", [])
         if pattern is None or len(pattern) > self._left or not isinstance(parts, list):
             return
+        left = self._left - _bytes_of(pattern)
+        if left < 0:
+            return
         del known["propertyNames"]
         if pattern != _ANY_NAME:
-            self._left -= len(pattern)
+            self._left = left
             named: Schema = {} if pattern == _NO_NAME else {"patternProperties": {pattern: True}}
             known["allOf"] = [*cast("list[object]", parts), {**named, "additionalProperties": False}]
 
@@ -270,10 +281,14 @@ def _one_of(names: object) -> str | None:
     for name in cast("list[object]", names):
         if isinstance(name, str):
             texts.append(re.escape(name))
-            length += len(texts[-1]) + 1
+            length += _bytes_of(texts[-1]) + 1
         if length > _MOST_NAMES:
             return None
     return f"^({'|'.join(texts)})$" if texts else _NO_NAME
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode(errors="replace"))
 
 
 # ---- look-around
