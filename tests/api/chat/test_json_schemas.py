@@ -36,7 +36,7 @@ def problem(schema: dict[str, Any]) -> str:
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
-    """Return True if an answer under the schema may begin with this text, and go on."""
+    """Return True if an answer under the schema may begin with this text and continue."""
     grammar = to_llguidance("json_schema", json.dumps(schema))
     matcher = LLMatcher(LLTokenizer("byte"), grammar, limits=grammar_limits(), log_level=0)
     consumed = matcher.try_consume_tokens(list(text.encode()))

@@ -1,7 +1,7 @@
 """JSON schemas of requests, written in keywords that grammars enforce. Pure.
 
 Libraries write other keywords for plain things: maps by an enum's values, objects without further properties, decimals.
-What is written here has about the size of the request's own schema, however it is nested or refers to itself.
+The result has about the size of the request's own schema, however that is nested or refers to itself.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _child(value: object, step: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Places of a schema that references name, as a tree of steps. What they name must stay where it is."""
+    """Places of a schema that references name, as a tree of steps. These must stay where they are."""
 
     inner: dict[str, _Places] = field(default_factory=dict[str, "_Places"])
     are_unknown: bool = False
@@ -151,8 +151,8 @@ def _tree_of(refs: Sequence[str], *, has_names: bool) -> _Places:
 def in_known_keywords(schema: Schema) -> dict[str, object]:
     """Return an equal schema without keywords that llguidance lacks, where others mean the same.
 
-    Others stay, and are refused later: `names_as_patterns` replaces `propertyNames`. What a reference names stays too. A
-    schema of unusual size or depth is returned as it is.
+    Others stay, and are refused later: `names_as_patterns` replaces `propertyNames`. Places that a reference names stay
+    too. A schema of unusual size or depth is returned as it is.
     """
     try:
         return _in_known_keywords(schema, _places_of(schema))
@@ -202,8 +202,9 @@ def names_as_patterns(schema: Schema) -> dict[str, object]:
     """Return an equal schema without `propertyNames` that allow any name, list the names or give their pattern.
 
     Another schema that has to match too allows only properties whose names match a pattern, so that all else stays where
-    it is. Other rules for names stay, and are refused later; so do long lists of names, and what a reference names. A
-    schema of unusual size or depth is returned as it is.
+    it is. It would change the meaning of `unevaluatedProperties`, which no grammar enforces. Other rules for names stay,
+    and are refused later. So do long lists of names, and rules that a reference names. A schema of unusual size or depth
+    is returned as it is.
     """
     try:
         return _NamesAsPatterns(schema).result()
