@@ -224,12 +224,12 @@ def test_lost_server_is_reported_until_it_returns(browser: Browser) -> None:
 MARKDOWN = {
     "plain *emphasis*, **strong** and `code`": "<p>plain <em>emphasis</em>, <strong>strong</strong> and <code>code</code></p>",
     "snake_case_name and 2 * 3 * 4": "<p>snake_case_name and 2 * 3 * 4</p>",
-    "1. one\n   - inner\n2. two": '<ol dir="auto"><li>one<ul dir="auto"><li>inner</li></ul></li><li>two</li></ol>',
-    "- loose\n\n- list": '<ul dir="auto"><li>loose</li><li>list</li></ul>',
+    "1. one\n   - inner\n2. two": '<ol dir="ltr"><li>one<ul dir="ltr"><li>inner</li></ul></li><li>two</li></ol>',
+    "- loose\n\n- list": '<ul dir="ltr"><li>loose</li><li>list</li></ul>',
     "## Title\ntext": "<h4>Title</h4><p>text</p>",
-    "> quoted\nlazily": '<blockquote dir="auto"><p>quoted<br>lazily</p></blockquote>',
+    "> quoted\nlazily": '<blockquote dir="ltr"><p>quoted<br>lazily</p></blockquote>',
     "| a | b |\n|---|--:|\n| 1 | 2 |": (
-        '<div class="scroll" dir="auto" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
+        '<div class="scroll" dir="ltr" tabindex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>'
         '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>'
     ),
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
@@ -323,8 +323,16 @@ TWO_SCRIPTS = """مرحبا
 |---|---|
 | 1 | 2 |
 
-1. אחת
+1. **Python**: אחת
 2. two
+
+- `ls` عنصر
+
+> - عنصر
+
+| GPU | الذاكرة |
+|---|---|
+| A100 | كبيرة |
 """
 
 TEXTS_BESIDE_THEIR_MARKS = """() => [...document.querySelectorAll(".markdown :is(li, blockquote, table)")].map((element) => {
@@ -340,10 +348,10 @@ TEXTS_BESIDE_THEIR_MARKS = """() => [...document.querySelectorAll(".markdown :is
 def test_list_quote_and_table_run_as_their_own_text_does(browser: Browser) -> None:
     with serving(TwinService(says=TWO_SCRIPTS)) as url, open_page(browser, url) as (page, events):
         ask(page, "Write in two scripts.")
-        expect(page.get_by_role("article", name="Answer").locator("ol li")).to_have_count(2)
+        expect(page.get_by_role("article", name="Answer").locator("table")).to_have_count(2)
         assert page.evaluate("getComputedStyle(document.querySelector('.markdown')).direction") == "rtl"
-        english, hebrew = ["ltr", True], ["rtl", True]
-        assert page.evaluate(TEXTS_BESIDE_THEIR_MARKS) == [*[english] * 4, *[hebrew] * 2]
+        english, right_to_left = ["ltr", True], ["rtl", True]
+        assert page.evaluate(TEXTS_BESIDE_THEIR_MARKS) == [*[english] * 4, *[right_to_left] * 6]
         assert events.problems == []
 
 

@@ -18,6 +18,9 @@ const CASES = {
     ["1&nbsp;km, `<br>&nbsp;`", "<p>1\u00a0km, <code>&lt;br&gt;&amp;nbsp;</code></p>"],
     ["a &lt;b&gt; &amp;amp; &#8230; &#x1F642;", "<p>a &lt;b&gt; &amp;amp; … 🙂</p>"],
     ["AT&T &c; &toString; &#0; &#x110000; &#", "<p>AT&amp;T &amp;c; &amp;toString; \ufffd \ufffd &amp;#</p>"],
+    ["&#xD800; &#56898; &#x61;", "<p>\ufffd \ufffd a</p>"],
+    ["&ldquo;it&rsquo;s&rdquo; &alpha; &infin; &frac12;", "<p>“it’s” α ∞ ½</p>"],
+    ["\\&lt;b> \\&#97;", "<p>&amp;lt;b&gt; &amp;#97;</p>"],
     ["one  \ntwo", "<p>one  <br>two</p>"],
     ["one\r\ntwo", "<p>one<br>two</p>"],
     ["", ""],
@@ -47,13 +50,25 @@ const CASES = {
     ["# <script>x</script>", "<h3>&lt;script&gt;x&lt;/script&gt;</h3>"],
     [
       "| <i>a</i> |\n|---|",
-      '<div class="scroll" dir="auto" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead>' +
+      '<div class="scroll" dir="ltr" tabIndex="0"><table><thead><tr><th>&lt;i&gt;a&lt;/i&gt;</th></tr></thead>' +
         "<tbody></tbody></table></div>",
     ],
     [
       "| a<br>b |\n|---|",
-      '<div class="scroll" dir="auto" tabIndex="0"><table><thead><tr><th>a<br>b</th></tr></thead><tbody></tbody></table></div>',
+      '<div class="scroll" dir="ltr" tabIndex="0"><table><thead><tr><th>a<br>b</th></tr></thead><tbody></tbody></table></div>',
     ],
+  ],
+  "the direction of a block": [
+    ["- עברית `ls`", '<ul dir="rtl"><li>עברית <code>ls</code></li></ul>'],
+    ["- `ls` عنصر", '<ul dir="rtl"><li><code>ls</code> عنصر</li></ul>'],
+    ["- $x^2$ عنصر", '<ul dir="rtl"><li><MathText>x^2</MathText> عنصر</li></ul>'],
+    ["1. **Python**: لغة", "<ol><li><strong>Python</strong>: لغة</li></ol>"],
+    ["> - عنصر", '<blockquote dir="rtl"><ul dir="rtl"><li>عنصر</li></ul></blockquote>'],
+    [
+      "| GPU | الذاكرة |\n|-|-|",
+      '<div class="scroll" tabIndex="0"><table><thead><tr><th>GPU</th><th>الذاكرة</th></tr></thead><tbody></tbody></table></div>',
+    ],
+    ["- 1\n- `ls`", "<ul><li>1</li><li><code>ls</code></li></ul>"],
   ],
   formulas: [
     ["a $x^2$ b", "<p>a <MathText>x^2</MathText> b</p>"],
@@ -82,6 +97,20 @@ const CASES = {
   ],
   links: [
     ["![a map](https://a.example/x.png)!", `<p><a href="https://a.example/x.png" ${LINK}>a map</a>!</p>`],
+    ["![ ](https://a.example/x.png)", `<p><a href="https://a.example/x.png" ${LINK}>https://a.example/x.png</a></p>`],
+    ["[](https://a.example)", `<p><a href="https://a.example/" ${LINK}>https://a.example</a></p>`],
+    [
+      "[![build](https://a.example/b.svg)](https://a.example/ci) [![b](b.svg)](https://a.example)",
+      `<p><a href="https://a.example/ci" ${LINK}><span>build</span></a> ` +
+        `<a href="https://a.example/" ${LINK}><span>b</span></a></p>`,
+    ],
+    [
+      "[x](https://a.example/?a=1&amp;b=2) https://a.example/?a&amp;b. <https://a.example/?a&#38;b&zz;>",
+      `<p><a href="https://a.example/?a=1&amp;b=2" ${LINK}>x</a> ` +
+        `<a href="https://a.example/?a&amp;b" ${LINK}>https://a.example/?a&amp;b</a>. ` +
+        `<a href="https://a.example/?a&amp;b&amp;zz;" ${LINK}>https://a.example/?a&amp;b&amp;zz;</a></p>`,
+    ],
+    ["[x](&#x6a;avascript:alert(1))", "<p>[x](javascript:alert(1))</p>"],
     ["![a](nowhere) !", "<p>![a](nowhere) !</p>"],
     ["[x](https://a.example/?q=1)", `<p><a href="https://a.example/?q=1" ${LINK}>x</a></p>`],
     ['[x](https://a.example "title")', `<p><a href="https://a.example/" ${LINK}>x</a></p>`],
@@ -107,7 +136,7 @@ const CASES = {
     ],
     [
       "- [0] read [x](https://a.example)",
-      `<ul dir="auto"><li>[0] read <a href="https://a.example/" ${LINK}>x</a></li></ul>`,
+      `<ul dir="ltr"><li>[0] read <a href="https://a.example/" ${LINK}>x</a></li></ul>`,
     ],
     ["[a[0]](https://a.example)", `<p><a href="https://a.example/" ${LINK}>a[0]</a></p>`],
     ["[Mercury](https://a.example/M_(planet))", `<p><a href="https://a.example/M_(planet)" ${LINK}>Mercury</a></p>`],
@@ -125,10 +154,10 @@ const CASES = {
   "task lists": [
     [
       "- [ ] one\n- [x] **two**\n  - three",
-      `<ul dir="auto"><li class="task">${OPEN}one</li><li class="task">${DONE}<strong>two</strong><ul dir="auto"><li>three</li></ul></li></ul>`,
+      `<ul dir="ltr"><li class="task">${OPEN}one</li><li class="task">${DONE}<strong>two</strong><ul dir="ltr"><li>three</li></ul></li></ul>`,
     ],
-    ["- [x](https://a.example)", `<ul dir="auto"><li><a href="https://a.example/" ${LINK}>x</a></li></ul>`],
-    ["- [ ]", '<ul dir="auto"><li>[ ]</li></ul>'],
+    ["- [x](https://a.example)", `<ul dir="ltr"><li><a href="https://a.example/" ${LINK}>x</a></li></ul>`],
+    ["- [ ]", "<ul><li>[ ]</li></ul>"],
     ["[x] no item", "<p>[x] no item</p>"],
   ],
   headings: [
@@ -144,50 +173,47 @@ const CASES = {
     ["a\n\n___\nb", "<p>a</p><hr><p>b</p>"],
   ],
   quotes: [
-    ["> quoted\nlazily", '<blockquote dir="auto"><p>quoted<br>lazily</p></blockquote>'],
-    ["> a\n>\n> b", '<blockquote dir="auto"><p>a</p><p>b</p></blockquote>'],
-    ["> > a", '<blockquote dir="auto"><blockquote dir="auto"><p>a</p></blockquote></blockquote>'],
-    ["> - a\n> - b", '<blockquote dir="auto"><ul dir="auto"><li>a</li><li>b</li></ul></blockquote>'],
-    ["> a\n# b", '<blockquote dir="auto"><p>a</p></blockquote><h3>b</h3>'],
+    ["> quoted\nlazily", '<blockquote dir="ltr"><p>quoted<br>lazily</p></blockquote>'],
+    ["> a\n>\n> b", '<blockquote dir="ltr"><p>a</p><p>b</p></blockquote>'],
+    ["> > a", '<blockquote dir="ltr"><blockquote dir="ltr"><p>a</p></blockquote></blockquote>'],
+    ["> - a\n> - b", '<blockquote dir="ltr"><ul dir="ltr"><li>a</li><li>b</li></ul></blockquote>'],
+    ["> a\n# b", '<blockquote dir="ltr"><p>a</p></blockquote><h3>b</h3>'],
   ],
   lists: [
-    ["- a\n- b", '<ul dir="auto"><li>a</li><li>b</li></ul>'],
-    ["- a\n\n- b", '<ul dir="auto"><li>a</li><li>b</li></ul>'],
-    ["1. a\n2. b", '<ol dir="auto"><li>a</li><li>b</li></ol>'],
-    ["3) a\n4) b", '<ol dir="auto" start="3"><li>a</li><li>b</li></ol>'],
-    ["1. one\n   - inner\n2. two", '<ol dir="auto"><li>one<ul dir="auto"><li>inner</li></ul></li><li>two</li></ol>'],
+    ["- a\n- b", '<ul dir="ltr"><li>a</li><li>b</li></ul>'],
+    ["- a\n\n- b", '<ul dir="ltr"><li>a</li><li>b</li></ul>'],
+    ["1. a\n2. b", '<ol dir="ltr"><li>a</li><li>b</li></ol>'],
+    ["3) a\n4) b", '<ol dir="ltr" start="3"><li>a</li><li>b</li></ol>'],
+    ["1. one\n   - inner\n2. two", '<ol dir="ltr"><li>one<ul dir="ltr"><li>inner</li></ul></li><li>two</li></ol>'],
     [
       "- a\n  - b\n    - c\n- d",
-      '<ul dir="auto"><li>a<ul dir="auto"><li>b<ul dir="auto"><li>c</li></ul></li></ul></li><li>d</li></ul>',
+      '<ul dir="ltr"><li>a<ul dir="ltr"><li>b<ul dir="ltr"><li>c</li></ul></li></ul></li><li>d</li></ul>',
     ],
-    ["- a\n\n  second\n- b", '<ul dir="auto"><li>a<p>second</p></li><li>b</li></ul>'],
-    ["- a\nlazily\n- b", '<ul dir="auto"><li>a<br>lazily</li><li>b</li></ul>'],
-    ["- a\n1. b", '<ul dir="auto"><li>a</li></ul><ol dir="auto"><li>b</li></ol>'],
-    ["- a\n\ntext", '<ul dir="auto"><li>a</li></ul><p>text</p>'],
-    ["- # a", '<ul dir="auto"><li><h3>a</h3></li></ul>'],
+    ["- a\n\n  second\n- b", '<ul dir="ltr"><li>a<p>second</p></li><li>b</li></ul>'],
+    ["- a\nlazily\n- b", '<ul dir="ltr"><li>a<br>lazily</li><li>b</li></ul>'],
+    ["- a\n1. b", '<ul dir="ltr"><li>a</li></ul><ol dir="ltr"><li>b</li></ol>'],
+    ["- a\n\ntext", '<ul dir="ltr"><li>a</li></ul><p>text</p>'],
+    ["- # a", '<ul dir="ltr"><li><h3>a</h3></li></ul>'],
     [
       "1. run\n   ```sh\n   ls\n   ```\n2. done",
-      '<ol dir="auto"><li>run<CodeBlock language="sh">ls</CodeBlock></li><li>done</li></ol>',
+      '<ol dir="ltr"><li>run<CodeBlock language="sh">ls</CodeBlock></li><li>done</li></ol>',
     ],
     [
       "10. run\n    ```\n    ls\n    ```",
-      '<ol dir="auto" start="10"><li>run<CodeBlock language="">ls</CodeBlock></li></ol>',
+      '<ol dir="ltr" start="10"><li>run<CodeBlock language="">ls</CodeBlock></li></ol>',
     ],
     [
       "1. run\n   ```py\n   import os\n\n\n   x\n\n    y\n   ```\n\n\n2. done\n\n\nend",
-      '<ol dir="auto"><li>run<CodeBlock language="py">import os\n\n\nx\n\n y</CodeBlock></li><li>done</li></ol><p>end</p>',
+      '<ol dir="ltr"><li>run<CodeBlock language="py">import os\n\n\nx\n\n y</CodeBlock></li><li>done</li></ol><p>end</p>',
     ],
     [
       "- a\n  - b\n    ```py\n    x\n\n\n    y\n    ```\n- c",
-      '<ul dir="auto"><li>a<ul dir="auto"><li>b<CodeBlock language="py">x\n\n\ny</CodeBlock></li></ul></li><li>c</li></ul>',
+      '<ul dir="ltr"><li>a<ul dir="ltr"><li>b<CodeBlock language="py">x\n\n\ny</CodeBlock></li></ul></li><li>c</li></ul>',
     ],
-    [
-      "- ```\n  x\n\n\n  y\n```\nend",
-      '<ul dir="auto"><li><CodeBlock language="">x\n\n\ny</CodeBlock></li></ul><p>end</p>',
-    ],
-    ["- ```\n  x\n\nend", '<ul dir="auto"><li><CodeBlock language="" isOpen="true">x</CodeBlock></li></ul><p>end</p>'],
-    ["- a\n\n\n  second", '<ul dir="auto"><li>a<p>second</p></li></ul>'],
-    ["-", '<ul dir="auto"><li></li></ul>'],
+    ["- ```\n  x\n\n\n  y\n```\nend", '<ul><li><CodeBlock language="">x\n\n\ny</CodeBlock></li></ul><p>end</p>'],
+    ["- ```\n  x\n\nend", '<ul><li><CodeBlock language="" isOpen="true">x</CodeBlock></li></ul><p>end</p>'],
+    ["- a\n\n\n  second", '<ul dir="ltr"><li>a<p>second</p></li></ul>'],
+    ["-", "<ul><li></li></ul>"],
     ["-a", "<p>-a</p>"],
   ],
   "fenced code": [
@@ -201,12 +227,12 @@ const CASES = {
   tables: [
     [
       "| a | b |\n|---|--:|\n| 1 | 2 |",
-      '<div class="scroll" dir="auto" tabIndex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>' +
+      '<div class="scroll" dir="ltr" tabIndex="0"><table><thead><tr><th>a</th><th class="right">b</th></tr></thead>' +
         '<tbody><tr><td>1</td><td class="right">2</td></tr></tbody></table></div>',
     ],
     [
       "a | b\n:-: | -\n`x` | y \\| z\nend",
-      '<div class="scroll" dir="auto" tabIndex="0"><table><thead><tr><th class="centred">a</th><th>b</th></tr></thead>' +
+      '<div class="scroll" dir="ltr" tabIndex="0"><table><thead><tr><th class="centred">a</th><th>b</th></tr></thead>' +
         '<tbody><tr><td class="centred"><code>x</code></td><td>y | z</td></tr></tbody></table></div><p>end</p>',
     ],
     ["a | b\nno rule", "<p>a | b<br>no rule</p>"],

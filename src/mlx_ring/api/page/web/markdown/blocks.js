@@ -27,6 +27,10 @@ const FORMULA = /^ {0,3}(?:\$\$|\\\[)/;
 /** Largest number of lines of a formula. */
 const MAX_FORMULA_LINES = 60;
 const ESCAPED_BAR = "\0";
+/** Letters of scripts that run from right to left, such as Hebrew and Arabic. */
+const RIGHT_TO_LEFT = /(?=\p{L})[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+/** Letters of all others. */
+const LEFT_TO_RIGHT = /(?=\p{L})[^\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
 /** Levels between a heading in Markdown and on the page, which has headings of its own above. */
 const HEADING_OFFSET = 2;
 
@@ -154,7 +158,32 @@ function parseQuote(lines, place, depth) {
     inner.push(lineAt(lines, next).replace(QUOTE, ""));
     next += 1;
   }
-  return [h("blockquote", { dir: "auto" }, parseLines(inner, depth + 1)), next];
+  const quoted = parseLines(inner, depth + 1);
+  return [h("blockquote", directionOf(quoted), quoted), next];
+}
+
+/**
+ * Return the attribute for the direction in which all letters run. Without letters, or with some of each direction, there
+ * is none: the block runs as the text around it, whichever word it begins with.
+ * @param {Children} content
+ * @returns {{ dir?: "ltr" | "rtl" }}
+ */
+function directionOf(content) {
+  const text = textOf(content);
+  const isToLeft = RIGHT_TO_LEFT.test(text);
+  return isToLeft === LEFT_TO_RIGHT.test(text) ? {} : { dir: isToLeft ? "rtl" : "ltr" };
+}
+
+/**
+ * Return the text of elements without code and formulas, which are Latin in any language.
+ * @param {Children} content
+ * @returns {string}
+ */
+function textOf(content) {
+  if (typeof content === "string") return content;
+  if (Array.isArray(content)) return content.map(textOf).join("");
+  if (!content || typeof content !== "object" || !("props" in content)) return "";
+  return content.type === "code" || typeof content.type === "function" ? "" : textOf(content.props.children);
 }
 
 // ---- lists
@@ -182,7 +211,7 @@ function parseList(lines, place, depth) {
     next = after;
   }
   const start = isOrdered ? Number.parseInt(marker, 10) : 1;
-  return [h(isOrdered ? "ol" : "ul", { dir: "auto", ...(start !== 1 && { start }) }, items), next];
+  return [h(isOrdered ? "ol" : "ul", { ...directionOf(items), ...(start !== 1 && { start }) }, items), next];
 }
 
 /**
@@ -301,7 +330,8 @@ function parseTable(lines, place) {
     null,
     lines.slice(place + 2, next).map((line) => row(line, "td")),
   );
-  return [h("div", { class: "scroll", dir: "auto", tabIndex: 0 }, h("table", null, head, body)), next];
+  const direction = directionOf([head, body]);
+  return [h("div", { class: "scroll", ...direction, tabIndex: 0 }, h("table", null, head, body)), next];
 }
 
 /** @param {string} line */

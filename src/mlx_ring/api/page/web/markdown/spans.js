@@ -14,19 +14,24 @@ const MAX_DEPTH = 8;
 /** Longest link in characters: no link is searched for beyond. */
 const MAX_LINK = 2048;
 const MAX_TICKS = 16;
-const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<$]/;
+const ESCAPABLE = /[\\`*_{}[\]()#+\-.!|>~<$&]/;
 const BARE_LINK = /^https?:\/\/[^\s<>"'`]+/;
 /** Characters that end a sentence or a mark, and no address. */
 const AFTER_LINK = ".,;:!?]}*_";
 const LINE_BREAK = /^<br {0,3}\/?>\n?/i;
 /** Longest reference to a character, in characters. */
 const MAX_REFERENCE = 10;
-const REFERENCE = /^&(?:([a-z]+)|#(\d+)|#x([\da-f]+));/i;
-/** Characters that models write by name. @type {Record<string, string>} */
+const REFERENCE = /^&(?:([a-z]+\d*)|#(\d+)|#x([\da-f]+));/i;
+/** Characters that models write by name. Other names stay as they are. @type {Record<string, string>} */
 const NAMED = {
   ...{ nbsp: "\u00a0", lt: "<", gt: ">", amp: "&", quot: '"', apos: "'", vert: "|", bull: "•" },
+  ...{ lsquo: "‘", rsquo: "’", ldquo: "“", rdquo: "”", laquo: "«", raquo: "»", middot: "·" },
   ...{ hellip: "…", ndash: "–", mdash: "—", larr: "←", rarr: "→", copy: "©", deg: "°" },
-  ...{ times: "×", minus: "−", le: "≤", ge: "≥", ne: "≠" },
+  ...{ uarr: "↑", darr: "↓", harr: "↔", rArr: "⇒", reg: "®", trade: "™", euro: "€", pound: "£", sect: "§" },
+  ...{ times: "×", minus: "−", le: "≤", ge: "≥", ne: "≠", plusmn: "±", divide: "÷", asymp: "≈", infin: "∞" },
+  ...{ frac12: "½", frac14: "¼", frac34: "¾", sup2: "²", sup3: "³", radic: "√", sum: "∑", micro: "µ" },
+  ...{ alpha: "α", beta: "β", gamma: "γ", delta: "δ", Delta: "Δ", epsilon: "ε", theta: "θ", lambda: "λ" },
+  ...{ mu: "μ", pi: "π", rho: "ρ", sigma: "σ", Sigma: "Σ", tau: "τ", phi: "φ", omega: "ω", Omega: "Ω" },
 };
 const IN_WORD = /[\p{L}\p{N}_]/u;
 const SAFE_PROTOCOLS = ["http:", "https:", "mailto:"];
@@ -96,7 +101,19 @@ function parseReference(text) {
   if (name) return Object.hasOwn(NAMED, name) ? [NAMED[name] ?? "", whole.length] : ["&", 1];
   if (!whole) return ["&", 1];
   const code = decimal ? Number.parseInt(decimal, 10) : Number.parseInt(hexadecimal ?? "", 16);
-  return [code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : "\ufffd", whole.length];
+  const isCharacter = code > 0 && code <= 0x10ffff && !(code >= 0xd800 && code <= 0xdfff);
+  return [isCharacter ? String.fromCodePoint(code) : "\ufffd", whole.length];
+}
+
+/**
+ * Return an address with the characters that its references stand for.
+ * @param {string} address
+ */
+function decodeAddress(address) {
+  return address.replaceAll(/&#?[a-z\d]{1,7};/gi, (reference) => {
+    const [character, length] = parseReference(reference);
+    return character + reference.slice(length);
+  });
 }
 
 /**
@@ -115,7 +132,8 @@ function parseSpan(text, place, scope) {
     case "`":
       return parseCodeSpan(text, place);
     case "!": // A picture of another server is not loaded: its text links to it.
-      return text[place + 1] === "[" && !scope.isInLink ? parseLink(text, place + 1, scope) : null;
+      if (text[place + 1] !== "[") return null;
+      return scope.isInLink ? parseLinkedImage(text, place + 1, scope) : parseLink(text, place + 1, scope);
     case "[":
       return scope.isInLink ? null : parseLink(text, place, scope);
     case "<":
@@ -221,19 +239,56 @@ function findClosingMark(text, start, mark) {
  * @returns {Span | null}
  */
 function parseLink(text, place, { depth }) {
+  const found = findLink(text, place);
+  const target = found && safeTarget(found.address);
+  return target ? [linkElement(target, linkText(found, depth)), found.next] : null;
+}
+
+/**
+ * Parse a picture within a link's text, such as a badge: it stands there as its own text.
+ * @param {string} text
+ * @param {number} place
+ * @param {Scope} scope
+ * @returns {Span | null}
+ */
+function parseLinkedImage(text, place, { depth }) {
+  const found = findLink(text, place);
+  return found && [h("span", null, linkText(found, depth)), found.next];
+}
+
+/**
+ * Link or picture: its text, its address, and the index of the first character after it.
+ * @typedef {{ label: string, address: string, next: number }} Link
+ */
+
+/**
+ * @param {string} text
+ * @param {number} place
+ * @returns {Link | null}
+ */
+function findLink(text, place) {
   const near = text.slice(place, place + MAX_LINK);
   if (!near.includes("](")) return null;
   const middle = findClosingBracket(near, 0, "[", "]");
   if (middle < 0 || near[middle + 1] !== "(") return null;
   const end = findClosingBracket(near, middle + 1, "(", ")");
   if (end < 0) return null;
-  const [address = ""] = near
+  const [written = ""] = near
     .slice(middle + 2, end)
     .trim()
     .split(/\s+/);
-  const target = safeTarget(address.replaceAll(/\\([()_*~])/g, "$1"));
-  if (!target) return null;
-  return [linkElement(target, parseSpans(near.slice(1, middle), depth + 1, true)), place + end + 1];
+  const address = decodeAddress(written.replaceAll(/\\([()_*~])/g, "$1"));
+  return { label: near.slice(1, middle), address, next: place + end + 1 };
+}
+
+/**
+ * Return what stands for a link: its address if it has no text.
+ * @param {Link} link
+ * @param {number} depth
+ * @returns {Content}
+ */
+function linkText({ label, address }, depth) {
+  return label.trim() ? parseSpans(label, depth + 1, true) : [address];
 }
 
 /**
@@ -260,7 +315,8 @@ function findClosingBracket(text, place, opening, closing) {
  * @returns {Span | null}
  */
 function parseAngledLink(text, place) {
-  const [whole = "", address = ""] = /^<(https?:\/\/[^\s<>]+)>/.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const [whole = "", written = ""] = /^<(https?:\/\/[^\s<>]+)>/.exec(text.slice(place, place + MAX_LINK)) ?? [];
+  const address = decodeAddress(written);
   const target = safeTarget(address);
   return target ? [linkElement(target, [address]), place + whole.length] : null;
 }
@@ -273,9 +329,10 @@ function parseAngledLink(text, place) {
 function parseBareLink(text, place) {
   if (!text.startsWith("http", place) || /\w/.test(text.charAt(place - 1))) return null;
   const [found = ""] = BARE_LINK.exec(text.slice(place, place + MAX_LINK)) ?? [];
-  const address = found.slice(0, endOfLink(found));
+  const written = found.slice(0, endOfLink(found));
+  const address = decodeAddress(written);
   const target = safeTarget(address);
-  return target ? [linkElement(target, [address]), place + address.length] : null;
+  return target ? [linkElement(target, [address]), place + written.length] : null;
 }
 
 /**
