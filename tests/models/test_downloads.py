@@ -16,8 +16,10 @@ from threading import Event
 from typing import ClassVar
 from unittest.mock import patch
 
+import httpx
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 from tests.core.fake_hub import COMMIT, FakeHub, running_hub
 from tests.models.gguf.writing import write_gguf_of
 from tests.processes import run_in_process
@@ -575,11 +577,9 @@ class Mirror(RefusingHub):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (GatedHub, "hf auth login` on this machine, or set HF_TOKEN to a token from http://127.0.0.1:"),
-        (
-            TokenRefusingHub,
-            "because the hub refuses the token of this machine: it is wrong or has expired. To",
-        ),
+        (GatedHub, "/someone/tiny, then run `hf auth login` on this machine, or set HF_TOKEN to a token from http"),
+        (GatedHub, "someone/tiny is gated: accept its terms at http://127.0.0.1:"),
+        (TokenRefusingHub, "because the hub asks for a token: run `hf auth login` on this machine, or set"),
         (RefusingHub, "cannot be fetched now: the hub answered 500."),
     ],
 )
@@ -594,6 +594,30 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
     assert "Its files were not compared: The hub cannot be asked (" in alone.stdout
     assert "Its files were not compared: someone/tiny " in compared.stdout
     assert said in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "said"),
+    [
+        ("hf_old", None, "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another"),
+        ("hf_old", "hf_kept", "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another"),
+        ("", "hf_kept", "refuses the token of this machine: it is wrong or has expired. Run `hf auth login`"),
+        ("", None, "the hub asks for a token: run `hf auth login`"),
+    ],
+)
+def test_a_refused_token_is_replaced_where_it_is_kept(
+    given: str, kept: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", given)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("PATH", "")
+    if kept is not None:
+        (tmp_path / "token").write_text(kept)
+    answer = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
+    sentence = str(explain_failure("someone/tiny", HfHubHTTPError("refused", response=answer)))
+    assert said in sentence
+    assert "/hf" not in sentence
 
 
 def test_a_mirror_without_the_model_is_not_to_be_asked_again_later(tiny_model: Path, home: Path) -> None:

@@ -13,16 +13,16 @@ import math
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import constants, scan_cache_dir
+from huggingface_hub import constants, get_token, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
+from mlx_ring.core.environment import library_variable
 from mlx_ring.core.errors import (
     ConfigError,
     ExceedsMemory,
@@ -247,11 +247,7 @@ def _explain_refusal(name: str, error: HfHubHTTPError) -> str:
     if isinstance(error, RepositoryNotFoundError) or (type(error), status) == (HfHubHTTPError, 404):
         return _not_on_hub(name)
     if status == _UNAUTHORIZED:
-        return (
-            f"{name} cannot be fetched, because the hub refuses the token of this machine: it is wrong or has expired. "
-            f"To replace it, {_how_to_log_in()}. Models that are not gated need none: `{_hub_program()} auth logout`, or "
-            "unset HF_TOKEN."
-        )
+        return f"{name} cannot be fetched, because {_about_token()}"
     return (
         f"{name} cannot be fetched now: the hub answered {status}. Pull it again later; the download continues where it "
         "ended."
@@ -270,15 +266,24 @@ def _not_on_hub(name: str) -> str:
 def _how_to_log_in() -> str:
     """Return the two ways to give this machine a token of the hub."""
     return (
-        f"run `{_hub_program()} auth login` on this machine, or set HF_TOKEN to a token from "
+        "run `hf auth login` on this machine, or set HF_TOKEN to a token from "
         f"{constants.ENDPOINT}/settings/tokens (for a server, before it starts)"
     )
 
 
-def _hub_program() -> str:
-    """Return the hub's own program. Where uv or pipx has installed mlx-ring as a tool, it is not on the path."""
-    own = Path(sys.executable).with_name("hf")
-    return str(own) if not shutil.which("hf") and own.exists() else "hf"
+def _about_token() -> str:
+    """Return why the hub lets nobody in without another token, and what to do: a token in HF_TOKEN counts before a login's."""
+    if library_variable("HF_TOKEN").strip():
+        return (
+            "the hub refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another token from "
+            f"{constants.ENDPOINT}/settings/tokens, or unset it for models that need none (for a server, before it starts)."
+        )
+    if get_token() is None:
+        return f"the hub asks for a token: {_how_to_log_in()}."
+    return (
+        "the hub refuses the token of this machine: it is wrong or has expired. Run `hf auth login` on this machine for "
+        "another one, or `hf auth logout` for models that need none."
+    )
 
 
 def is_being_fetched(folder: Path) -> bool:
