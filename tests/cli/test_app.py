@@ -70,12 +70,14 @@ def test_a_misspelt_command_gets_a_suggestion(tmp_path: Path) -> None:
         ("ls", "No such command 'ls'. Did you mean 'list'? `mlx-ring --help`"),
         ("status", "No such command 'status'. Did you mean 'ps' or 'cluster status'?"),
         ("download", "Did you mean 'pull'?"),
+        ("node status", "No such command 'node status'. Did you mean 'cluster status'? `mlx-ring --help`"),
+        ("cluster ls", "No such command 'cluster ls'. Did you mean 'node list'?"),
     ],
 )
 def test_the_name_of_a_command_in_other_programs_gets_a_suggestion(
     typed: str, said: str, tmp_path: Path
 ) -> None:
-    done = run_in_process(typed, "qwen3:8b", folder=tmp_path)
+    done = run_in_process(*typed.split(), "qwen3:8b", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
 
@@ -86,6 +88,10 @@ def test_the_name_of_a_command_in_other_programs_gets_a_suggestion(
         (("help",), "mlx-ring [OPTIONS] COMMAND"),
         (("-h",), "mlx-ring [OPTIONS] COMMAND"),
         (("help", "token"), "mlx-ring token [OPTIONS] COMMAND"),
+        (("help", "demo"), "mlx-ring serve [OPTIONS] [MODEL]..."),
+        (("help", "help"), "mlx-ring [OPTIONS] COMMAND"),
+        (("help", "version"), "mlx-ring [OPTIONS] COMMAND"),
+        (("models", "help"), "mlx-ring models [OPTIONS] COMMAND"),
         (("help", "models", "load"), "mlx-ring models load [OPTIONS]"),
         (("serve", "-h"), "mlx-ring serve [OPTIONS] [MODEL]..."),
     ],
@@ -100,8 +106,10 @@ def test_help_for_an_unknown_command_suggests_one_and_version_is_a_command(tmp_p
     unknown = run_in_process("help", "modles", folder=tmp_path)
     assert unknown.returncode == 2
     assert "Did you mean 'models'" in unknown.stderr
-    done = run_in_process("version", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (0, run_in_process("--version", folder=tmp_path).stdout)
+    said = run_in_process("--version", folder=tmp_path).stdout
+    for typed in (("version",), ("version", "--help")):
+        done = run_in_process(*typed, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (0, said)
 
 
 def test_a_removed_working_directory_ends_a_command_with_one_sentence(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -60,6 +61,38 @@ def twin() -> Iterator[tuple[TwinService, str]]:
     service = TwinService()
     with serving(service) as url:
         yield service, url
+
+
+@pytest.mark.parametrize("typed", ["Other", "other:latest", "OTHER:LATEST", "./folder"])
+def test_every_name_of_a_served_model_chooses_it_with_one_request(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served, asked = {"org/twin": {"org/twin"}, "a": {"a", "other", str(tmp_path / "folder")}}, list[str]()
+    monkeypatch.setattr(ChatServer, "served", lambda self: asked.append(self.url) or served)  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
+    assert run_chat("http://127.0.0.1:9", question=typed, read_line=lines()) == 0
+    assert capsys.readouterr().out.startswith("a at http://")
+    assert len(asked) == 1
+
+
+def test_a_model_may_stand_before_the_question(twin: tuple[TwinService, str], tmp_path: Path) -> None:
+    service, url = twin
+    done = run_in_process("chat", "ORG/twin", "What is TCP/IP?", "--url", url, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{ANSWER_TEXT}\n")
+    assert [message["content"] for message in service.tokenizer.conversation] == ["What is TCP/IP?"]
+    both = run_in_process("chat", "a", "Hi.", "--model", "b", "--url", url, folder=tmp_path)
+    assert (both.returncode, both.stderr.count("name the model once.")) == (2, 1)
+
+
+def test_the_argument_of_a_script_is_the_question_whatever_its_form(
+    twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, url = twin
+    monkeypatch.setattr("sys.stdin", io.StringIO("for another program\n"))
+    assert run_chat(url, question="org/twin") == 0
+    assert capsys.readouterr() == (f"{ANSWER_TEXT}\n", "")
+    assert service.tokenizer.conversation[-1]["content"] == "org/twin"
+    assert sys.stdin.readline() == "for another program\n"
 
 
 def test_a_missing_api_key_is_asked_for_by_its_flag() -> None:
@@ -216,10 +249,10 @@ def test_a_message_without_an_answer_is_dropped(twin: tuple[TwinService, str]) -
 
 
 def test_the_first_line_has_an_ipv6_address_with_its_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_model(_server: ChatServer, _wanted: str | None) -> str:
-        return "demo"
+    def served(_server: ChatServer) -> dict[str, set[str]]:
+        return {"demo": {"demo"}}
 
-    monkeypatch.setattr(ChatServer, "find_model", find_model)
+    monkeypatch.setattr(ChatServer, "served", served)
     code, screen = chat("http://[fe80::1%25en0]:8100/v1")
     assert code == 0
     assert screen.startswith("demo at http://[fe80::1%en0]:8100. Type /help")
@@ -248,6 +281,17 @@ def test_an_invalid_address_is_reported_in_one_line(url: str) -> None:
         ("qwen3:8b", 2, "does not serve 'qwen3:8b'; it has org/twin."),
         ("twins", 0, ANSWER_TEXT),
         ("a:b", 0, ANSWER_TEXT),
+        ("ORG/Twin", 0, "org/twin at http://"),
+        ("demo", 2, "does not serve 'demo'; it has org/twin."),
+        ("qwen3:latest", 2, "does not serve 'qwen3:latest'; it has org/twin."),
+        ("Qwen/Qwen3-0.6B", 2, "does not serve 'Qwen/Qwen3-0.6B'; it has org/twin."),
+        ("mlx-community/Qwen3-8B-4bit", 2, "does not serve 'mlx-community/Qwen3-8B-4bit'"),
+        ("./folder", 2, "does not serve './folder'"),
+        ("TCP/IP", 0, ANSWER_TEXT),
+        ("IPv4/IPv6", 0, ANSWER_TEXT),
+        ("Phi4:", 0, ANSWER_TEXT),
+        ("qwen3 : 8b", 0, ANSWER_TEXT),
+        ("Why is org/twin slow", 0, ANSWER_TEXT),
     ],
 )
 def test_a_model_in_the_place_of_the_question_is_not_asked_as_one(

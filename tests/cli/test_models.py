@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType] - configurations are bare dicts
+from rich.cells import cell_len
 from tests.api.clients import serving as api_server
 from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
@@ -280,6 +282,40 @@ def test_a_long_name_leaves_room_for_the_figures_of_a_download(
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
     assert max(map(len, frames)) <= columns
     assert any(all(each in frame for each in shown) for frame in frames), frames
+
+
+def test_a_long_name_of_wide_characters_leaves_room_for_the_figures_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    with DownloadBar("模型" * 20) as bar:
+        bar.report(PullProgress("downloading", 23_400_000_000, 39_700_000_000))
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
+    assert max(map(cell_len, frames)) <= 80
+    assert any("模型" in frame and "23.4/39.7 GB" in frame for frame in frames), frames
+
+
+def test_lines_of_a_download_are_ten_seconds_apart_and_at_most_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr("mlx_ring.cli.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    def lines_after(seconds: float, status: Literal["downloading", "verifying"], percent: int) -> int:
+        clock.now_s += seconds
+        bar.report(PullProgress(status, percent * 45_000_000, 4_500_000_000))
+        return len(capsys.readouterr().err.splitlines())
+
+    with DownloadBar("qwen3:8b") as bar:
+        assert lines_after(0, "downloading", 0) == 1
+        assert lines_after(9, "downloading", 50) == 0
+        assert lines_after(2, "downloading", 51) == 1
+        assert lines_after(0, "verifying", 51) == 1
+        for _ in range(40):
+            assert lines_after(0.1, "downloading", 70) + lines_after(0.1, "verifying", 70) == 0
+        assert lines_after(40, "downloading", 60) == 0
+        assert lines_after(20, "downloading", 60) == 1
 
 
 def test_a_download_without_a_terminal_says_where_it_is_now_and_then(

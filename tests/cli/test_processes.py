@@ -26,7 +26,7 @@ from mlx_ring.cli import head_client, local_models, models, processes
 from mlx_ring.cli.chat import chat as ask
 from mlx_ring.cli.head_client import name_for, names_at, pull_at
 from mlx_ring.cli.local_models import server_here
-from mlx_ring.cli.processes import _served, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
+from mlx_ring.cli.processes import _served, _size, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
 from mlx_ring.settings.settings_sources import load_settings
@@ -170,11 +170,45 @@ def test_run_ends_the_server_that_it_started_and_ps_lists_it_until_then(
 def test_ps_on_a_machine_that_has_joined_says_that_it_computes_for_its_head(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    joined = Running("agent", 4711, 0.0, "")
+    joined = Running("agent", 4711, 0.0, "", "10.0.0.1:8101")
     monkeypatch.setattr(processes, "running_here", lambda _: [joined])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     ps(as_json=False, api_key=None, cacert=None, state_dir=None)
     said = capsys.readouterr().out
-    assert said.startswith("This machine serves nothing itself: it computes for the head that it joined.")
+    assert (
+        said
+        == "This machine serves nothing itself: it computes for the head at 10.0.0.1:8101. Run mlx-ring ps there.\n"
+    )
+
+
+def test_ps_says_why_a_joined_machine_is_away_and_speaks_of_its_own_head_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = [Running("agent", 4711, 0.0, "", away="the head at 10.0.0.1:8101 cannot be reached")]
+    monkeypatch.setattr(processes, "running_here", lambda _: here)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    ps(as_json=False, api_key=None, cacert=None, state_dir=None)
+    assert capsys.readouterr().out == (
+        "This machine serves nothing itself: it computes for the head that it joined, but is away just now: the head at "
+        "10.0.0.1:8101 cannot be reached.\n"
+    )
+    with api_server(TwinService()) as url:
+        here.append(Running("head", 4712, 0.0, "", url))
+        monkeypatch.setattr(processes, "_served_by", lambda *_: ())  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        ps(as_json=False, api_key=None, cacert=None, state_dir=None)
+    assert capsys.readouterr().out == "Nothing is served by this machine. Start with: mlx-ring run MODEL\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 MB"),
+        (400_000, "1 MB"),
+        (12_000_000, "12 MB"),
+        (999_700_000, "1.00 GB"),
+        (2_500_000_000, "2.50 GB"),
+    ],
+)
+def test_a_size_is_never_rounded_to_nothing_or_to_a_thousand(count: int, said: str) -> None:
+    assert _size(count) == said
 
 
 def test_ps_asks_a_server_with_a_key_and_fails_without_it(

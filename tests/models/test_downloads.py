@@ -577,7 +577,10 @@ class Mirror(RefusingHub):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (GatedHub, "/someone/tiny, then run `hf auth login` on this machine, or set HF_TOKEN to a token from http"),
+        (
+            GatedHub,
+            "/someone/tiny, then run `hf auth login` on this machine, or set HF_TOKEN to a token from http",
+        ),
         (GatedHub, "someone/tiny is gated: accept its terms at http://127.0.0.1:"),
         (TokenRefusingHub, "because the hub asks for a token: run `hf auth login` on this machine, or set"),
         (RefusingHub, "cannot be fetched now: the hub answered 500."),
@@ -599,8 +602,16 @@ def test_a_refusal_of_the_hub_is_named_in_a_pull_and_in_a_comparison(
 @pytest.mark.parametrize(
     ("given", "kept", "said"),
     [
-        ("hf_old", None, "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another"),
-        ("hf_old", "hf_kept", "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another"),
+        (
+            "hf_old",
+            None,
+            "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another",
+        ),
+        (
+            "hf_old",
+            "hf_kept",
+            "refuses the token in HF_TOKEN: it is wrong or has expired. Set HF_TOKEN to another",
+        ),
         ("", "hf_kept", "refuses the token of this machine: it is wrong or has expired. Run `hf auth login`"),
         ("", None, "the hub asks for a token: run `hf auth login`"),
     ],

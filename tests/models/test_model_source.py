@@ -20,7 +20,14 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, ModelNotFound, PlanError
 from mlx_ring.head.served_model import start_name
 from mlx_ring.models.config_limits import check_memory
-from mlx_ring.models.model_source import builtin_names, describe_model, find_model, list_local_models
+from mlx_ring.models.model_source import (
+    builtin_names,
+    describe_model,
+    find_model,
+    full_name,
+    list_local_models,
+    remove_model,
+)
 
 PRIVATE = "someone/private"
 
@@ -181,6 +188,18 @@ def test_a_folder_above_the_working_one_has_its_own_name(
         found = find_model(name)
         assert (found.name, found.folder.path, describe_model(name).name) == ("my model", model, "my model")
         assert start_name(name, found) == str(model)
+
+
+def test_names_of_models_hold_in_a_working_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert full_name("qwen3:8b") == "mlx-community/Qwen3-8B-4bit"
+    assert find_model("demo").kind == "built-in"
+    with pytest.raises(ModelNotFound, match="is not on this machine"):
+        remove_model("Qwen/Qwen3-0.6B")
 
 
 def test_a_gguf_file_is_listed_once_however_its_path_is_typed(

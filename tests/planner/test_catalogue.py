@@ -12,8 +12,19 @@ from mlx_ring.planner.catalogue import (
     machine_names,
 )
 
+OTHER_WAYS = (
+    "M4 Max 128G",
+    "m4_max_128",
+    "Apple M4 Max 128 GB",
+    "M4Max 128GB",
+    "M4 Max, 128 GiB",
+    "M4 Max (128 GB)",
+)
 
-@pytest.mark.parametrize("typed", ["M4-MAX-128", "M4 Max 128GB", " m4 max 128 GB ", "m4-max-128gb"])
+
+@pytest.mark.parametrize(
+    "typed", ["M4-MAX-128", "M4 Max 128GB", " m4 max 128 GB ", "m4-max-128gb", *OTHER_WAYS]
+)
 def test_a_machine_is_known_as_people_write_it(typed: str) -> None:
     assert known_profile(typed) == known_profile("m4-max-128")
     assert known_profile(typed, "mine") == known_profile("m4-max-128", "mine")

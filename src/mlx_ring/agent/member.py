@@ -285,7 +285,11 @@ def run_member(
     )
     log_refused_handshakes()
     raise_descriptor_limit(settings.file_descriptor_limit)
-    with recorded(state, "agent", ending_s=LEAVE_WITHIN_S), make_run_folder(settings.run_dir) as run_dir:
+    place_of_head = str(head.address)
+    with (
+        recorded(state, "agent", place_of_head, LEAVE_WITHIN_S),
+        make_run_folder(settings.run_dir) as run_dir,
+    ):
         place = bracketed(scoped_host(listen, "--listen"))
         options = MemberOptions(head, node, state, run_dir, settings, place, may_be_away, make_yields)
         asyncio.run(serve_as_member(options))

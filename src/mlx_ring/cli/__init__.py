@@ -24,8 +24,8 @@ _LEAST_WIDTH = 80
 _FIGURES_WIDTH = 46
 """Columns of a terminal that a progress bar's figures take: the bytes, the speed and the time, with a short bar."""
 _LEAST_NAME = 12
-_LINE_S = 10.0
-"""Least seconds between two lines of progress."""
+_LINE_S, _LONGEST_LINE_S = 10.0, 60.0
+"""Least and most seconds between two lines of progress."""
 _LINE_SHARE = 0.1
 """Least progress between two lines of it."""
 
@@ -63,7 +63,8 @@ class DownloadBar:
         self._bar = progress_bar(self._console, has_speed=True) if has_bar else None
         self._task = None if self._bar is None else self._bar.add_task(model, total=None, visible=False)
         self._model = model
-        self._status = ""
+        self._printed: set[str] = set()
+        """Kinds of progress of which there was a line."""
         self._printed_share, self._printed_s = 0.0, 0.0
 
     def __enter__(self) -> Self:
@@ -90,20 +91,32 @@ class DownloadBar:
         )
 
     def _print(self, progress: PullProgress) -> None:
-        """Print a line at the start, and for each tenth of a long fetch."""
+        """Print a line at the start of each kind of progress, for each tenth of a long fetch, and each minute.
+
+        Several files are fetched and verified at once, so that the kind changes all the time.
+        """
         share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 0.0
-        is_soon = time.monotonic() < self._printed_s + _LINE_S or share < self._printed_share + _LINE_SHARE
-        if progress.status == "done" or (progress.status == self._status and is_soon):
+        now_s = time.monotonic()
+        least_s = _LINE_S if share >= self._printed_share + _LINE_SHARE else _LONGEST_LINE_S
+        is_early = progress.status in self._printed and now_s < self._printed_s + least_s
+        if progress.status == "done" or is_early:
             return
-        self._status, self._printed_share, self._printed_s = progress.status, share, time.monotonic()
+        self._printed.add(progress.status)
+        self._printed_share, self._printed_s = share, now_s
         size = f"{share:.0%} of {progress.total_bytes / 1e6:,.0f} MB"
         print(f"{progress.status} {self._model}: {size}", file=sys.stderr, flush=True)
 
 
 def name_beside_figures(name: str, console: Console, others: int) -> str:
     """Return a name, or its end, that leaves room for `others` characters and the figures of a progress bar."""
+    from rich.cells import cell_len  # as above
+
     room = max(_LEAST_NAME, console.width - _FIGURES_WIDTH - others)
-    return name if len(name) <= room else f"…{name[1 - room :]}"
+    if cell_len(name) <= room:
+        return name
+    while cell_len(name) > room - 1:
+        name = name[1:]
+    return f"…{name}"
 
 
 def progress_bar(console: Console, *, has_speed: bool) -> Progress:

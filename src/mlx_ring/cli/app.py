@@ -74,6 +74,15 @@ _OTHER_NAMES = {
     "unload": ("models unload",),
 }
 """Commands by the names that they have in other programs."""
+_OTHER_VERBS = {
+    "cluster list": "node list",
+    "cluster ls": "node list",
+    "models ls": "models list",
+    "models rm": "rm",
+    "node ls": "node list",
+    "node status": "cluster status",
+}
+"""The same for commands with a verb."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -96,6 +105,8 @@ class _Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if better := _OTHER_VERBS.get(" ".join(args[:2])):
+            ctx.fail(f"No such command '{args[0]} {args[1]}'. Did you mean '{better}'?")
         if names := _OTHER_NAMES.get(args[0]):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, names))}?")
         return super().resolve_command(ctx, args)
@@ -179,9 +190,10 @@ def run() -> int:
 
 def _has_lost_its_folder() -> bool:
     try:
-        return not Path.cwd()
+        Path.cwd()
     except FileNotFoundError:
         return True
+    return False
 
 
 def _print_all_characters() -> None:
@@ -214,14 +226,18 @@ def _run() -> int:
 
 
 def _in_full(typed: list[str]) -> list[str]:
-    """Return the arguments for what people type first: `demo`, `version`, `help` and `help COMMAND`."""
+    """Return the arguments for what people type first: `demo`, `version`, `help`, `help COMMAND` and `GROUP help`."""
     match typed:
         case ["demo", *rest]:  # for those who try it without a checkout
             return ["serve", "demo", *rest]
-        case ["version"]:
+        case ["version", *_]:
             return ["--version"]
+        case ["help", "help" | "version"]:
+            return ["--help"]
         case ["help", *command]:
-            return [*command, "--help"]
+            return [*_in_full(command), "--help"]
+        case [group, "help"] if group in COMMANDS and COMMANDS[group].endswith("app"):
+            return [group, "--help"]
         case _:
             return typed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import math
 import re
@@ -23,7 +24,7 @@ from mlx_ring.cli.head_client import (
     CACERT,
     DEFAULT_URL,
     MAX_TOKENS,
-    QUESTION,
+    MODEL_OR_QUESTION,
     SEED,
     SYSTEM,
     TEMPERATURE,
@@ -32,11 +33,17 @@ from mlx_ring.cli.head_client import (
     ChatServer,
     trust,
 )
-from mlx_ring.core.errors import ConfigError
+from mlx_ring.core.errors import ConfigError, ModelNotFound
+from mlx_ring.core.folders import absolute_path, typed_path
+from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
+_WORD = re.compile(r"[^\s:]+(:[^\s:]+)?")
+"""A word, which may have a tag: `qwen3:8b`, but not `qwen3:`."""
+_SIZED_ID = re.compile(r"[\w.-]+/[\w.-]+-\d+(\.\d+)?[bm]([-_.][\w.-]+)?", re.IGNORECASE)
+"""An id of the hub with the model's size, such as `Qwen/Qwen3-8B`, but not `TCP/IP`."""
 _FAILED, _MISUSE = 1, 2
 _SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
 """Sampling parameters that a chat sets, by their names in requests, and how each is read."""
@@ -162,7 +169,8 @@ def run_chat(
         system: system prompt.
         sampling: sampling parameters by their names in requests; None for those not set.
         question: only this is asked. Only the answer is printed, as for questions from a pipe. Errors and counts go to
-            standard error, and reasoning is left out if the output is no terminal. A model's name chooses it instead.
+            standard error, and reasoning is left out if the output is no terminal. For a person, a model's name chooses
+            it instead.
         trusted: TLS context for an HTTPS server.
         console: where to print.
         read_line: returns the next line, or raises `EOFError` at the end.
@@ -175,13 +183,16 @@ def run_chat(
     notes = Console(stderr=True) if question is not None else console
     server = ChatServer(base_url, api_key, trusted)
     try:
-        if model is None and question is not None and server.is_model(question):
+        served = server.served()
+        # A script may have its question in a variable, and its own input for something else.
+        is_for_person = read_line is not None or sys.stdin.isatty()
+        if model is None and question is not None and is_for_person and _is_model(question, served):
             model, question = question, None
         is_piped = read_line is None and question is None and not sys.stdin.isatty()
         # Other programs read these answers, so that nothing else may stand among them.
         notes = Console(stderr=True) if is_piped or question is not None else console
         conversation = ChatSession(
-            server, server.find_model(model), console, notes, system, {**(sampling or {})}
+            server, _choose(model, served, server.url), console, notes, system, {**(sampling or {})}
         )
         conversation.shows_reasoning = notes is console or console.is_terminal
         if question is not None:
@@ -202,6 +213,55 @@ def run_chat(
         return _FAILED if is_piped and conversation.has_failed else 0
     finally:
         server.close()
+
+
+def _choose(wanted: str | None, served: Mapping[str, set[str]], url: str) -> str:
+    """Return the id of the model to ask. Raises `ChatError` if the server does not have it."""
+    if not served:
+        raise ChatError(f"{url} serves no model.")
+    if wanted is None:
+        return next(iter(served))
+    found = _find(wanted, served)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(wanted, {each for names in served.values() for each in names}, n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    raise ChatError(f"{url} does not serve '{wanted}'; it has {', '.join(served)}.{meant}")
+
+
+def _find(text: str, served: Mapping[str, set[str]]) -> str | None:
+    """Return the id of the served model that a text names: by any of its names, a short name, or the path of its folder."""
+    wanted = {text, str(absolute_path(typed_path(text))), _hub_id(text)}
+    for model, names in served.items():
+        if wanted & names:
+            return model
+    plain = _plain(text)
+    return next((model for model, names in served.items() if plain in map(_plain, names)), None)
+
+
+def _plain(name: str) -> str:
+    """Return a name without case and the tag that stands for none."""
+    return name.lower().removesuffix(":latest")
+
+
+def _is_model(text: str, served: Mapping[str, set[str]]) -> bool:
+    """Report whether a text can only be the name of a model: a served one's, or a word of the form that only models have."""
+    if _find(text, served) is not None:
+        return True
+    if not _WORD.fullmatch(text):
+        return False
+    from mlx_ring.models.model_source import builtin_names  # most chats do without it
+
+    if text in builtin_names() or text.startswith(("./", "../")) or text.lower().endswith(":latest"):
+        return True
+    return _SIZED_ID.fullmatch(text) is not None or (":" in text and _hub_id(text) is not None)
+
+
+def _hub_id(name: str) -> str | None:
+    """Return the hub's id that a short name means; None for any other name."""
+    with contextlib.suppress(ModelNotFound):
+        return find_hub_id(name) if _WORD.fullmatch(name) and "/" not in name else None
+    return None
 
 
 def sampling_of(
@@ -323,7 +383,8 @@ def _read_line() -> str:
 
 
 def chat(
-    question: Annotated[str | None, QUESTION] = None,
+    first: Annotated[str | None, MODEL_OR_QUESTION] = None,
+    question: Annotated[str | None, typer.Argument(hidden=True)] = None,
     url: Annotated[
         str | None,
         typer.Option(help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."),
@@ -343,6 +404,12 @@ def chat(
     """
     from mlx_ring.cli.local_models import server_here  # imports what only downloads need
 
+    if question is None:
+        question = first
+    elif model is None:
+        model = first
+    else:
+        raise ConfigError(f"{first} and --model {model} were both given: name the model once.")
     sampling = sampling_of(temperature, top_p, max_tokens, seed)
     settings = load_settings({"api_key": api_key})
     checked_key(next(iter(settings.api_key), None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import ssl
 import time
@@ -16,10 +15,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from mlx_ring.core.errors import ConfigError, ModelNotFound, RequestError, without_number
+from mlx_ring.core.errors import ConfigError, RequestError, without_number
 from mlx_ring.core.folders import absolute_path
 from mlx_ring.host.addresses import is_loopback, plain_url
-from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings, own_url
 
 if TYPE_CHECKING:
@@ -247,6 +245,12 @@ def distrust(error: Exception, url: str) -> str | None:
 # ---- chats
 
 QUESTION = typer.Argument(help="Question to answer, instead of a chat; only the answer is printed.")
+MODEL_OR_QUESTION = typer.Argument(
+    metavar="[MODEL] [QUESTION]",
+    help="Question to answer, instead of a chat; only the answer is printed. Before it, the model to ask may be named. At a "
+    "terminal, the name of a model alone begins a chat with it.",
+    show_default=False,
+)
 SYSTEM = typer.Option("--system", help="System prompt.")
 TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
 TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")
@@ -283,30 +287,7 @@ class ChatServer:
     def close(self) -> None:
         self._client.close()
 
-    def find_model(self, wanted: str | None) -> str:
-        """Return the name of the model to ask."""
-        served = self._served()
-        if not served:
-            raise ChatError(f"{self.url} serves no model.")
-        if wanted is None:
-            return next(iter(served))
-        hub_id = _hub_id(wanted)
-        for model, names in served.items():
-            if wanted in names or hub_id in names:
-                return model
-        close = difflib.get_close_matches(
-            wanted or "", {each for names in served.values() for each in names}, n=1
-        )
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ChatError(f"{self.url} does not serve '{wanted}'; it has {', '.join(served)}.{meant}")
-
-    def is_model(self, text: str) -> bool:
-        """Report whether a text is the name of a model: a served one's, or a short name with its size."""
-        if any(text in names for names in self._served().values()):
-            return True
-        return ":" in text and _hub_id(text) is not None
-
-    def _served(self) -> dict[str, set[str]]:
+    def served(self) -> dict[str, set[str]]:
         """Return the names of each served model, by its id."""
         with self._clear_errors():
             response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
@@ -395,13 +376,6 @@ def _message_of(error: Any) -> str:
     """Return the message of an error, which some servers write as a text alone."""
     message = error.get("message") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(error if message is None else message)  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _hub_id(name: str | None) -> str | None:
-    """Return the hub's id that a short name means; None for any other name."""
-    with contextlib.suppress(ModelNotFound):
-        return None if name is None or "/" in name else find_hub_id(name)
-    return None
 
 
 def _models(response: httpx.Response) -> dict[str, set[str]]:

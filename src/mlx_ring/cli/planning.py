@@ -16,7 +16,7 @@ from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
-from mlx_ring.planner.catalogue import known_profile
+from mlx_ring.planner.catalogue import as_listed, known_profile
 from mlx_ring.planner.cluster_file import (
     Upkeep,
     cluster_of,
@@ -383,11 +383,11 @@ def given_machines(
     if file is not None and machines:
         raise ConfigError("--cluster and --machine were both given; the file names the machines.")
     if file is None:
-        names = machines or []
-        twice = {name for name in names if names.count(name) > 1}
+        typed = machines or []
+        names = [as_listed(name) for name in typed]
         profiles = [
-            known_profile(name, f"{name}#{names[: place + 1].count(name)}" if name in twice else None)
-            for place, name in enumerate(names)
+            known_profile(text, f"{name}#{names[: place + 1].count(name)}" if names.count(name) > 1 else None)
+            for place, (text, name) in enumerate(zip(typed, names, strict=True))
         ]
         named = cluster_of(tuple(profiles))
         return replace(named, usual_link=link_named(link) or named.usual_link), DevicesFile(())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -41,7 +42,7 @@ from mlx_ring.core.environment import inherited_environment
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.child import watch_lifeline
-from mlx_ring.host.running import end_running, remove_abandoned, running_here
+from mlx_ring.host.running import Running, end_running, remove_abandoned, running_here
 from mlx_ring.models.model_folder import PullProgress
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
@@ -49,7 +50,8 @@ from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_se
 _ADDRESS = "Serving "
 """Start of the line in which `serve` prints its address."""
 _END_WAIT_S = 60.0
-_GIGABYTE = 10**9
+_IN_GIGABYTES = 1000
+"""Megabytes from which a size is written in gigabytes."""
 
 
 @with_settings(("state_dir",))
@@ -92,16 +94,23 @@ def ps(
         print(json.dumps(rows, indent=1))
     elif rows:
         _show(rows)
-    elif not silent and any(each.kind == "agent" for each in running):
-        print(
-            "This machine serves nothing itself: it computes for the head that it joined. Run mlx-ring ps there."
-        )
+    elif running and all(each.kind == "agent" for each in running):
+        print(_of_a_member(running[0]))
     elif not silent:
         print("Nothing is served by this machine. Start with: mlx-ring run MODEL")
     for sentence in silent:
         print(sentence, file=sys.stderr)
     if silent:
         raise typer.Exit(1)
+
+
+def _of_a_member(agent: Running) -> str:
+    """Return what a machine does on which only an agent runs, in a sentence."""
+    head = f"the head at {agent.url}" if agent.url else "the head that it joined"
+    sentence = f"This machine serves nothing itself: it computes for {head}"
+    if agent.away:
+        return f"{sentence}, but is away just now: {agent.away.removesuffix('.')}."
+    return f"{sentence}. Run mlx-ring ps there."
 
 
 def _served_by(url: str, pid: int, api_key: str | None, cacert: Path | None) -> Iterator[Mapping[str, Any]]:
@@ -152,7 +161,8 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= _GIGABYTE else f"{count / 1e6:.0f} MB"
+    megabytes = math.ceil(count / 1e6)
+    return f"{megabytes} MB" if megabytes < _IN_GIGABYTES else f"{count / 1e9:.2f} GB"
 
 
 # ---- a chat with a model, served for it if need be

@@ -324,8 +324,8 @@ def reason_of(error: OSError | UnicodeError) -> str:
 
 
 def in_sentence(name: str) -> str:
-    """Return a name as it stands within a sentence: `the head` for `The head`."""
-    return f"t{name[1:]}" if name.startswith("The ") else name
+    """Return a name as it stands within a sentence: `the head` for `The head`. A machine's, as `The Beast`, stays."""
+    return f"t{name[1:]}" if name.startswith("The ") and name[4:5].islower() else name
 
 
 def without_number(text: str) -> str:

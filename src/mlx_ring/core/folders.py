@@ -122,8 +122,14 @@ def typed_path(name: str) -> Path:
 
 
 def absolute_path(path: Path) -> Path:
-    """Return the absolute path without `..`, whose last name can stand for it. Links after the last `..` stay."""
-    whole = path.absolute()
+    """Return the absolute path without `..`, whose last name can stand for it. Links after the last `..` stay.
+
+    A relative path stays as it is in a working folder that was removed: it leads nowhere.
+    """
+    try:
+        whole = path.absolute()
+    except FileNotFoundError:
+        return path
     if ".." not in whole.parts:
         return whole
     end = len(whole.parts) - whole.parts[::-1].index("..")

@@ -50,7 +50,7 @@ class Running:
     arguments: str
     """Digest of its arguments."""
     url: str = ""
-    """URL of a head."""
+    """URL of a head; of an agent, the address of the head for which it was started."""
     ending_s: float = 0.0
     """Seconds for which it may finish running requests before it ends."""
     start_mark: str = ""

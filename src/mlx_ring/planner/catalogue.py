@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,16 +135,18 @@ def known_profile(text: str, name: str | None = None, *, wired_gb: float | None 
     """
     if not text.strip():
         raise ConfigError("The name of a machine is empty; `mlx-ring plan` lists the known ones.")
-    written = _as_listed(text)
+    written = as_listed(text)
     chip, gigabytes = _sold(written)
     if chip is None:
         raise ConfigError(f"The machine {text} is unknown; {_nearest(written)}.")
     return chip_profile(chip, gigabytes, name or written, wired_gb=wired_gb)
 
 
-def _as_listed(text: str) -> str:
-    """Write a machine's name as the catalogue does: `m4-max-128` for `M4 Max 128 GB`."""
-    return "-".join(text.lower().split()).removesuffix("gb").rstrip("-")
+def as_listed(text: str) -> str:
+    """Write a machine's name as the catalogue does: `m4-max-128` for `Apple M4 Max, 128 GB` or `M4Max_128G`."""
+    joined = re.sub(r"[\s_,()-]+", "-", text.lower()).strip("-").removeprefix("apple-")
+    chip = re.sub(r"\b(m\d)(pro|max|ultra)\b", r"\1-\2", joined)
+    return re.sub(r"(?<=\d)-?(?:g|gb|gib)$", "", chip)
 
 
 def _sold(text: str) -> tuple[Chip | None, int]:
