@@ -27,6 +27,14 @@ def test_a_plan_names_machines_layers_and_reasons(tmp_path: Path) -> None:
     assert "alone would be faster for a single stream" in done.stdout
 
 
+def test_one_machine_written_in_two_ways_is_two_of_its_kind(tmp_path: Path) -> None:
+    typed = ("--machine", "M4 Max 128GB", "--machine", "m4_max_128")
+    done = run_in_process("plan", "demo", *typed, "--strategy", "uniform", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "m4-max-128#1" in done.stdout
+    assert "m4-max-128#2" in done.stdout
+
+
 def test_a_plan_states_ranges_without_exponents(tmp_path: Path) -> None:
     """Ask for a small model on a fast machine: more than a thousand tokens a second."""
     done = run_in_process("plan", "demo", "--machine", "nvidia-h200", folder=tmp_path)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import httpx
@@ -625,7 +625,7 @@ def test_a_refused_token_is_replaced_where_it_is_kept(
     monkeypatch.setenv("PATH", "")
     if kept is not None:
         (tmp_path / "token").write_text(kept)
-    answer = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
+    answer: Any = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co/api/models/a/b"))
     sentence = str(explain_failure("someone/tiny", HfHubHTTPError("refused", response=answer)))
     assert said in sentence
     assert "/hf" not in sentence

@@ -87,4 +87,5 @@ def test_a_cause_that_the_peer_itself_gave_is_kept() -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "no timeout is set")
     assert str(channel_error(error, "mini-2")) == "The connection to mini-2 broke: no timeout is set."
+    assert str(channel_error(error, "The Beast")) == "The connection to The Beast broke: no timeout is set."
     assert str(channel_error(error, "The head")) == "The connection to the head broke: no timeout is set."
