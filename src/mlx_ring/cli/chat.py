@@ -25,6 +25,7 @@ from mlx_ring.cli.head_client import (
     DEFAULT_URL,
     MAX_TOKENS,
     MODEL_OR_QUESTION,
+    QUESTION_TO_MODEL,
     SEED,
     SYSTEM,
     TEMPERATURE,
@@ -384,7 +385,7 @@ def _read_line() -> str:
 
 def chat(
     first: Annotated[str | None, MODEL_OR_QUESTION] = None,
-    question: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    question: Annotated[str | None, QUESTION_TO_MODEL] = None,
     url: Annotated[
         str | None,
         typer.Option(help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."),

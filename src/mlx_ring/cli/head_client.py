@@ -246,11 +246,11 @@ def distrust(error: Exception, url: str) -> str | None:
 
 QUESTION = typer.Argument(help="Question to answer, instead of a chat; only the answer is printed.")
 MODEL_OR_QUESTION = typer.Argument(
-    metavar="[MODEL] [QUESTION]",
-    help="Question to answer, instead of a chat; only the answer is printed. Before it, the model to ask may be named. At a "
-    "terminal, the name of a model alone begins a chat with it.",
-    show_default=False,
+    metavar="MODEL|QUESTION",
+    help="Question to answer, instead of a chat; only the answer is printed. At a terminal, the name of a model begins a "
+    "chat with it.",
 )
+QUESTION_TO_MODEL = typer.Argument(metavar="QUESTION", help="Question to the model that is named before it.")
 SYSTEM = typer.Option("--system", help="System prompt.")
 TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
 TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")
