@@ -25,7 +25,7 @@ from tests.engine.engines import make_request
 from tests.engine.twin import TwinExecutor
 
 from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import BLOCK_TOKENS, RankId
+from mlx_ring.core.types import BLOCK_TOKENS, RankId, fetch_ids, is_moved
 from mlx_ring.engine.disk_kv import DiskKv
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.resumption import KvInMemory
@@ -33,6 +33,15 @@ from mlx_ring.engine.sequence import Sequence as Text
 from mlx_ring.engine.sequence import make_sequence
 from mlx_ring.engine.ways_back import Offer
 from mlx_ring.rpc.protos import worker_pb2
+
+
+def test_heads_number_fetches_in_their_own_ways() -> None:
+    """Keep them apart from those of the epoch before, which ranks may still know, and from those of moves."""
+    ids = [next(fetch_ids(epoch, moved=moved)) for epoch in (0, 1, 2) for moved in (False, True)]
+    assert (len({*ids}), list(map(is_moved, ids))) == (6, [False, True] * 3)
+    disk, text = DiskKv([RankId(0, 0)], epoch=2), make_text()
+    disk.want(text, 0)
+    assert [each.id for each in disk.take_unsent(0.0)] == [next(fetch_ids(2))]
 
 
 def test_request_for_blocks_that_was_not_sent_is_withdrawn() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Literal, NamedTuple, get_args
 
 ByteProgress = Callable[[int, int], None]
@@ -26,6 +27,27 @@ LONG_CHUNK_PAIRS = LONG_CHUNK_TOKENS * LONG_CHUNK_CONTEXT
 """Most pairs of tokens in a long chunk: attention may hold a score for each, and each head."""
 BLOCK_TOKENS = 256
 """Tokens of a block of KV on a disk."""
+_FETCH_BITS = 32
+_FIRST_MOVED = 1 << 31
+"""First number in an epoch of fetches from other workers, far from those of disks."""
+
+
+def fetch_ids(epoch: int, *, moved: bool = False) -> Iterator[int]:
+    """Return the ids of an epoch's fetches of KV, from disks or `moved` from other workers.
+
+    Ranks may still know the fetches of the epoch before, which had another head.
+    """
+    return count((epoch << _FETCH_BITS) + (_FIRST_MOVED if moved else 1))
+
+
+def fetches_of(epoch: int | None, ids: Iterable[int]) -> list[int]:
+    """Return those of some ids that are of fetches of an epoch, or all for None."""
+    return [id_ for id_ in ids if epoch in (None, id_ >> _FETCH_BITS)]
+
+
+def is_moved(id_: int) -> bool:
+    """Report whether a fetch is from other workers."""
+    return bool(id_ & _FIRST_MOVED)
 
 
 def longest_chunk(usual: int, most: int, before: int, chunk_us: Callable[[int], float | None]) -> int:

@@ -25,9 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import count
 
-from mlx_ring.core.types import BLOCK_TOKENS, RankId
+from mlx_ring.core.types import BLOCK_TOKENS, RankId, fetch_ids
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import (
     TOKEN_BYTES,
@@ -66,6 +65,7 @@ class DiskKv:
         kv: Mapping[RankId, RankKv] | None = None,
         measured: dict[str, list[float]] | None = None,
         owners: Iterable[str] = (),
+        epoch: int = 0,
     ) -> None:
         """Start without any.
 
@@ -74,6 +74,7 @@ class DiskKv:
             kv: their KV memory.
             measured: measurements of earlier engines, which this changes.
             owners: owners of KV, as `owner_of` names them; the ranks remove KV of others. Empty: they remove none.
+            epoch: the instance's epoch.
         """
         self._ranks = frozenset(ranks)
         given = list((kv or {}).values())
@@ -85,7 +86,7 @@ class DiskKv:
         """Time at which the last read ended."""
         self._pause_s = max(_LEAST_PAUSE_S, BLOCK_TOKENS * self._token_bytes / _BYTES_PER_S)
         self._next_save_s = 0.0
-        self._ids = count(1)
+        self._ids = fetch_ids(epoch)
         self._fetches: dict[int, KvFetch] = {}
         self._queue: list[int] = []
         """Fetches that were chosen, and are not read yet."""

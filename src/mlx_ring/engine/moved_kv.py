@@ -13,12 +13,11 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import RankId
+from mlx_ring.core.types import RankId, fetch_ids, is_moved
 from mlx_ring.engine.executor import Executor, KvPlace
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Match, Tokens
@@ -30,8 +29,6 @@ from mlx_ring.rpc.protos import worker_pb2
 
 log = logging.getLogger(__name__)
 
-_FIRST_FETCH = 1 << 50
-"""First id of these fetches, far from those of disks."""
 _LOCAL_BYTES_PER_S, _REMOTE_BYTES_PER_S = 1e9, 1e8
 """Assumed throughput within a machine, and of a link between machines that was not measured."""
 _ASSUMED = (1.0, 0.02)
@@ -94,7 +91,7 @@ class KvMoves:
         self._executor, self._scheduler, self._meter = executor, scheduler, meter
         self._kv, self._send, self._error = dict(kv or {}), send, error
         self.clock = clock
-        self._ids = count(_FIRST_FETCH)
+        self._ids = fetch_ids(scheduler.epoch, moved=True)
         self._fetches: dict[int, _Fetch] = {}
         self._refused: set[str] = set()
         """Reasons that were logged."""
@@ -192,7 +189,7 @@ class KvMoves:
                 )
             elif not fetch.owed_by:
                 fetch.result.set_result("")
-        return fetched.id >= _FIRST_FETCH
+        return is_moved(fetched.id)
 
     def _match(self, tokens: Tokens) -> Match | None:
         """Return the KV here of some first tokens, or of all."""

@@ -49,13 +49,13 @@ class Scheduler:
         self._meter = meter = Meter() if meter is None else meter
         self._stages = max(rank.stage for rank in ranks) + 1
         self._sampler = RankId(self._stages - 1, 0)
-        self._instance, self._epoch = instance, epoch
+        self._instance, self.epoch = instance, epoch
         self._policy = self.policy = policy
         self._waiting: dict[int, Sequence] = {}
         self._running = self.running = dict[int, Sequence]()
         self.suspects = Suspects(self._waiting, self._running)
         saves = policy.kv_disk is not None and policy.prefix_cache
-        self.disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners) if saves else None
+        self.disk = DiskKv(ranks, kv, meter.measured, policy.kv_owners, epoch) if saves else None
         self._kv = self.kv = KvManager(kv, prefix_cache=policy.prefix_cache, disk=self.disk)
         speed = PrefillSpeed(self._stages, meter.measured, predict_chunk_by(predict))
         self.ways = Ways(speed, self._kv, self.disk, self._running, self._waiting, meter.record_way)
@@ -314,7 +314,7 @@ class Scheduler:
         number, is_prefill = self.in_flight.sent + 1, bool(rows) and batch is None
         step = step_pb2.Step(
             instance=self._instance,
-            epoch=self._epoch,
+            epoch=self.epoch,
             step=number,
             operations=self._kv.take_operations(number, now, has_rows=bool(rows), is_prefill=is_prefill),
             rows=rows,
@@ -332,7 +332,7 @@ class Scheduler:
         Raises:
             ProtocolError: a rank that is not in the plan, or an answer out of order.
         """
-        if (done.instance, done.epoch) != (self._instance, self._epoch):
+        if (done.instance, done.epoch) != (self._instance, self.epoch):
             return []
         answered = self.in_flight.record_answer(done, now)
         sent_step = answered.sent_step

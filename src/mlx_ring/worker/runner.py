@@ -223,7 +223,7 @@ class StageRunner:
     def _take_in(self, work: StepWork) -> None:
         """Do what must happen only once, however often the step is built."""
         self._admit(work.step)
-        work.refused = self._sequences.apply(work.step.operations)
+        work.refused = self._sequences.apply(work.step.operations, work.step.epoch)
         if work.step.rows:
             deadline = time.monotonic() + work.step.deadline_s if work.step.deadline_s else None
             waiting = monotonic_us()

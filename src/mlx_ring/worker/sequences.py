@@ -131,8 +131,10 @@ class SequenceTable:
         refused = self._refused.get(sequence)
         raise refused or ProtocolError(f"Sequence {sequence} is not open here.")
 
-    def apply(self, operations: Iterable[step_pb2.CacheOperation]) -> dict[int, RingError]:
-        """Run a step's cache operations in their order.
+    def apply(
+        self, operations: Iterable[step_pb2.CacheOperation], epoch: int | None = None
+    ) -> dict[int, RingError]:
+        """Run the cache operations of a step of an epoch in their order; a reset of None is one of all epochs.
 
         Returns:
             The error of each sequence whose operation failed. The other operations were run.
@@ -144,7 +146,7 @@ class SequenceTable:
                 continue
             for operation in several:
                 try:
-                    self._apply(operation)
+                    self._apply(operation, epoch)
                 except Exception as error:
                     sequences = self._concerned(operation)
                     if not sequences:
@@ -153,7 +155,7 @@ class SequenceTable:
                         failed.setdefault(sequence, _failure(error))
         return failed
 
-    def _apply(self, operation: step_pb2.CacheOperation) -> None:
+    def _apply(self, operation: step_pb2.CacheOperation, epoch: int | None) -> None:
         match operation.WhichOneof("operation"):
             case "open":
                 self._start(operation.open)
@@ -164,7 +166,7 @@ class SequenceTable:
             case "retain":
                 self._retain(operation.retain.sequence)
             case "reset":
-                self._forget_fetches()
+                self._forget_fetches(epoch)
                 self.reset()
             case "save":
                 self._save(operation.save)
@@ -277,11 +279,11 @@ class SequenceTable:
             failed |= dict.fromkeys(found, _failure(error))
         return failed
 
-    def _forget_fetches(self) -> None:
+    def _forget_fetches(self, epoch: int | None) -> None:
         if self._disk is not None:
-            self._disk.reset()
+            self._disk.reset(epoch)
         if self.transfers is not None:
-            self.transfers.reset()
+            self.transfers.reset(epoch)
 
     def reset(self, kept: Sequence[worker_pb2.KeptSequence] = (), *, moves: bool = False) -> None:
         """Free every sequence, except the part to keep of some. Fetches of KV stay: a new head may have begun some.

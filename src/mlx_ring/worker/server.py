@@ -229,22 +229,24 @@ class WorkerServer(StageHolder):
             self._runner.limit_kv(limit_bytes)
 
     def _fetch(self, stream: StepStream, wanted: worker_pb2.FetchKv) -> None:
-        """Read saved KV, or that of other workers, while steps run."""
-        if wanted.sources and stream is self._stream:
+        """Read saved KV, or that of other workers, while steps run, unless another head has taken over."""
 
-            def answer(blocks: int, problem: str) -> None:
-                stream.put_fetched(worker_pb2.KvFetched(id=wanted.id, blocks=blocks, problem=problem))
+        def answer(blocks: int, problem: str) -> None:
+            stream.put_fetched(worker_pb2.KvFetched(id=wanted.id, blocks=blocks, problem=problem))
 
-            self._transfers.fetch(wanted, answer)
-        elif (built := self._built) is None or built.disk is None or stream is not self._stream:
-            stream.put_fetched(worker_pb2.KvFetched(id=wanted.id))
-        else:
-            built.disk.fetch(wanted, stream.put_fetched)
+        with self._lock:
+            if wanted.sources and stream is self._stream:
+                self._transfers.fetch(wanted, answer)
+            elif (built := self._built) is None or built.disk is None or stream is not self._stream:
+                answer(0, "")
+            else:
+                built.disk.fetch(wanted, stream.put_fetched)
 
     def _export(self, stream: StepStream, export: worker_pb2.ExportKv) -> None:
         """Let others read KV, unless another head has taken over. Runs on the compute thread, after the earlier steps."""
-        if stream is self._stream:
-            self._transfers.export(export)
+        with self._lock:
+            if stream is self._stream:
+                self._transfers.export(export)
 
     def read_kv(self, request: worker_pb2.ReadKvRequest, context: grpc.ServicerContext) -> Iterator[Frame]:
         """Send KV to a worker of another instance that the head has named."""

@@ -26,6 +26,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mlx_ring.core.errors import StepFailed
+from mlx_ring.core.types import fetches_of
 from mlx_ring.host.process import usable_memory
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.compute_thread import TimedThreads
@@ -371,9 +372,7 @@ class KvDisk:
         return max(ends, default=0), ends
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
-        """Fill a part of a sequence with the first tokens of a fetch. After the last part, forget it.
-
-        It runs on the compute thread.
+        """Fill a part of a sequence with a fetch's first tokens; the last part forgets it. Runs on the compute thread.
 
         Raises:
             StepFailed: it is not there any more, or a sequence cannot continue after these tokens.
@@ -435,10 +434,10 @@ class KvDisk:
         if states:
             kv.fill_states(sequence, states)
 
-    def reset(self) -> None:
-        """Forget every fetch, and answer those that are not answered."""
+    def reset(self, epoch: int | None = None) -> None:
+        """Forget every fetch, or those of an epoch, and answer those that are not answered."""
         with self._lock:
-            fetches, self._fetches = self._fetches, {}
+            fetches = {id_: self._fetches.pop(id_) for id_ in fetches_of(epoch, self._fetches)}
             unanswered = {id_: fetch for id_, fetch in fetches.items() if not fetch.is_answered}
             for fetch in unanswered.values():
                 fetch.is_answered = True

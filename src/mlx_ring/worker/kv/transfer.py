@@ -23,6 +23,7 @@ import grpc
 import mlx.core as mx
 
 from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StepFailed
+from mlx_ring.core.types import fetches_of
 from mlx_ring.rpc.channels import keep_alive, open_channel
 from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
 from mlx_ring.rpc.frames import Bytes, Frame
@@ -121,13 +122,13 @@ class KvTransfers:
         self.reset()
         self._kv, self._layers = None, range(0)
 
-    def reset(self) -> None:
-        """Forget everything for a new head, or because all sequences are freed."""
+    def reset(self, epoch: int | None = None) -> None:
+        """Forget everything for a new head, or, because all sequences are freed, all but the fetches of other epochs."""
         with self._lock:
             self._exports.clear()
-            fetches = [*self._fetches]
-        for id_ in fetches:
-            self._drop(id_, "all sequences were freed")
+            fetches = [(id_, self._fetches[id_]) for id_ in fetches_of(epoch, self._fetches)]
+        for id_, fetch in fetches:
+            self._drop(id_, fetch, "all sequences were freed")
         self._close_others(())
 
     # ---- serve
@@ -245,9 +246,8 @@ class KvTransfers:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_MOST_READERS, "kv-fetch")
         if problem := self._objection(wanted, sources):
-            self._drop(wanted.id, problem)
-            return
-        for source in sources:
+            self._drop(wanted.id, fetch, problem)
+        for source in () if problem else sources:
             self._threads.submit(self._read_from, wanted, source, fetch)
 
     def _objection(self, wanted: worker_pb2.FetchKv, sources: Sequence[worker_pb2.KvSource]) -> str:
@@ -270,12 +270,12 @@ class KvTransfers:
         try:
             self._read_all(wanted, source, fetch)
         except grpc.RpcError as error:
-            self._drop(wanted.id, str(channel_error(error, peer)))
+            self._drop(wanted.id, fetch, str(channel_error(error, peer)))
         except RingError as error:
-            self._drop(wanted.id, f"{peer}: {error}")
+            self._drop(wanted.id, fetch, f"{peer}: {error}")
         except Exception as error:
             log.exception("KV cannot be read")
-            self._drop(wanted.id, f"{peer}: {error}")
+            self._drop(wanted.id, fetch, f"{peer}: {error}")
         else:
             with self._lock:
                 fetch.sources -= 1
@@ -356,12 +356,12 @@ class KvTransfers:
                 fetch.parts.setdefault(layer, []).append((tokens, arrays))
         return part.end
 
-    def _drop(self, id_: int, problem: str = "") -> None:
-        """Forget a fetch, and answer that it failed, if nothing was answered yet."""
+    def _drop(self, id_: int, fetch: _Fetch, problem: str) -> None:
+        """Forget a fetch, unless that was done before, and answer that it failed, if nothing was answered yet."""
         with self._lock:
-            fetch = self._fetches.pop(id_, None)
-            if fetch is None:
+            if self._fetches.get(id_) is not fetch:
                 return
+            del self._fetches[id_]
             late, fetch.is_answered = fetch.is_answered, True
             calls = [*fetch.calls]
             fetch.parts.clear()
@@ -372,7 +372,10 @@ class KvTransfers:
 
     def forget(self, id_: int) -> None:
         """Forget a fetch, and end it if it is not complete."""
-        self._drop(id_, "it is not needed any more")
+        with self._lock:
+            fetch = self._fetches.get(id_)
+        if fetch is not None:
+            self._drop(id_, fetch, "it is not needed any more")
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
         """Append what was fetched to a sequence, and forget it. Runs on the compute thread.
@@ -395,12 +398,8 @@ class KvTransfers:
                 heads = (0, arrays[0].shape[0])
                 kv.write(adopt.sequence, number, heads, (adopt.start, adopt.length), arrays)
         kv.adopt(adopt.sequence, adopt.length)
-        log.info(
-            "Took over tokens [%d, %d) from other workers: copied in %.2f s",
-            adopt.start,
-            adopt.length,
-            time.monotonic() - began,
-        )
+        taken = adopt.start, adopt.length, time.monotonic() - began
+        log.info("Took over tokens [%d, %d) from other workers: copied in %.2f s", *taken)
 
 
 Kind = tuple[str, int, int]
