@@ -513,6 +513,11 @@ def test_a_member_that_starts_before_its_head_waits_for_it_also_with_a_token(
             assert await asyncio.to_thread(join, address, token, tmp_path / "node") == credentials
             with pytest.raises(ConfigError, match="No head answers"):
                 await asyncio.to_thread(join, address, other, tmp_path / "node")
+            for mistyped in ("nosuch.invalid", "1.2.3.4.5"):
+                with pytest.raises(ConfigError, match=f"No head answers at {mistyped}"):
+                    await asyncio.to_thread(join, mistyped, token, tmp_path / "node")
+            known = partial(join, "nosuch.invalid", token, tmp_path / "node", is_known=True)
+            assert await asyncio.to_thread(known) == credentials
         assert "waits for its head. No head answers" in caplog.text
 
     with_head(tmp_path, act)

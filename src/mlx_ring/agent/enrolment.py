@@ -53,7 +53,7 @@ _WAIT_S = 15.0
 _NONCE_BYTES = 16
 
 
-def join(address: str, token: str, folder: Path) -> Credentials:
+def join(address: str, token: str, folder: Path, *, is_known: bool = False) -> Credentials:
     """Become a member, and keep what proves it in `folder`; this machine's identity is made or found there.
 
     A member of the token's cluster stays one, and does not use the token. If no head answers, it is to wait for it.
@@ -62,12 +62,13 @@ def join(address: str, token: str, folder: Path) -> Credentials:
         address: the head's, as a person types it; the enrolment port is the one after.
         token: the text from `mlx-ring token create`.
         folder: private to this machine.
+        is_known: True if the head has been there: a name that does not resolve is no mistake then.
 
     Raises:
         TokenRefused: the token is mistyped, of another cluster, or not taken by the head.
         PeerRefused, VersionMismatch: the head does not take this machine, or is none.
-        ConfigError: the address is invalid, nothing answers a machine that is no member, or an agent runs with what is
-            in `folder`.
+        ConfigError: the address is invalid, nothing answers a machine that is no member, or an unknown name does not
+            resolve. Or an agent runs with what is in `folder`.
     """
     ticket = parse_token(token)
     head = parse_head_address(address)
@@ -82,9 +83,9 @@ def join(address: str, token: str, folder: Path) -> Credentials:
     try:
         authority = fetch_authority(head, ticket.fingerprint)
     except ConfigError as error:
-        if member is None:
+        # After a power cut, machines may start before their head, and before what resolves its name.
+        if member is None or (isinstance(error.__cause__, socket.gaierror) and not is_known):
             raise
-        # After a power cut, machines may start before their head.
         log.warning("This machine has joined before, and waits for its head. %s", error)
         return member
     if member is not None:

@@ -16,7 +16,7 @@ import typer
 from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import with_settings
 from mlx_ring.core.environment import enable_grpc_logs, quieten_grpc, restart_without, take_variable
-from mlx_ring.core.errors import ConfigError, PeerRefused
+from mlx_ring.core.errors import ConfigError, HandshakeFailed, PeerRefused
 from mlx_ring.core.folders import node_folder, state_folder
 from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead, HeadPlace
@@ -90,11 +90,19 @@ def join(
             raise ConfigError(
                 "This machine is not a member yet: give --token, which `mlx-ring token create` prints on the head."
             )
+    place, waits = _place_of(address, folder), False
     if token is not None:
-        enrol(str(address), token, folder)
+        before = load_credentials(folder)
+        is_known = address == _kept_address(folder)
+        waits = enrol(str(address), token, folder, is_known=is_known) == before
     try:
-        _serve(settings, state, address, listen)
+        _serve(settings, state, place, listen)
     except PeerRefused as error:
+        if token is not None and waits and not (place.has_answered or isinstance(error, HandshakeFailed)):
+            # It was removed before, and its head does not know the token yet.
+            enrol(str(place.address), token, folder)
+            _serve(settings, state, place, listen)
+            return
         if token is None and for_first_time:
             raise PeerRefused(
                 f"{error} {TOKEN_VARIABLE} is not read by a machine that has joined before: give --token."
@@ -108,9 +116,8 @@ def _head_address(given: str | None, folder: Path) -> HeadAddress:
         address = parse_head_address(given)
         scoped_host(address.host, "The head's address")
         return address
-    kept = read_private(folder / _HEAD_FILE)
-    if kept is not None:
-        return parse_head_address(kept.decode().strip())
+    if (kept := _kept_address(folder)) is not None:
+        return kept
     from mlx_ring.cluster.announcement import find_heads  # zeroconf is slow to import
 
     found = find_heads()
@@ -120,6 +127,12 @@ def _head_address(given: str | None, folder: Path) -> HeadAddress:
         show_heads(found)
         raise ConfigError(f"{len(found)} heads were found on this LAN: name one of these addresses.")
     return _reachable(found[0])
+
+
+def _kept_address(folder: Path) -> HeadAddress | None:
+    """Return the last address at which the head has answered; None if it never has."""
+    kept = read_private(folder / _HEAD_FILE)
+    return None if kept is None else parse_head_address(kept.decode().strip())
 
 
 def _first_answering(addresses: Iterable[HeadAddress]) -> HeadAddress | None:
@@ -140,19 +153,22 @@ def _reachable(head: FoundHead) -> HeadAddress:
     )
 
 
-def _serve(settings: Settings, state: Path, head: HeadAddress, listen: str) -> None:
-    from mlx_ring.agent.member import run_member
-    from mlx_ring.rpc.tls.peers import open_identity
-
-    folder = node_folder(state)
+def _place_of(head: HeadAddress, folder: Path) -> HeadPlace:
     place: HeadPlace = HeadPlace(
         head,
         look=lambda lost: find_again(folder, lost, tuple(place.refused)),
         keep=lambda address: _keep_address(folder, address),
     )
+    return place
+
+
+def _serve(settings: Settings, state: Path, place: HeadPlace, listen: str) -> None:
+    from mlx_ring.agent.member import run_member
+    from mlx_ring.rpc.tls.peers import open_identity
+
     run_member(
         place,
-        open_identity(folder).node,
+        open_identity(node_folder(state)).node,
         state,
         select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
         listen=listen,

@@ -205,6 +205,11 @@ class HeadPlace:
         """True if the head has not answered at this address: another one may have announced itself there."""
         return self.address != self._known
 
+    @property
+    def has_answered(self) -> bool:
+        """True if the head has answered at any address."""
+        return self._kept
+
     def answered(self) -> None:
         """Record that the head has answered at this address."""
         if self.is_guessed or not self._kept:
