@@ -182,5 +182,8 @@ def test_kv_of_ranks_is_reached_from_machines_that_join_later(monkeypatch: pytes
         ("[fe80::1%en5]:7000", "head"),
         ("[fe80::a%en5]:7000", "a"),
     ]
+    moved = replace(on_cable, host="10.0.0.2", head_host="10.0.0.1")
+    control.membership = after(Joined(own), Joined(moved))
+    assert sites[0].host_for("a") == "10.0.0.1", "it has joined again, over another interface"
     control.membership = after(Joined(own))
     assert [place.address_from("a")[0] for place in places] == ["[fe80::1%en0]:7000", "unix:/worker"]

@@ -94,8 +94,11 @@ class Site:
     """Function that returns the addresses of the present other nodes' agents for this one, by node."""
 
     def host_for(self, node: str) -> str:
-        """Return the host at which a node reaches this one; empty if it is unknown."""
-        return self.hosts.get(node) or self.present_hosts().get(node) or self.hosts.get("", "")
+        """Return the host at which a node reaches this one; empty if it is unknown.
+
+        A node that has joined again may do so over another interface than before.
+        """
+        return self.present_hosts().get(node) or self.hosts.get(node) or self.hosts.get("", "")
 
 
 @dataclass(frozen=True, slots=True)
