@@ -77,6 +77,8 @@ def test_lowered_limits_are_found(tmp_path: Path) -> None:
     assert few.returncode == 1, few.stderr
     assert findings(few)["open files"]["level"] == "broken"
     assert "4096" in findings(few)["open files"]["fix"]
+    fewer = under_limit("ulimit -n 1024", "doctor", "--json", folder=tmp_path)
+    assert (findings(fewer)["open files"]["level"], findings(fewer)["MLX"]["level"]) == ("warning", "ok")
     small = under_limit("ulimit -v 30000000", "doctor", "--json", folder=tmp_path)
     assert findings(small)["address space"]["level"] == "warning"
     assert "ulimit -v unlimited" in findings(small)["address space"]["fix"]

@@ -28,10 +28,14 @@ ROOT = Path("/")
 GIB = 1 << 30
 _LITTLE_MEMORY, _LITTLE_LEFT = 4 * GIB, GIB
 _LITTLE_DISK, _NO_DISK = 10 * GIB, GIB
+_FEW_FILES = 512
+"""Open files and connections with which a server answers few clients at a time."""
 _OPEN_TO_OTHERS = 0o077
 _MLX_S, _ASK_S = 120.0, 10.0
 _TRY_MLX = (
-    "import mlx.core as mx, mlx_cpu_kernels, mlx_lm; "
+    "import mlx.core as mx, mlx_cpu_kernels; "
+    # As workers import mlx-lm, which asks for more open files than a machine may allow.
+    "from mlx_ring.core.lean_imports import import_mlx_lm; import_mlx_lm(); "
     "print(mx.default_device().type.name, int(mx.sum(mx.ones((8, 8)) @ mx.ones((8, 8))).item())); "
     "products = mlx_cpu_kernels.speed_up(); print(products); print(products.kernels)"
 )
@@ -156,7 +160,7 @@ def check_descriptors(wanted: int) -> Finding:
     value = f"{soft}, at most {most}"
     if hard != resource.RLIM_INFINITY and hard < wanted:
         fix = f"Raise the hard limit to {wanted}: `ulimit -Hn`, /etc/security/limits.conf, or LimitNOFILE in the unit."
-        return Finding("broken", "open files", value, fix)
+        return Finding("broken" if hard < _FEW_FILES else "warning", "open files", value, fix)
     return Finding("ok", "open files", value)
 
 
