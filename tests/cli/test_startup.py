@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import sys
@@ -15,9 +17,11 @@ import pytest
 from rich.console import Console
 from tests.cli.qr_reader import read_qr
 
+from mlx_ring.cli import startup as subject
 from mlx_ring.cli.startup import StartupMessages, network_lines, products_of, qr_lines, sample_commands
 from mlx_ring.core.types import LayerRange
 from mlx_ring.core.worker_status import WorkerInfo, WorkerMemory
+from mlx_ring.host.addresses import HeadAddress
 from mlx_ring.rpc.protos import agent_pb2
 
 if TYPE_CHECKING:
@@ -143,3 +147,36 @@ def test_a_long_name_leaves_room_for_the_figures_of_a_load(
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
     assert max(map(len, frames)) <= columns
     assert any("-0dec8a, stage 0 " in frame and "23.4/39.7 GB" in frame for frame in frames), frames
+
+
+def test_bars_end_and_the_cursor_is_shown_although_the_output_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(subject, "discard_output", lambda: None)
+    with StartupMessages() as messages:
+        messages.planned("demo", cast("Placement", SimpleNamespace(plan=None, ranges=[LayerRange(0, 1)])))
+        messages._lose("Broken pipe")
+        assert messages._progress is not None
+        assert messages._progress.live.is_started
+    assert not messages._progress.live.is_started
+    shown = capsys.readouterr().err
+    assert shown.count("\x1b[?25h") == shown.count("\x1b[?25l") == 1
+
+
+def test_a_full_pipe_that_does_not_let_writers_wait_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with StartupMessages() as messages:
+            for _ in range(2):
+                messages.joining(HeadAddress("192.0.2.1", 50051), "token", 1)
+    assert caplog.text.count("cannot be written any more (") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
@@ -48,7 +49,8 @@ SAMPLE_QUESTION = "What is the capital of France?"
 class StartupMessages:
     """Messages of a starting head, with progress bars for weights on a terminal.
 
-    A head serves on if nobody reads them any more: the terminal is closed, a pipe's reader has ended, or a disk is full.
+    A head serves on if they cannot be written any more: the terminal is closed, a pipe's reader has ended, or a disk is
+    full. It waits for a reader that is there and does not read, unless the pipe is one that does not let it wait.
     """
 
     def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:
@@ -122,7 +124,7 @@ class StartupMessages:
         try:
             write()
         except OSError as error:
-            if error.errno not in LOST_OUTPUT:
+            if error.errno not in (*LOST_OUTPUT, errno.EAGAIN):
                 raise
             self._lose(error.strerror)
         except SystemExit:  # rich ends a program whose pipe is not read
@@ -149,7 +151,13 @@ class StartupMessages:
             self._stop_bars()
 
     def _stop_bars(self) -> None:
-        if self._progress is not None and self._progress.live.is_started:
+        if self._progress is None or not self._progress.live.is_started:
+            return
+        if self._is_lost:
+            # They may be on another terminal, whose cursor they hide.
+            with contextlib.suppress(OSError, SystemExit):
+                self._progress.stop()
+        else:
             self._show(self._progress.stop)
 
 
