@@ -92,6 +92,30 @@ def test_a_running_head_applies_changes_of_tokens_and_nodes_at_once(
     asyncio.run(act())
 
 
+def test_a_removal_is_reported_without_readable_tokens_and_its_advice_names_the_state_folder(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "my state"
+
+    async def act() -> None:
+        async with running_head(authority_folder(state)) as head:
+            token = head.token()
+            await head.join(tmp_path / "node", token)
+            node = open_identity(tmp_path / "node").node
+            command = "node", "remove", node, "--state-dir", str(state)
+            done = await asyncio.to_thread(run_cli, *command, folder=tmp_path)
+            first = parse_token(token).id.hex()
+            assert f"run `mlx-ring token revoke {first} --state-dir '{state}'`." in done.stdout
+            await head.join(tmp_path / "node", token)
+            (authority_folder(state) / "tokens.json").write_text("{")
+            done = await asyncio.to_thread(run_cli, *command, folder=tmp_path)
+            assert (done.returncode, done.stdout) == (2, f"{node} is removed from this cluster.\n")
+            assert "tokens.json" in done.stderr
+            assert head.members.list() == {}
+
+    asyncio.run(act())
+
+
 def test_the_removal_of_a_node_names_the_tokens_with_which_it_could_join_again(tmp_path: Path) -> None:
     async def act() -> None:
         async with running_head(authority_folder(tmp_path / "state")) as head:

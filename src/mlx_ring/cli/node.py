@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,21 +159,30 @@ def remove_node(
             f"`mlx-ring node drain {node}`."
         )
     members.remove(node)
-    now_s = time.time()
-    valid = [record.id for record in TokenStore(folder).list() if record.state(now_s) == "valid"]
-    print(f"{node} is removed from this cluster. {_how_to_keep_out(valid)}")
+    now_s, removed = time.time(), f"{node} is removed from this cluster."
+    try:
+        valid = [record.id for record in TokenStore(folder).list() if record.state(now_s) == "valid"]
+    except ConfigError:
+        print(removed, flush=True)
+        raise
+    print(
+        removed,
+        _how_to_keep_out(valid, "" if state_dir is None else f" --state-dir {shlex.quote(state_dir)}"),
+    )
 
 
-def _how_to_keep_out(tokens: Sequence[str]) -> str:
-    """Return how a machine that was removed can join again, given the ids of the valid tokens."""
+def _how_to_keep_out(tokens: Sequence[str], place: str) -> str:
+    """Return how a machine that was removed can join again, given the ids of the valid tokens and a flag for commands."""
     match tokens:
         case []:
             return "It needs a new token to join again."
         case [token]:
-            which, revoke = "a token that is still valid", f"`mlx-ring token revoke {token}`"
+            which, revoke = "a token that is still valid", f"`mlx-ring token revoke {token}{place}`"
         case _:
             which = f"any of {len(tokens)} tokens that are still valid"
-            revoke = "`mlx-ring token revoke ID` for each that `mlx-ring token list` shows as valid"
+            revoke = (
+                f"`mlx-ring token revoke ID{place}` for each that `mlx-ring token list{place}` shows as valid"
+            )
     return f"It could join again with {which}: to prevent that, run {revoke}."
 
 
