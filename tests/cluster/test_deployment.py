@@ -187,8 +187,9 @@ def test_machines_without_a_common_trusted_network_are_refused(other: Node, said
 def test_no_worker_is_started_on_a_machine_that_has_left_and_nobody_waits_for_it() -> None:
     async def start() -> None:
         link = AgentLink(open_aio_channel("unix:no-agent.sock"), "the agent of mini-1")
-        with pytest.raises(WorkerLost, match="The connection to the agent of mini-1"):
-            await link.start(make_hello(), [], waits=False)
+        async with asyncio.timeout(60):
+            with pytest.raises(WorkerLost, match="The connection to the agent of mini-1"):
+                await link.start(make_hello(), [], waits=False)
         await link.close()
 
     asyncio.run(start())

@@ -116,8 +116,6 @@ def test_model_moves_to_a_faster_machine_that_joins_and_no_answer_changes(tmp_pa
         assert streams.finish() == texts
         assert (moved["model"], moved["way"], moved["why"]) == ("demo", "beside", None)
         assert moved["requests"] <= STREAMS
-        # Workers of the machine that has joined reach those of the head, and of the other one.
-        assert "because it was not moved" not in (tmp_path / "logs" / "head.log").read_text()
         assert faster in nodes_in_use(server)
         assert expected(server) == texts
         again = replan(server, dry_run=True)
