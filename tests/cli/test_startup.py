@@ -1,5 +1,8 @@
 """Text that `mlx-ring serve` prints once a model is served."""
 
+# A lost output and live bars are states that no message shows.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib

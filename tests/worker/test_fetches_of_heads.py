@@ -1,5 +1,8 @@
 """Fetches of KV when another head takes over a worker: those of the head before end, and disturb none of the new one's."""
 
+# Races between threads are replayed step by step, from the inside.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from functools import partial
