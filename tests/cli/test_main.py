@@ -90,7 +90,7 @@ REFUSED = [
 """Arguments of commands that refuse their input after they have read their settings."""
 REFUSED_BY_A_PROCESS = [
     (["serve", "./nowhere"], "There is no model './nowhere'"),
-    (["chat", "a", "b", "c"], "Got unexpected extra argument(s) (b c)."),
+    (["chat", "a", "b", "c"], "Got unexpected extra argument(s) (c)."),
     (["profile", "--blas", "mkl"], "--blas is mkl; it must be auto, openblas or off."),
 ]
 """The same for an asynchronous command, for the parser of arguments, and for a setting."""
