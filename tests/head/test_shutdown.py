@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,7 +60,15 @@ def test_a_server_under_nohup_does_not_end_with_its_terminal(tiny_model: Path, t
         assert server.stop() == 0
 
 
+_NOT_UNDER_NOHUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Program that runs a command as if the tests themselves did not run under `nohup`."""
+
+
 def test_a_server_ends_with_its_terminal(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tiny_model, folder=tmp_path) as server:
+    with serving(tiny_model, folder=tmp_path, within=(sys.executable, "-c", _NOT_UNDER_NOHUP)) as server:
         server.process.send_signal(signal.SIGHUP)
         assert server.process.wait(60) == 0

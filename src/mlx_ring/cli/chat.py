@@ -181,17 +181,16 @@ def run_chat(
         or `INTERRUPTED` if Ctrl-C ended it.
     """
     console = console or Console()
-    notes = Console(stderr=True) if question is not None else console
+    # A script may have its question in a variable, and its own input for something else.
+    is_for_person = read_line is not None or sys.stdin.isatty()
+    is_piped = question is None and not is_for_person
+    # Other programs read these answers, so that nothing else may stand among them.
+    notes = Console(stderr=True) if is_piped or question is not None else console
     server = ChatServer(base_url, api_key, trusted)
     try:
         served = server.served()
-        # A script may have its question in a variable, and its own input for something else.
-        is_for_person = read_line is not None or sys.stdin.isatty()
         if model is None and question is not None and is_for_person and _is_model(question, served):
-            model, question = question, None
-        is_piped = read_line is None and question is None and not sys.stdin.isatty()
-        # Other programs read these answers, so that nothing else may stand among them.
-        notes = Console(stderr=True) if is_piped or question is not None else console
+            model, question, notes = question, None, console
         conversation = ChatSession(
             server, _choose(model, served, server.url), console, notes, system, {**(sampling or {})}
         )

@@ -163,8 +163,8 @@ function parseQuote(lines, place, depth) {
 }
 
 /**
- * Return the attribute for the direction in which all letters run. Without letters, or with some of each direction, there
- * is none: the block runs as the text around it, whichever word it begins with.
+ * Return the attribute for the direction in which all letters run. Without letters, or with some of each direction,
+ * there is none: the block runs as the text around it, whichever word it begins with.
  * @param {Children} content
  * @returns {{ dir?: "ltr" | "rtl" }}
  */
