@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from tests.eventually import eventually
+from tests.eventually import eventually, run_tasks_until
 from tests.machines import free_pair_of_ports, node_credentials
 from tests.processes import give_profile, joining
 from tests.profiles import made_up_profile
@@ -199,6 +199,8 @@ def test_another_program_at_the_address_of_an_ended_head_does_not_end_a_member(
         try:
             async with open_control(state, address) as control:
                 await control.wait_until_present(node)
+                # The head knows the node before the node has its first answer.
+                await run_tasks_until(lambda: "Connected to the head" in caplog.text)
             async with await asyncio.start_server(answer_plainly, address.host, address.port):
                 while "did not speak TLS; asking again" not in caplog.text:
                     await asyncio.wait((attending,), timeout=0.05)
