@@ -84,6 +84,15 @@ def expected(server: Server, tokens: int = TOKENS) -> list[str]:
     return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
 
 
+def ask(server: Server, prompt: str) -> tuple[str, int]:
+    """Return a short answer, and the number of its prompt's tokens that were computed."""
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    usage = answer["usage"]
+    computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["text"], computed
+
+
 def moved_tokens(server: Server) -> int:
     """Return the tokens whose KV came from the workers of another instance."""
     return server.http.get("/cache/stats").raise_for_status().json()["prefix_cache"]["moved_tokens"]
@@ -197,6 +206,10 @@ def test_worker_that_dies_while_its_kv_moves_changes_no_answer(cluster: Cluster,
 def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, texts: list[str]) -> None:
     server = cluster.server
     other = other_node(server)
+    # It rests meanwhile, and is long enough for its KV to be worth a move.
+    resting = "They talk for hours. " * 64
+    text, computed = ask(server, resting)
+    assert computed > 256
     stopped, streams, _ = cluster.stop_worker(texts)
     with ThreadPoolExecutor(1) as pool:
         draining = pool.submit(server.http.post, "/cluster/drain", json={"node": other}, timeout=120)
@@ -214,6 +227,7 @@ def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, t
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["drained"]
     assert streams.finish() == texts
     assert expected(server) == texts
+    assert ask(server, resting) == (text, 1)
     assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["attending"]
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.engine.engines import make_engine
+from tests.engine.twin import TwinExecutor
 from tests.eventually import run_tasks_until
 from tests.head.replicas import PLACEMENT, FakeInstance, FakeMachines, FakeRoom, make_replica
 
@@ -403,7 +405,7 @@ class SlowlyEndingReplica(FakeReplica):
 
     def __init__(self) -> None:
         super().__init__(serves=True)
-        self.service.engine.lives = ()
+        self.service.engine = make_engine(TwinExecutor())
         self.meter, self.is_ending, self.may_end = Meter(), asyncio.Event(), asyncio.Event()
 
     async def run(self, ready: Callable[[float], None], others_serve: Callable[[], bool]) -> None:

@@ -119,6 +119,10 @@ class KvBudget:
         self._awaited[sequence] = kv_blocks(tokens) - self._blocks.get(sequence, 0)
         return True
 
+    def has_room(self, tokens: int) -> bool:
+        """Return True if a new sequence can have `tokens` now, and no other one waits for that memory."""
+        return self.fits(tokens, -1, spare_blocks=self.awaited_blocks)
+
     @property
     def awaited_blocks(self) -> int:
         """Number of blocks of pending frees that are promised to sequences."""

@@ -32,7 +32,7 @@ class KvManager:
     def __init__(
         self, ranks: Mapping[RankId, RankKv] | None, *, prefix_cache: bool, disk: DiskKv | None = None
     ) -> None:
-        self.budget, self._cache = KvBudget(ranks), PrefixCache(ranks)
+        self.budget, self.cache = KvBudget(ranks), PrefixCache(ranks)
         self.disk, self._enabled, self.moved_tokens = disk, prefix_cache, 0
         self._operations: Operations = []
         self._next_step, self._snapshots = 1, count(_FIRST_SNAPSHOT)
@@ -46,7 +46,7 @@ class KvManager:
     @property
     def can_draft(self) -> bool:
         """True if tokens can be rolled back after they were fed."""
-        return not self._cache.recurrent
+        return not self.cache.recurrent
 
     # ---- operations
 
@@ -72,7 +72,7 @@ class KvManager:
     def reset(self) -> None:
         """Free everything at once."""
         self._operations = [step_pb2.CacheOperation(reset=step_pb2.Reset())]
-        self._cache.clear()
+        self.cache.clear()
         if self.disk is not None:
             self.disk.clear()
         self._kept.clear()
@@ -185,11 +185,11 @@ class KvManager:
             return
         if kept is not None:
             self._free_on_ranks(kept)
-        if self._enabled and self._cache.forgets:
+        if self._enabled and self.cache.forgets:
             later = (other for other in running.values() if other.id not in self.held)
             shared = max(found.shared, sequence.shared_by_one_of(later))
             sequence.cut_at = shared if shared - (match.length if match else 0) >= _LEAST_SNAPSHOT else 0
-        take = match is not None and self._cache.may_take(match, sequence.max_length)
+        take = match is not None and self.cache.may_take(match, sequence.max_length)
         self._begin(sequence, match, take=take)
 
     def reuse(self, sequence: Sequence, running: Mapping[int, Sequence]) -> int:
@@ -203,7 +203,7 @@ class KvManager:
     def will_supply(self, other: Sequence, sequence: Sequence, least: int) -> bool:
         """Return True if another prompt will have at least so many of a prompt's tokens; it then offers them at once."""
         shared = other.shared_by_one_of((sequence,)) if self._enabled else 0
-        if not self._cache.is_exact(shared, length=other.max_length, reached=other.max_length):
+        if not self.cache.is_exact(shared, length=other.max_length, reached=other.max_length):
             return any(max(least, other.scheduled) <= cut <= shared for cut in other.snapshot_lengths)
         if shared >= least:
             other.offer_at = min(other.offer_at, shared)
@@ -214,17 +214,17 @@ class KvManager:
         return 0 if (match := self.match(tokens, running)) is None else match.length
 
     def match(self, tokens: tuple[int, ...], running: Mapping[int, Sequence]) -> Match | None:
-        return self._cache.find(tokens, Extents(running)).match if self._enabled else None
+        return self.cache.find(tokens, Extents(running)).match if self._enabled else None
 
     def _find(self, sequence: Sequence, running: Mapping[int, Sequence]) -> Found:
         if not self._enabled or sequence.request.computes_all or sequence.id in self.held:
             return _NOTHING
         # Where caches forget positions, what others computed meanwhile counts too, and not only recorded entries.
-        now = (self._cache.version, sequence.length)
-        if sequence.found is None or sequence.found[:2] != now or self._cache.forgets:
+        now = (self.cache.version, sequence.length)
+        if sequence.found is None or sequence.found[:2] != now or self.cache.forgets:
             extents = Extents(running, besides=sequence.id)
             # A resumed sequence has one more known token, which is drawn again after those to prefill.
-            sequence.found = (*now, self._cache.find(tuple(sequence.tokens[: sequence.fill_to]), extents))
+            sequence.found = (*now, self.cache.find(tuple(sequence.tokens[: sequence.fill_to]), extents))
         return sequence.found[2]
 
     def _begin(self, sequence: Sequence, match: Match | None, *, take: bool) -> None:
@@ -233,7 +233,7 @@ class KvManager:
         if self.disk is not None:
             self.disk.plan_ends(sequence)
         if sequence.longest_chunk is None:
-            self._cache.count(sequence.length, match)
+            self.cache.count(sequence.length, match)
         if match is None:
             return
         self._operations.append(messages.fork_operation(match.source, sequence.id, match.length, take=take))
@@ -248,7 +248,7 @@ class KvManager:
             self.budget.hand_over(match.source)
             self.held.discard(match.source)
         else:
-            self._cache.touch(match.source)
+            self.cache.touch(match.source)
         self.note_filled(sequence)
 
     # ---- KV kept since a loss
@@ -258,7 +258,7 @@ class KvManager:
     ) -> dict[int, LeftKv]:
         """Return the KV that a loss leaves of each sequence; `unanswered` are rows that some rank has not answered."""
         waiting = {sequence: kept.left(stages) for sequence, kept in (self._kept | self._taken).items()}
-        return waiting | find_left(running, unanswered, self.held, self._cache.least_length, stages)
+        return waiting | find_left(running, unanswered, self.held, self.cache.least_length, stages)
 
     def keep_for(self, sequence: Sequence, kept: KeptKv) -> None:
         """Count KV that some ranks have kept, for a sequence that waits; free it if that is too much."""
@@ -290,7 +290,7 @@ class KvManager:
         """Open a sequence with its kept KV. The other stages reuse KV of their cache."""
         self.held.discard(kept.id)
         self.held.add(sequence.id)
-        self._cache.count(sequence.length, match)
+        self.cache.count(sequence.length, match)
         self._operations += messages.continue_operations(sequence, kept.id, kept.length, kept.first_stage)
         sequence.reached, sequence.kept, sequence.kept_from = kept.reached, kept.length, kept.first_stage
         if not kept.first_stage:
@@ -300,7 +300,7 @@ class KvManager:
                 match.source, sequence.id, match.length, take=False, end_stage=kept.first_stage
             )
             self._operations.append(fork)
-            self._cache.touch(match.source)
+            self.cache.touch(match.source)
             sequence.scheduled = sequence.reused = match.length
             sequence.reached = max(sequence.reached, match.extent.reached)
 
@@ -338,7 +338,7 @@ class KvManager:
         """Offer a sequence's prefilled tokens to others."""
         if self._enabled and not sequence.request.computes_all:
             sequence.offer_at = sequence.scheduled + OFFERED_TOKENS
-            self._cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
+            self.cache.note_running(sequence.id, tuple(sequence.tokens[: sequence.scheduled]))
 
     def after_chunk(self, sequence: Sequence) -> None:
         """Offer a sent chunk to others, and keep a snapshot at lengths that cannot be restored later."""
@@ -346,7 +346,7 @@ class KvManager:
             self.note_filled(sequence)
         at_cut = sequence.scheduled == sequence.cut_at
         at_end = sequence.is_prefilled and not sequence.generation and sequence.request.pooling is None
-        at_end = at_end and self._cache.outgrows(sequence.scheduled, sequence.max_length)
+        at_end = at_end and self.cache.outgrows(sequence.scheduled, sequence.max_length)
         if self._enabled and (at_cut or at_end) and sequence.scheduled >= _LEAST_SNAPSHOT:
             self._keep_snapshot(sequence)
         if self.disk is not None:
@@ -364,7 +364,7 @@ class KvManager:
     def begin_entry(self, tokens: Tokens, *, spare: int | None = None) -> int | None:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
         entry, length = next(self._snapshots), len(tokens)
-        is_new = bool(tokens) and not self._cache.covers(tokens)
+        is_new = bool(tokens) and not self.cache.covers(tokens)
         promised = self.budget.awaited_blocks
         if not (is_new and self._make_room(length, entry, spare=spare, spare_blocks=promised)):
             return None
@@ -373,9 +373,9 @@ class KvManager:
         self.held.add(entry)
         return entry
 
-    def offer_entry(self, entry: int, tokens: Tokens, reached: int) -> None:
+    def offer_entry(self, entry: int, tokens: Tokens, reached: int, *, is_oldest: bool = False) -> None:
         """Keep KV that the ranks have under an id of its own, as of an ended sequence."""
-        for needless in self._cache.keep(entry, tokens, reached):
+        for needless in self.cache.keep(entry, tokens, reached, is_oldest=is_oldest):
             self.free(needless)
 
     # ---- end
@@ -395,7 +395,7 @@ class KvManager:
             self.budget.drop(sequence)
 
     def _forget(self, sequence: int) -> None:
-        self._cache.forget(sequence)
+        self.cache.forget(sequence)
         if self.disk is not None:
             self._operations += self.disk.forget(sequence)
 
@@ -405,7 +405,7 @@ class KvManager:
         tokens = tuple(sequence.tokens[:known])
         is_useful = self._enabled and not sequence.request.computes_all and sequence.id in self.held
         held = max(sequence.scheduled, sequence.kept)
-        if not (is_useful and self._cache.is_worth_keeping(tokens, Extent(held, sequence.reached))):
+        if not (is_useful and self.cache.is_worth_keeping(tokens, Extent(held, sequence.reached))):
             self.free(sequence.id)
             return
         if len(tokens) < held:
@@ -418,7 +418,7 @@ class KvManager:
 
     def _evict(self, spare: int | None) -> bool:
         """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""
-        if (oldest := self._cache.evict(spare)) is not None:
+        if (oldest := self.cache.evict(spare)) is not None:
             self.free(oldest)
             return True
         newest = next((waiting for waiting, kept in reversed(self._kept.items()) if kept.id != spare), None)
@@ -428,7 +428,7 @@ class KvManager:
 
     def _evictable(self, spare: int | None) -> Iterator[int]:
         """Yield the sequences that `_evict` could free."""
-        yield from self._cache.kept(spare=spare)
+        yield from self.cache.kept(spare=spare)
         yield from (kept.id for kept in self._kept.values() if kept.id != spare)
 
     # ---- statistics
@@ -439,7 +439,7 @@ class KvManager:
         return len(self.held) + self.budget.being_freed
 
     def stats(self) -> CacheStats:
-        cache = self._cache
+        cache = self.cache
         return CacheStats(
             enabled=self._enabled,
             **cache.counts(),

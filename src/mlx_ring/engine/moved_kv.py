@@ -1,5 +1,7 @@
 """KV that moves from the ranks of one engine to those of another one, when requests move and both serve.
 
+So does the prefix cache: without it, each conversation would be computed again from its first token on.
+
 Every rank of the target reads its layers from those ranks of the source that have them, whatever the two cuts are. KV of
 what two texts begin with moves once. It moves if that is predicted to be faster than to compute it. If anything fails,
 it is computed: nothing here ends a request.
@@ -39,6 +41,8 @@ _LARGE_BYTES = 4 << 20
 """Size from which a move measures the factor. The time of a smaller one is mostly that of connections and waits."""
 _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 600.0, 4.0
 """Time after which a move has failed: so many seconds at least and at most, and so many times the predicted time."""
+_KEPT_WITHIN_S, _MOST_FAILURES = 60.0, 3
+"""Time for the KV of ended sequences, and failures after which no more moves: the source's machines wait for it."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
 _LOOK_S, _STEP_LOOK_S = 0.25, 0.002
@@ -112,14 +116,7 @@ class KvMoves:
         """
         length, known = sequence.computed, sequence.length
         tokens = tuple(sequence.tokens[:length])
-        match = self._match(tokens)
-        start = 0 if match is None else match.length
-        if length - start < LEAST_TOKENS or not (self.places and source.places):
-            return Moved()
-        if objection := self._objection(source, sequence):
-            if objection not in self._refused:
-                self._refused.add(objection)
-                log.info("KV is computed again, and not moved, because %s", objection)
+        if (start := self._movable_from(source, tokens, sequence.reached)) is None:
             return Moved()
         move_s = self._predict_s(source, length - start)
         compute_s = self._scheduler.ways.speed.seconds(start, known)
@@ -133,23 +130,88 @@ class KvMoves:
         back = ways.begin(chosen.way, move_s if chosen is move else compute_s, self.clock())
         if chosen is not move:
             return Moved(0, back)
-        began, within_s = self.clock(), min(max(_LEAST_WITHIN_S, _WITHIN * move_s), _MOST_WITHIN_S)
-        key = secrets.token_hex(16)
-        source.export(key, sequence.id, length, {place.node for place in self.places}, within_s)
-        try:
-            problem = await self._fetch(tokens, start, self._sources(source, key), within_s)
-        finally:
-            source.export(key, 0, 0, (), 0.0)
-        if problem:
+        if problem := await self._move(source, sequence.id, tokens, start):
             log.warning("KV of %s is computed again, because it was not moved: %s", ways.what, problem)
             back.turn("recompute", None)
             return Moved(0, back)
-        self._measure(source, length - start, self.clock() - began)
         back.arrive(self.clock())
         return Moved(length)
 
+    async def bring_kept(self, source: KvMoves) -> int:
+        """Move KV of ended sequences here, the last used first, as far as there is room; return the number of tokens.
+
+        It moves where that is predicted to be faster than to compute it, and only for a limited time. The rest is computed
+        once a prompt begins with it.
+        """
+        began, texts, failures, before = self.clock(), 0, 0, self._scheduler.kv.moved_tokens
+        for sequence, tokens, reached in source._scheduler.kv.cache.texts():
+            if self._error() is not None or source._error() is not None or failures == _MOST_FAILURES:
+                break
+            start = self._movable_from(source, tokens, reached)
+            if start is None or not self._scheduler.kv.budget.has_room(len(tokens)):
+                continue
+            move_s = self._predict_s(source, len(tokens) - start)
+            compute_s = self._scheduler.ways.speed.seconds(start, len(tokens))
+            left_s = began + _KEPT_WITHIN_S - self.clock()
+            if move_s > left_s or (compute_s is not None and compute_s <= move_s):
+                continue
+            if problem := await self._move(source, sequence, tokens, start, left_s, is_oldest=True):
+                log.info("KV of %d tokens of an ended sequence was not moved: %s", len(tokens), problem)
+                failures += 1
+            else:
+                texts += 1
+        moved = self._scheduler.kv.moved_tokens - before
+        if texts:
+            log.info(
+                "KV of %d ended sequences was moved: %d tokens in %.2f s", texts, moved, self.clock() - began
+            )
+        return moved
+
+    def _movable_from(self, source: KvMoves, tokens: Tokens, reached: int) -> int | None:
+        """Return the number of a sequence's first tokens that need not move; None if too few others can."""
+        match = self._match(tokens)
+        start = 0 if match is None else match.length
+        if len(tokens) - start < LEAST_TOKENS or not (self.places and source.places):
+            return None
+        if not (objection := self._objection(source, reached)):
+            return start
+        if objection not in self._refused:
+            self._refused.add(objection)
+            log.info("KV is computed again, and not moved, because %s", objection)
+        return None
+
+    async def _move(
+        self,
+        source: KvMoves,
+        sequence: int,
+        tokens: Tokens,
+        start: int,
+        most_s: float = _MOST_WITHIN_S,
+        *,
+        is_oldest: bool = False,
+    ) -> str:
+        """Move a sequence's tokens from `start` on within `most_s`; return the reason if that failed."""
+        count, began = len(tokens) - start, self.clock()
+        within_s = min(max(_LEAST_WITHIN_S, _WITHIN * self._predict_s(source, count)), most_s)
+        key = secrets.token_hex(16)
+        source.export(key, sequence, len(tokens), {place.node for place in self.places}, within_s)
+        try:
+            sources = self._sources(source, key)
+            problem = await self._fetch(tokens, start, sources, within_s, is_oldest=is_oldest)
+        finally:
+            source.export(key, 0, 0, (), 0.0)
+        if not problem:
+            self._measure(source, count, self.clock() - began)
+        return problem
+
     async def _fetch(
-        self, tokens: tuple[int, ...], start: int, sources: Iterable[worker_pb2.KvSource], within_s: float
+        self,
+        tokens: Tokens,
+        start: int,
+        sources: Iterable[worker_pb2.KvSource],
+        within_s: float,
+        *,
+        is_oldest: bool,
     ) -> str:
         """Let the ranks read tokens from `start` on, and keep them; return the reason if that failed."""
         id_, is_adopted = next(self._ids), False
@@ -159,7 +221,7 @@ class KvMoves:
         try:
             self._executor.fetch_kv(wanted)
             if not (problem := await self._result(fetch, within_s + _ANSWER_S)):
-                problem = await self._adopt(id_, tokens, start, within_s + _ANSWER_S)
+                problem = await self._adopt(id_, tokens, start, within_s + _ANSWER_S, is_oldest=is_oldest)
                 is_adopted = not problem
             return problem
         finally:
@@ -196,7 +258,7 @@ class KvMoves:
         # A look-up leaves one token over to compute.
         return self._scheduler.kv.match((*tokens, *tokens[-1:]), self._scheduler.running)
 
-    async def _adopt(self, id_: int, tokens: tuple[int, ...], start: int, within_s: float) -> str:
+    async def _adopt(self, id_: int, tokens: Tokens, start: int, within_s: float, *, is_oldest: bool) -> str:
         """Let the ranks keep what they have read as KV of an ended sequence; return the reason if that failed."""
         kv, match = self._scheduler.kv, self._match(tokens)
         shared, source = (0, None) if match is None else (match.length, match.source)
@@ -210,7 +272,7 @@ class KvMoves:
         # The next step takes all operations along.
         step = self._scheduler.in_flight.sent + 1
         kv.add_operations(moved_operations(id_, tokens, start, source, entry))
-        kv.offer_entry(entry, tokens, len(tokens))
+        kv.offer_entry(entry, tokens, len(tokens), is_oldest=is_oldest)
         self._send(self.clock())
         if problem := await self._until_executed(step, within_s):
             return problem
@@ -248,14 +310,14 @@ class KvMoves:
 
     # ---- both
 
-    def _objection(self, source: KvMoves, sequence: EngineSequence) -> str:
-        """Return the reason why the sequence's KV cannot move; empty if it can."""
+    def _objection(self, source: KvMoves, reached: int) -> str:
+        """Return the reason why KV of a sequence that held `reached` tokens cannot move; empty if it can."""
         ranks = [*self._kv.values(), *source._kv.values()]
         if not self._scheduler.policy.prefix_cache:
             return "the prefix cache is off"
         if any(rank.recurrent for rank in ranks):
             return "the model has recurrent layers"
-        if any(rank.slack and sequence.reached > rank.exact_length for rank in ranks):
+        if any(rank.slack and reached > rank.exact_length for rank in ranks):
             return "sliding layers have dropped tokens"
         for ours, theirs in self._pairs(source):
             if ours.shares != theirs.shares and max(len(ours.shares), len(theirs.shares)) > 1:

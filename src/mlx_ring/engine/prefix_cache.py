@@ -228,6 +228,10 @@ class PrefixCache:
         """Return the sequences that could be evicted."""
         return (sequence for sequence in self._kept if sequence != spare)
 
+    def texts(self) -> list[tuple[int, Tokens, int]]:
+        """Return the cached sequences with their tokens and the most that each ever held, the last used first."""
+        return [(each, self._index.tokens(each), reached) for each, reached in reversed(self._kept.items())]
+
     @property
     def forgets(self) -> bool:
         """True if some lengths of a sequence cannot be restored."""
@@ -286,12 +290,12 @@ class PrefixCache:
         self.version += 1
         self._index.put(sequence, tokens)
 
-    def keep(self, sequence: int, tokens: Tokens, reached: int) -> Iterable[int]:
-        """Keep an ended sequence or a snapshot; return the cached ones that it makes redundant."""
+    def keep(self, sequence: int, tokens: Tokens, reached: int, *, is_oldest: bool = False) -> Iterable[int]:
+        """Keep an ended sequence or a snapshot, by default as used last; return the cached ones that it makes redundant."""
         self.version += 1
         self._index.put(sequence, tokens)
         needless = self._kept_within(sequence, Extent(len(tokens), reached), tokens)
-        self._kept[sequence] = reached
+        self._kept = {sequence: reached} | self._kept if is_oldest else self._kept | {sequence: reached}
         for other in needless:
             self.forget(other)
         return needless

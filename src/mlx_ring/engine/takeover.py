@@ -286,7 +286,7 @@ async def move_requests(source: Source, target: Target) -> int:
     Requests continue on their engine until the other one has computed almost all of their known tokens. Then all move at
     once, so that two engines share the machines' processors for a short time only. A request that may become longer than
     the other engine's context stays until its end. If only the context limits it, it stays if it is longer already. So
-    does an answer that was begun before the model's files were replaced.
+    does an answer that was begun before the model's files were replaced. The prefix cache moves last.
 
     Raises:
         RingError: the target was lost. The requests are still with their engine.
@@ -312,6 +312,7 @@ async def move_requests(source: Source, target: Target) -> int:
     finally:
         source.resume()
     log.info("%d of %d requests moved in %.2f s", len(moved), len(homes), time.monotonic() - started)
+    await target.moves.bring_kept(source.moves)
     for live, home in homes.items():
         while _stays(live, home):
             await _wait_for_end(live)

@@ -157,8 +157,7 @@ class HostedModel:
     def state(self) -> State:
         if not self.is_loaded:
             return "loading" if self.is_awaited or self.is_queued else "unloaded"
-        error = self.error
-        if error is None:
+        if (error := self.error) is None:
             return "ready"
         return "loading" if isinstance(error, NotReady) else "unavailable"
 
@@ -423,10 +422,11 @@ class HostedModel:
 
     async def _retire(self, leaving: Replica, staying: Replica) -> int:
         """End a replica once another one has taken over its requests, also those that come to it meanwhile."""
-        self._leaving, moved = leaving, 0
-        while leaving.service.error is None and leaving.service.engine.lives:
+        self._leaving, moved, has_begun = leaving, 0, False
+        while leaving.service.error is None and (not has_begun or leaving.service.engine.lives):
             if staying.service.error is not None:
                 raise staying.service.error
+            has_begun = True
             moved += await move_requests(leaving.service.engine, staying.service.engine)
         staying.meter.moved += moved
         await self._end(leaving)
