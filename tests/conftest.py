@@ -75,11 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the collection has made out of every later garbage collection: each would take a third of a second.
 
-    Its garbage stays, too: to collect it would take as long in each process of a run.
+    Its garbage stays, too: to collect it would take as long in each process of a run. Later collections are rare: random
+    cases make many objects that last as long as their test, and would be searched a hundred times.
     """
     if session.config.getoption("collectonly"):
         fill_caches()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 

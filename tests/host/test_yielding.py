@@ -213,7 +213,7 @@ def lower_and_restore() -> list[object]:
             how,
             again == how,
             before != lowered,
-            both == lowered,
+            before != lowered == both,
             scheduling(first),
             scheduling(second),
             before,
