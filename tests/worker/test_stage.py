@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.stages import Steps, chunk, decode, open_sequence, tokens_of, want
 
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.hello import make_hello
@@ -16,13 +18,18 @@ from mlx_ring.worker import stage as subject
 from mlx_ring.worker.shard import StageModel
 
 
-def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
-    """Build a stage; return its reported phases, and the numbers of tokens of its passes."""
+def build(folder: Path, report: subject.Report) -> subject.BuiltStage:
+    """Build the only stage of a model."""
     assignment = worker_pb2.StageAssignment(
         instance="test", epoch=1, dtype="float32", stages=1, end_layer=QWEN3["num_hidden_layers"]
     )
     hello = make_hello(model_digest=read_model_folder(folder).digest)
     request = worker_pb2.LoadRequest(hello=hello, assignment=assignment, model_path=str(folder))
+    return subject.build_stage(request, Inbox("test", 1), hello, report)
+
+
+def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """Build a stage; return its reported phases, and the numbers of tokens of its passes."""
     phases: list[str] = []
     passes: list[int] = []
     forward = StageModel.forward
@@ -32,7 +39,7 @@ def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str],
         return forward(self, tokens, *others, **named)  # pyright: ignore[reportArgumentType] - as given
 
     monkeypatch.setattr(StageModel, "forward", counted)
-    built = subject.build_stage(request, Inbox("test", 1), hello, lambda report: phases.append(report.phase))
+    built = build(folder, lambda report: phases.append(report.phase))
     assert built.runner.num_sequences == 0
     return list(dict.fromkeys(phases)), passes
 
@@ -49,3 +56,30 @@ def test_a_stage_without_such_kernels_only_warms_up(tmp_path: Path, monkeypatch:
     folder = write_random_model(tmp_path / "model", QWEN3)
     monkeypatch.setattr(subject, "compiles_kernels", lambda: False)
     assert phases_of(folder, monkeypatch) == (["weights", "warm-up"], [2, 1])
+
+
+def _answers(folder: Path, prompts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the first three tokens that a stage answers each prompt with, all at once."""
+    runner, steps = build(folder, lambda _report: None).runner, Steps()
+    operations = [open_sequence(sequence, len(prompt)) for sequence, prompt in prompts.items()]
+    rows = [chunk(sequence, 0, prompt, want()) for sequence, prompt in prompts.items()]
+    answers: dict[int, list[int]] = {sequence: [] for sequence in prompts}
+    for _ in range(3):
+        done = runner.run(steps.make(*rows, operations=operations), 0)
+        assert done.failure.message == ""
+        for result in done.results:
+            answers[result.sequence] += tokens_of(result)
+        ends = {sequence: len(prompts[sequence]) + len(tokens) - 1 for sequence, tokens in answers.items()}
+        rows = [decode(sequence, ends[sequence], tokens[-1]) for sequence, tokens in answers.items()]
+        operations = []
+    return answers
+
+
+def test_rows_at_different_positions_are_computed_where_rotations_depend_on_the_length(
+    tmp_path: Path,
+) -> None:
+    scaling = {"type": "dynamic", "factor": 2.0}  # as InternLM 2.5 has it
+    folder = write_random_model(tmp_path / "model", {**QWEN3, "rope_scaling": scaling})
+    prompts = {1: [3, 14, 15, 92], 2: [65, 35], 3: [89, 79, 3, 23, 84, 62, 64]}
+    alone = {sequence: _answers(folder, {sequence: prompt})[sequence] for sequence, prompt in prompts.items()}
+    assert _answers(folder, prompts) == alone

@@ -30,6 +30,8 @@ from mlx_ring.worker.tensor import SplitHead
 
 Output = Literal["logits", "own logits", "hidden"]
 _ACTIVATION_AXES = 3
+_ROTATES_BY_LENGTH = "DynamicNTKScalingRoPE"
+"""Name of mlx-lm's rotations whose base depends on the number of tokens, so that they take one offset for all rows."""
 
 
 class _PassThrough:
@@ -144,6 +146,12 @@ class StageModel:
         if self.is_last and not self.is_first:
             return not self._heads or not path.startswith(self._embeddings)
         return self.is_first
+
+    @property
+    def takes_row_offsets(self) -> bool:
+        """True if rows at different positions may share a pass, as far as rotations are concerned."""
+        modules = cast("list[nn.Module]", self.model.modules())
+        return all(type(module).__name__ != _ROTATES_BY_LENGTH for module in modules)
 
     def _is_head(self, path: str) -> bool:
         return path.startswith(self._heads) if self._heads else False
