@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from tests.conformance.families import configuration
 from tests.worker.random_models import QWEN3, write_random_model
-from tests.worker.stages import Steps, chunk, decode, open_sequence, tokens_of, want
+from tests.worker.stages import Pipeline, chunk, decode, open_sequence, tokens_of, want
 
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.hello import make_hello
@@ -18,18 +20,13 @@ from mlx_ring.worker import stage as subject
 from mlx_ring.worker.shard import StageModel
 
 
-def build(folder: Path, report: subject.Report) -> subject.BuiltStage:
-    """Build the only stage of a model."""
+def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """Build a stage; return its reported phases, and the numbers of tokens of its passes."""
     assignment = worker_pb2.StageAssignment(
         instance="test", epoch=1, dtype="float32", stages=1, end_layer=QWEN3["num_hidden_layers"]
     )
     hello = make_hello(model_digest=read_model_folder(folder).digest)
     request = worker_pb2.LoadRequest(hello=hello, assignment=assignment, model_path=str(folder))
-    return subject.build_stage(request, Inbox("test", 1), hello, report)
-
-
-def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
-    """Build a stage; return its reported phases, and the numbers of tokens of its passes."""
     phases: list[str] = []
     passes: list[int] = []
     forward = StageModel.forward
@@ -39,7 +36,7 @@ def phases_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str],
         return forward(self, tokens, *others, **named)  # pyright: ignore[reportArgumentType] - as given
 
     monkeypatch.setattr(StageModel, "forward", counted)
-    built = build(folder, lambda report: phases.append(report.phase))
+    built = subject.build_stage(request, Inbox("test", 1), hello, lambda report: phases.append(report.phase))
     assert built.runner.num_sequences == 0
     return list(dict.fromkeys(phases)), passes
 
@@ -58,28 +55,38 @@ def test_a_stage_without_such_kernels_only_warms_up(tmp_path: Path, monkeypatch:
     assert phases_of(folder, monkeypatch) == (["weights", "warm-up"], [2, 1])
 
 
-def _answers(folder: Path, prompts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return the first three tokens that a stage answers each prompt with, all at once."""
-    runner, steps = build(folder, lambda _report: None).runner, Steps()
+def _answers(folder: Path, cuts: Sequence[int], prompts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the first three tokens with which stages answer each prompt, all at once."""
+    pipeline = Pipeline(folder, cuts)
     operations = [open_sequence(sequence, len(prompt)) for sequence, prompt in prompts.items()]
     rows = [chunk(sequence, 0, prompt, want()) for sequence, prompt in prompts.items()]
     answers: dict[int, list[int]] = {sequence: [] for sequence in prompts}
     for _ in range(3):
-        done = runner.run(steps.make(*rows, operations=operations), 0)
-        assert done.failure.message == ""
-        for result in done.results:
-            answers[result.sequence] += tokens_of(result)
+        results = pipeline.results(*rows, operations=operations)
+        for sequence, result in results.items():
+            answers[sequence] += tokens_of(result)
         ends = {sequence: len(prompts[sequence]) + len(tokens) - 1 for sequence, tokens in answers.items()}
         rows = [decode(sequence, ends[sequence], tokens[-1]) for sequence, tokens in answers.items()]
         operations = []
     return answers
 
 
-def test_rows_at_different_positions_are_computed_where_rotations_depend_on_the_length(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("config", "cuts"),
+    [
+        # InternLM 2.5 has such rotations.
+        (QWEN3 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, [0, 5]),
+        # The fourth layer is the only one without chunks.
+        (configuration("llama4"), [0, 3, 4, 6]),
+    ],
+    ids=["rotations that depend on the length", "chunks of other stages"],
+)
+def test_rows_at_different_positions_are_computed_where_a_pass_takes_one_position(
+    tmp_path: Path, config: dict[str, Any], cuts: list[int]
 ) -> None:
-    scaling = {"type": "dynamic", "factor": 2.0}  # as InternLM 2.5 has it
-    folder = write_random_model(tmp_path / "model", {**QWEN3, "rope_scaling": scaling})
+    folder = write_random_model(tmp_path / "model", config)
     prompts = {1: [3, 14, 15, 92], 2: [65, 35], 3: [89, 79, 3, 23, 84, 62, 64]}
-    alone = {sequence: _answers(folder, {sequence: prompt})[sequence] for sequence, prompt in prompts.items()}
-    assert _answers(folder, prompts) == alone
+    alone = {
+        sequence: _answers(folder, cuts, {sequence: prompt})[sequence] for sequence, prompt in prompts.items()
+    }
+    assert _answers(folder, cuts, prompts) == alone
