@@ -16,9 +16,9 @@ from mlx_ring.rpc.links import Inbox
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.worker.collective import with_collectives
 from mlx_ring.worker.grammars import AnswerGrammar, GrammarCompiler
-from mlx_ring.worker.kv import KVStore
 from mlx_ring.worker.replies import StageLinks
 from mlx_ring.worker.runner import StageRunner
+from mlx_ring.worker.stage import make_kv
 from mlx_ring.worker.weights import load_stage
 
 Want = step_pb2.Want
@@ -96,9 +96,14 @@ def _stage(
             links, model, transports[stage - 1] if stage else None, None if last else transports[stage]
         )
     assignment = worker_pb2.StageAssignment(
-        instance="test", epoch=1, stage=stage, stages=len(inboxes), link="ring" if transports else ""
+        instance="test",
+        epoch=1,
+        stage=stage,
+        stages=len(inboxes),
+        link="ring" if transports else "",
+        kv_bits=kv_bits or 0,
     )
-    kv = KVStore(model.make_layer_caches(), model.dtype, kv_bits=kv_bits)
+    kv = make_kv(read_model_folder(folder), assignment, model)
     grammars = ReadyGrammars(read_model_folder(folder))
     return StageRunner(assignment, model, kv, links, grammars=grammars, **options)
 

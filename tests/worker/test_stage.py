@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from tests.conformance.families import configuration
 from tests.worker.random_models import QWEN3, write_random_model
+from tests.worker.stages import Pipeline, chunk, decode, open_sequence, tokens_of, want
 
 from mlx_ring.models.model_folder import read_model_folder
 from mlx_ring.rpc.hello import make_hello
@@ -49,3 +53,40 @@ def test_a_stage_without_such_kernels_only_warms_up(tmp_path: Path, monkeypatch:
     folder = write_random_model(tmp_path / "model", QWEN3)
     monkeypatch.setattr(subject, "compiles_kernels", lambda: False)
     assert phases_of(folder, monkeypatch) == (["weights", "warm-up"], [2, 1])
+
+
+def _answers(folder: Path, cuts: Sequence[int], prompts: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """Return the first three tokens with which stages answer each prompt, all at once."""
+    pipeline = Pipeline(folder, cuts)
+    operations = [open_sequence(sequence, len(prompt)) for sequence, prompt in prompts.items()]
+    rows = [chunk(sequence, 0, prompt, want()) for sequence, prompt in prompts.items()]
+    answers: dict[int, list[int]] = {sequence: [] for sequence in prompts}
+    for _ in range(3):
+        results = pipeline.results(*rows, operations=operations)
+        for sequence, result in results.items():
+            answers[sequence] += tokens_of(result)
+        ends = {sequence: len(prompts[sequence]) + len(tokens) - 1 for sequence, tokens in answers.items()}
+        rows = [decode(sequence, ends[sequence], tokens[-1]) for sequence, tokens in answers.items()]
+        operations = []
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("config", "cuts"),
+    [
+        # InternLM 2.5 has such rotations.
+        (QWEN3 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, [0, 5]),
+        # The fourth layer is the only one without chunks.
+        (configuration("llama4"), [0, 3, 4, 6]),
+    ],
+    ids=["rotations that depend on the length", "chunks of other stages"],
+)
+def test_rows_at_different_positions_are_computed_where_a_pass_takes_one_position(
+    tmp_path: Path, config: dict[str, Any], cuts: list[int]
+) -> None:
+    folder = write_random_model(tmp_path / "model", config)
+    prompts = {1: [3, 14, 15, 92], 2: [65, 35], 3: [89, 79, 3, 23, 84, 62, 64]}
+    alone = {
+        sequence: _answers(folder, cuts, {sequence: prompt})[sequence] for sequence, prompt in prompts.items()
+    }
+    assert _answers(folder, cuts, prompts) == alone

@@ -59,7 +59,7 @@ class TensorSizes:
     """Rows of each expert between its two products; 0 without experts."""
     vocabulary: int
     group_size: int = 1
-    """Columns that are quantized together; 1: none are."""
+    """Columns that are quantized together in any of the matrices, a multiple of each's; 1: none are."""
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -84,9 +84,8 @@ class TensorSizes:
 
     def _heads_in_pack(self) -> int:
         width = self.queries_per_kv_head * self.head_dim
-        if width * self.kv_heads % self.group_size:
-            return 1  # quantization leaves such a matrix unchanged
-        return self.group_size // math.gcd(self.group_size, width)
+        group = _group_within(width * self.kv_heads, self.group_size)
+        return group // math.gcd(group, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +235,17 @@ def _apportion(packs: int, proportions: Sequence[float]) -> list[int]:
     return counts
 
 
+def _group_within(columns: int, group_size: int) -> int:
+    """Return the columns that no cut of a matrix may separate.
+
+    Only groups that divide its columns can be its own; `group_size` may be that of others.
+    """
+    return math.gcd(columns, group_size)
+
+
 def _rows_in_pack(total: int, group_size: int = 1) -> int:
     """Return the rows in a pack: whole quantization groups, enough of them that products keep fast sizes."""
-    pack = 1 if total % group_size else group_size
+    pack = _group_within(total, group_size)
     while 2 * pack <= _WIDEST_PACK and total % (2 * pack) == 0 and total // (2 * pack) >= _LEAST_PACKS:
         pack *= 2
     return pack

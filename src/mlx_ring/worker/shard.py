@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
@@ -30,6 +30,8 @@ from mlx_ring.worker.tensor import SplitHead
 
 Output = Literal["logits", "own logits", "hidden"]
 _ACTIVATION_AXES = 3
+_ROTATES_BY_LENGTH = "DynamicNTKScalingRoPE"
+"""Name of mlx-lm's rotations whose base depends on the number of tokens."""
 
 
 class _PassThrough:
@@ -144,6 +146,18 @@ class StageModel:
         if self.is_last and not self.is_first:
             return not self._heads or not path.startswith(self._embeddings)
         return self.is_first
+
+    @property
+    def takes_row_offsets(self) -> bool:
+        """False if the model has parts that take one position for all rows of a pass.
+
+        These are some rotations, and masks of chunked attention, which every stage makes, also without such layers.
+        """
+        modules = cast("list[nn.Module]", self.model.modules())
+        return not (
+            any(type(module).__name__ == _ROTATES_BY_LENGTH for module in modules)
+            or any(isinstance(cache, ChunkedKVCache) for cache in self._make_caches())
+        )
 
     def _is_head(self, path: str) -> bool:
         return path.startswith(self._heads) if self._heads else False

@@ -198,7 +198,7 @@ def make_kv(
         model.make_layer_caches(),
         model.dtype,
         kv_bits=assignment.kv_bits or None,
-        ragged=require_cuttable(folder, assignment.stages).batches,
+        ragged=require_cuttable(folder, assignment.stages).batches and model.takes_row_offsets,
         step_bytes=step_bytes,
     )
 
