@@ -137,6 +137,17 @@ def test_every_view_fits_its_window_and_is_readable_and_labelled(
         assert events.problems == []
 
 
+MANY_STAGES = """(bar) => {
+    for (let count = 0; count < 40; count += 1) bar.append(bar.firstElementChild.cloneNode(true));
+}"""
+
+
+def test_layers_of_many_stages_fit_on_a_phone(browser: Browser, server: Server) -> None:
+    with open_page(browser, server.url, width=390, view="cluster") as (page, _):
+        page.locator(".layers").evaluate(MANY_STAGES)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_theme_follows_the_system_until_the_switch_changes_it(browser: Browser, server: Server) -> None:
     def is_dark(page: Page) -> bool:
         return page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
