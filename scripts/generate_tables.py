@@ -11,7 +11,7 @@ from mlx_ring.planner.known_models import popular_models
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.what_if import Question, what_if
 from mlx_ring.settings.config import ENVIRONMENT_PREFIX, Settings
-from mlx_ring.settings.fields import default_text, flag_name
+from mlx_ring.settings.fields import default_text, flag_name, flag_of
 from mlx_ring.settings.settings_sources import allowed_values
 from mlx_ring.settings.strategies import STRATEGIES
 
@@ -41,6 +41,27 @@ def settings_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def other_names_table() -> str:
+    """Return a table with the other flags for each setting that has some."""
+    rows = ["| flags | mean |", "| --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        flag = flag_of(field)
+        for flags, value in ((flag.aliases, ""), (flag.switch_on, " on"), (flag.switch_off, " off")):
+            if flags:
+                rows.append(f"| {', '.join(f'`{each}`' for each in flags)} | `{flag_name(name)}{value}` |")
+    return "\n".join(rows) + "\n"
+
+
+def old_names_table() -> str:
+    """Return a table with the former names of each setting that has some."""
+    rows = ["| old | new |", "| --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        for old in flag_of(field).old:
+            variable = f"{ENVIRONMENT_PREFIX}{old.upper()}"
+            rows.append(f"| `{flag_name(old)}`, `{variable}` | `{flag_name(name)}` |")
+    return "\n".join(rows) + "\n"
+
+
 def strategies_table() -> str:
     """Return a table with one row per strategy of the planner."""
     rows = ["| strategy | placement |", "| --- | --- |"]
@@ -67,6 +88,8 @@ def memory_table() -> str:
 
 TABLES = (
     ("configuration.md", "settings", settings_table),
+    ("configuration.md", "other names", other_names_table),
+    ("configuration.md", "old names", old_names_table),
     ("planning.md", "strategies", strategies_table),
     ("models.md", "memory", memory_table),
 )

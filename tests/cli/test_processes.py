@@ -20,13 +20,19 @@ import typer
 from tests.api.clients import serving as api_server
 from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.default_settings import make_api_settings
-from tests.processes import run_cli, serving
+from tests.processes import run_cli, run_in_process, serving
 
-from mlx_ring.cli import head_client, local_models, models, processes
+from mlx_ring.cli import head_client, models, processes
 from mlx_ring.cli.chat import chat as ask
 from mlx_ring.cli.head_client import name_for, names_at, pull_at
-from mlx_ring.cli.local_models import server_here
-from mlx_ring.cli.processes import _served, _size, own_server, ps, run  # pyright: ignore[reportPrivateUsage]
+from mlx_ring.cli.processes import (
+    _served,  # pyright: ignore[reportPrivateUsage]
+    _size,  # pyright: ignore[reportPrivateUsage]
+    own_server,
+    ps,
+    run,
+    server_here,
+)
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
 from mlx_ring.settings.settings_sources import load_settings
@@ -72,9 +78,9 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads: list[Running] = []
-    monkeypatch.setattr(local_models, "heads_here", lambda: heads)
+    monkeypatch.setattr(processes, "heads_here", lambda: heads)
     with silent_address() as usual, api_server(TwinService()) as url:
-        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
+        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
         assert server_here(None) == usual
         own = Running("head", os.getpid(), 0.0, "", url)
         heads += [replace(own, url="http://127.0.0.1:1"), own]
@@ -85,8 +91,30 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
             ask("Hello.")
         assert (ended.value.exit_code, capsys.readouterr().out) == (0, f"{ANSWER_TEXT}\n")
         with api_server(TwinService()) as answering:
-            monkeypatch.setattr(local_models, "DEFAULT_URL", answering)
+            monkeypatch.setattr(processes, "DEFAULT_URL", answering)
             assert server_here(None) == answering
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "models load org/twin",
+        "models unload org/twin",
+        "replan --dry-run",
+        "node drain mini",
+        "cluster status",
+        "plan --add m4-max-128",
+        "capacity org/absent",
+    ],
+)
+def test_commands_find_a_head_of_this_machine_on_another_port(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with silent_address() as usual, api_server(TwinService()) as url:
+        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
+        monkeypatch.setattr(processes, "heads_here", lambda: [Running("head", os.getpid(), 0.0, "", url)])
+        answered = run_in_process(*words.split(), folder=tmp_path)
+    assert answered.returncode == 0 or url in answered.stderr, answered.stderr
 
 
 def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipped(
@@ -94,7 +122,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
 ) -> None:
     heads: list[Running] = []
     monkeypatch.delenv("MLX_RING_API_KEY", raising=False)
-    monkeypatch.setattr(local_models, "heads_here", lambda: heads)
+    monkeypatch.setattr(processes, "heads_here", lambda: heads)
     with (
         silent_address() as usual,
         api_server(TwinService(names=("org/other",))) as other,
@@ -102,7 +130,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
         api_server(TwinService(names=("org/twin",)), make_api_settings(api_keys=("k",))) as locked,
     ):
         monkeypatch.setattr(processes, "own_server", Mock(return_value=contextlib.nullcontext(own)))
-        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
+        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
         head = Running("head", os.getpid(), 0.0, "", "")
         # Another scheme is refused as an untrusted certificate is.
         heads += [replace(head, url=url) for url in (own.replace("http:", "https:"), locked, other)]
@@ -114,7 +142,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
             assert found == (own, "org/twin", None)
         del heads[2:]
         for address in (usual, locked):
-            monkeypatch.setattr(local_models, "DEFAULT_URL", address)
+            monkeypatch.setattr(processes, "DEFAULT_URL", address)
             with _served("org/twin", None, load_settings({}), None, None) as found:
                 assert found == (own, "org/twin", None), "a server of its own"
         for given in (usual, locked):
@@ -130,8 +158,8 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
 
 def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with silent_address() as usual, own_server("demo", None) as url:
-        monkeypatch.setattr(local_models, "DEFAULT_URL", usual)
-        assert [each.url for each in local_models.heads_here()] == [url]
+        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
+        assert [each.url for each in processes.heads_here()] == [url]
         assert server_here(None) == usual
 
 

@@ -22,7 +22,6 @@ from mlx_ring.cli import INTERRUPTED
 from mlx_ring.cli.head_client import (
     API_KEY,
     CACERT,
-    DEFAULT_URL,
     MAX_TOKENS,
     MODEL_OR_QUESTION,
     QUESTION_TO_MODEL,
@@ -30,10 +29,12 @@ from mlx_ring.cli.head_client import (
     SYSTEM,
     TEMPERATURE,
     TOP_P,
+    URL,
     ChatError,
     ChatServer,
     trust,
 )
+from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, ModelNotFound
 from mlx_ring.core.folders import absolute_path, typed_path
 from mlx_ring.models.short_names import find_hub_id
@@ -385,10 +386,7 @@ def _read_line() -> str:
 def chat(
     first: Annotated[str | None, MODEL_OR_QUESTION] = None,
     question: Annotated[str | None, QUESTION_TO_MODEL] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."),
-    ] = None,
+    url: Annotated[str | None, URL] = None,
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
@@ -402,8 +400,6 @@ def chat(
 
     From a pipe, each line is a question or a command such as /reset, and only the answers are printed. The exit code is 1 if one of them, or the given question, got no complete answer.
     """
-    from mlx_ring.cli.local_models import server_here  # imports what only downloads need
-
     if question is None:
         question = first
     elif model is None:

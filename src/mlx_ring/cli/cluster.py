@@ -15,8 +15,9 @@ import typer
 from rich.table import Table
 
 from mlx_ring.cli import report_console
-from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
 from mlx_ring.cli.on_host import app as on_host_app
+from mlx_ring.cli.processes import server_here
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.errors import ConfigError, HostFailed, reason_of
 from mlx_ring.core.folders import packages_folder, state_folder
@@ -123,12 +124,12 @@ def restart(
 def status(
     config: Annotated[Path | None, CONFIG] = None,
     url: Annotated[
-        str | None, typer.Option(help=f"Address of the head, without a file; {DEFAULT_URL} by default.")
-    ] = None,
-    api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default."),
+        typer.Option(
+            help=f"Address of the head, without a file; {DEFAULT_URL} or another of this machine by default."
+        ),
     ] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of `/cluster/status`.")] = False,
 ) -> None:
@@ -144,7 +145,7 @@ def status(
         )
     if config is None:
         state = ask_head(
-            url or DEFAULT_URL,
+            server_here(url, api_key=api_key, cacert=cacert),
             "/cluster/status",
             api_key=api_key,
             cacert=cacert,

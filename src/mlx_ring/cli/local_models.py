@@ -12,32 +12,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED, DownloadBar, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
-from mlx_ring.cli.head_client import (
-    API_KEY,
-    CACERT,
-    DEFAULT_URL,
-    LIFELINE,
-    ServedNames,
-    ask_head,
-    names_at,
-)
+from mlx_ring.cli.head_client import API_KEY, CACERT, ServedNames, ask_head, names_at
+from mlx_ring.cli.processes import heads_here
 from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder
 from mlx_ring.host.process import usable_memory
-from mlx_ring.host.running import Running, running_here
 from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.model_source import (
     LocalModel,
     exact_name,
     find_model,
-    full_name,
     interrupted_downloads,
     list_local_models,
     must_be_fetched,
@@ -126,43 +116,6 @@ def memory_here(api_key: str | None = None, cacert: Path | None = None) -> int |
         except (ConfigError, RequestError, LookupError, TypeError):
             return None
     return max(usable_memory().total_bytes, *clusters)
-
-
-def heads_here() -> list[Running]:
-    """Return the heads that run on this machine with the same state folder."""
-    return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
-
-
-def server_here(
-    url: str | None, model: str | None = None, *, api_key: str | None = None, cacert: Path | None = None
-) -> str:
-    """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
-
-    The usual address comes first, and is returned if none answers. A head that `run` started for its own chat ends with
-    that chat, so it is not taken.
-    """
-    if url is not None:
-        return url
-    wanted = {model}
-    with contextlib.suppress(ConfigError):
-        wanted.add(full_name(model) if model else None)
-    others = (head.url for head in heads_here() if not _is_of_a_chat(head.pid))
-    best, place = -1, DEFAULT_URL
-    for each in dict.fromkeys((DEFAULT_URL, *others)):
-        # It may be ending, or have another API key, or a certificate that is not trusted.
-        with contextlib.suppress(ConfigError, RequestError):
-            names = names_at(each, api_key=api_key, cacert=cacert).values()
-            found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
-            best, place = max((best, place), (found, each), key=lambda pair: pair[0])
-    return place
-
-
-def _is_of_a_chat(pid: int) -> bool:
-    """Report whether `run` started this process, which then ends with a pipe."""
-    try:
-        return any(each.startswith(LIFELINE) for each in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return True
 
 
 def rm(

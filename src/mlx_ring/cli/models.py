@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.head_client import CACERT, DEFAULT_URL, ask_head, name_for, names_at
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
+from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import require_absent, stage_bytes, write_stage_folder
@@ -23,8 +24,6 @@ from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import find_model
 from mlx_ring.settings.settings_sources import load_settings
 
-_URL = typer.Option(help="Address of the server.")
-_KEY = typer.Option(metavar="KEY", help="API key of the server; MLX_RING_API_KEY by default.")
 _ANSWER_WAIT_S = 24 * 3600.0
 """Time to wait for a load, which may include a download. Ctrl-C ends the wait, not the load."""
 
@@ -36,11 +35,12 @@ def load(
             help="Built-in name, folder or GGUF file on the server, short name or Hugging Face id, as for `serve`."
         ),
     ],
-    url: Annotated[str, _URL] = DEFAULT_URL,
-    api_key: Annotated[str | None, _KEY] = None,
+    url: Annotated[str | None, URL] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Load a model on a running server."""
+    url = server_here(url, api_key=api_key, cacert=cacert)
     names_at(url, api_key=api_key, cacert=cacert)  # says soon if no server answers
     loaded = _post(url, "/models/load", {"model": name_for(url, model)}, api_key, cacert)
     print(f"{loaded['id']} is loaded.")
@@ -48,14 +48,15 @@ def load(
 
 def unload(
     model: Annotated[str, typer.Argument(help="Name, as the server lists it.")],
-    url: Annotated[str, _URL] = DEFAULT_URL,
-    api_key: Annotated[str | None, _KEY] = None,
+    url: Annotated[str | None, URL] = None,
+    api_key: Annotated[str | None, API_KEY] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Unload even a busy model; its requests end with an error.")
     ] = False,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Free the memory of a model on a running server. The next request for it loads it again."""
+    url = server_here(url, model, api_key=api_key, cacert=cacert)
     unloaded = _post(url, "/models/unload", {"model": model, "force": force}, api_key, cacert)
     print(f"{unloaded['id']} is unloaded.")
 

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head
+from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, shown_text
 from mlx_ring.core.folders import authority_folder, node_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
@@ -195,7 +196,7 @@ def drain_node(
         bool,
         typer.Option("--force", help="Take its layers even if no other machine has room; answers then wait."),
     ] = False,
-    url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    url: Annotated[str | None, URL] = None,
     api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
@@ -205,6 +206,7 @@ def drain_node(
     """
     if undo and force:
         raise ConfigError("--undo and --force are given; leave one of them out.")
+    url = server_here(url, api_key=api_key, cacert=cacert)
     if undo:
         ask_head(url, "/cluster/readmit", {"node": node}, api_key=api_key, cacert=cacert)
         print(f"{node} may get layers again: the next plan may use it.")
@@ -246,7 +248,7 @@ def replan(
         bool,
         typer.Option("--pause", help="Move also if answers have to pause for long, while layers are loaded."),
     ] = False,
-    url: Annotated[str, typer.Option("--url", help="Address of the head.")] = DEFAULT_URL,
+    url: Annotated[str | None, URL] = None,
     api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of `/cluster/replan`.")] = False,
@@ -259,6 +261,7 @@ def replan(
     if dry_run and pause:
         raise ConfigError("--dry-run and --pause are given; leave one of them out.")
     body = {"dry_run": dry_run, "pause": pause} | ({} if model is None else {"model": model})
+    url = server_here(url, model, api_key=api_key, cacert=cacert)
     if not dry_run and not as_json:
         typer.echo("Looking for the best split, and moving to it ...", err=True)
     answer = ask_head(url, "/cluster/replan", body, api_key=api_key, cacert=cacert, timeout_s=_LONGEST_MOVE_S)

@@ -242,7 +242,7 @@ _NO_LAN = (
     "`sudo mlx-ring service install --system --run-as USER -- ...`. See docs/macos.md."
 )
 ARGUMENTS = typer.Argument(metavar="-- join|serve …", help="Command to run, after two dashes.")
-SYSTEM = typer.Option("--system", help="Install for the whole machine, started at boot. Requires root.")
+SYSTEM = typer.Option("--system", help="Service of the whole machine, started at boot. Requires root.")
 RUN_AS = typer.Option("--run-as", metavar="USER", help="User of a --system service; yourself by default.")
 
 

@@ -17,7 +17,6 @@ from mlx_ring.cli.flags import (
     setting_option,
     with_settings,
 )
-from mlx_ring.cli.head_client import DEFAULT_URL
 from mlx_ring.cli.planning import (
     COMPARISONS,
     KV_BITS,
@@ -39,6 +38,7 @@ from mlx_ring.cli.planning import (
     read_tokens,
     read_whole_numbers,
 )
+from mlx_ring.cli.processes import server_here
 from mlx_ring.cli.status_tables import expectation, list_machines, show_plans
 from mlx_ring.cli.what_if import (
     Asked,
@@ -301,7 +301,8 @@ def _ask(
     asked = Asked(given.model, question, given.weights, what_fits=what_if.what_fits)
     if machines is None:
         for_head = fields_for_head(given.flags, request, given.kinds if given.kv_bits else None)
-        found = ask_running(what_if.url or DEFAULT_URL, asked, for_head, what_if.cacert, what_if.api_key)
+        head = server_here(what_if.url, given.model, api_key=what_if.api_key, cacert=what_if.cacert)
+        found = ask_running(head, asked, for_head, what_if.cacert, what_if.api_key)
     else:
         found = ask_planner(machines, asked)
     show_answer(found, as_json=as_json, plot=what_if.plot, plot_file=what_if.plot_file)

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import typer
 
 from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model
@@ -79,7 +80,7 @@ HeadUrl = Annotated[
     str | None,
     typer.Option(
         "--url",
-        help=f"Head of the running cluster to ask, if no machines are given; {DEFAULT_URL} by default.",
+        help=f"Head of the running cluster to ask, if no machines are given; {DEFAULT_URL} or another of this machine by default.",
         rich_help_panel=COMPARISONS,
     ),
 ]
@@ -425,4 +426,5 @@ def running_basis(
             f"--quantization is {weights.bits}, which a question to the head does not take; leave it out."
         )
     path = "/cluster/planning" + ("" if model is None else f"?{urlencode({'model': model})}")
-    return ask_running_head(url or DEFAULT_URL, path, None, PlanningBasis, cacert, api_key)
+    head = server_here(url, model, api_key=api_key, cacert=cacert)
+    return ask_running_head(head, path, None, PlanningBasis, cacert, api_key)
