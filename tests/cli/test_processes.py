@@ -24,14 +24,13 @@ from tests.processes import run_cli, run_in_process, serving
 
 from mlx_ring.cli import head_client, models, processes
 from mlx_ring.cli.chat import chat as ask
-from mlx_ring.cli.head_client import name_for, names_at, pull_at
+from mlx_ring.cli.head_client import name_for, names_at, pull_at, server_here
 from mlx_ring.cli.processes import (
     _served,  # pyright: ignore[reportPrivateUsage]
     _size,  # pyright: ignore[reportPrivateUsage]
     own_server,
     ps,
     run,
-    server_here,
 )
 from mlx_ring.core.errors import ConfigError, RequestError
 from mlx_ring.host.running import Running
@@ -78,9 +77,9 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads: list[Running] = []
-    monkeypatch.setattr(processes, "heads_here", lambda: heads)
+    monkeypatch.setattr(head_client, "heads_here", lambda: heads)
     with silent_address() as usual, api_server(TwinService()) as url:
-        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
+        monkeypatch.setattr(head_client, "DEFAULT_URL", usual)
         assert server_here(None) == usual
         own = Running("head", os.getpid(), 0.0, "", url)
         heads += [replace(own, url="http://127.0.0.1:1"), own]
@@ -91,7 +90,7 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
             ask("Hello.")
         assert (ended.value.exit_code, capsys.readouterr().out) == (0, f"{ANSWER_TEXT}\n")
         with api_server(TwinService()) as answering:
-            monkeypatch.setattr(processes, "DEFAULT_URL", answering)
+            monkeypatch.setattr(head_client, "DEFAULT_URL", answering)
             assert server_here(None) == answering
 
 
@@ -111,8 +110,8 @@ def test_commands_find_a_head_of_this_machine_on_another_port(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with silent_address() as usual, api_server(TwinService()) as url:
-        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
-        monkeypatch.setattr(processes, "heads_here", lambda: [Running("head", os.getpid(), 0.0, "", url)])
+        monkeypatch.setattr(head_client, "DEFAULT_URL", usual)
+        monkeypatch.setattr(head_client, "heads_here", lambda: [Running("head", os.getpid(), 0.0, "", url)])
         answered = run_in_process(*words.split(), folder=tmp_path)
     assert answered.returncode == 0 or url in answered.stderr, answered.stderr
 
@@ -122,7 +121,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
 ) -> None:
     heads: list[Running] = []
     monkeypatch.delenv("MLX_RING_API_KEY", raising=False)
-    monkeypatch.setattr(processes, "heads_here", lambda: heads)
+    monkeypatch.setattr(head_client, "heads_here", lambda: heads)
     with (
         silent_address() as usual,
         api_server(TwinService(names=("org/other",))) as other,
@@ -130,7 +129,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
         api_server(TwinService(names=("org/twin",)), make_api_settings(api_keys=("k",))) as locked,
     ):
         monkeypatch.setattr(processes, "own_server", Mock(return_value=contextlib.nullcontext(own)))
-        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
+        monkeypatch.setattr(head_client, "DEFAULT_URL", usual)
         head = Running("head", os.getpid(), 0.0, "", "")
         # Another scheme is refused as an untrusted certificate is.
         heads += [replace(head, url=url) for url in (own.replace("http:", "https:"), locked, other)]
@@ -142,7 +141,7 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
             assert found == (own, "org/twin", None)
         del heads[2:]
         for address in (usual, locked):
-            monkeypatch.setattr(processes, "DEFAULT_URL", address)
+            monkeypatch.setattr(head_client, "DEFAULT_URL", address)
             with _served("org/twin", None, load_settings({}), None, None) as found:
                 assert found == (own, "org/twin", None), "a server of its own"
         for given in (usual, locked):
@@ -158,8 +157,8 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
 
 def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with silent_address() as usual, own_server("demo", None) as url:
-        monkeypatch.setattr(processes, "DEFAULT_URL", usual)
-        assert [each.url for each in processes.heads_here()] == [url]
+        monkeypatch.setattr(head_client, "DEFAULT_URL", usual)
+        assert [each.url for each in head_client.heads_here()] == [url]
         assert server_here(None) == usual
 
 

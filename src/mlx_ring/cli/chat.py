@@ -19,27 +19,33 @@ from rich.console import Console
 from rich.markup import escape
 
 from mlx_ring.cli import INTERRUPTED
-from mlx_ring.cli.head_client import (
-    API_KEY,
-    CACERT,
+from mlx_ring.cli.flags import (
     MAX_TOKENS,
-    MODEL_OR_QUESTION,
-    QUESTION_TO_MODEL,
     SEED,
     SYSTEM,
     TEMPERATURE,
     TOP_P,
+)
+from mlx_ring.cli.head_client import (
+    API_KEY,
+    CACERT,
     URL,
     ChatError,
     ChatServer,
+    server_here,
     trust,
 )
-from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, ModelNotFound
 from mlx_ring.core.folders import absolute_path, typed_path
 from mlx_ring.models.short_names import find_hub_id
 from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_settings
 
+MODEL_OR_QUESTION = typer.Argument(
+    metavar="MODEL|QUESTION",
+    help="Question to answer, instead of a chat; only the answer is printed. At a terminal, the name of a model begins a "
+    "chat with it.",
+)
+QUESTION_TO_MODEL = typer.Argument(metavar="QUESTION", help="Question to the model that is named before it.")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a model's answer must not send to the terminal."""
 _WORD = re.compile(r"[^\s:]+(:[^\s:]+)?")

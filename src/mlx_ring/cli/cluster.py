@@ -15,9 +15,8 @@ import typer
 from rich.table import Table
 
 from mlx_ring.cli import report_console
-from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
+from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head, server_here
 from mlx_ring.cli.on_host import app as on_host_app
-from mlx_ring.cli.processes import server_here
 from mlx_ring.cli.status_tables import show_status
 from mlx_ring.core.errors import ConfigError, HostFailed, reason_of
 from mlx_ring.core.folders import packages_folder, state_folder

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import psutil
 import typer
 
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
-from mlx_ring.core.folders import absolute_path
+from mlx_ring.core.folders import absolute_path, state_folder
 from mlx_ring.host.addresses import is_loopback, plain_url
+from mlx_ring.host.running import Running, running_here
 from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings, own_url
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ LIFELINE = "--lifeline-fd"
 QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
 _ANOTHER = "another program answers there"
+_START_ONE = "start one with `mlx-ring serve`, or give its address with --url"
 
 
 def ask_head(
@@ -48,7 +51,7 @@ def ask_head(
     api_key: str | None = None,
     cacert: Path | None = None,
     timeout_s: float = 60.0,
-    hint: str = "start one with `mlx-ring serve`, or give its address with --url",
+    hint: str = _START_ONE,
 ) -> Any:
     """Return the JSON answer of a running head to GET, or with a body to POST.
 
@@ -148,10 +151,6 @@ def _reason(error: Exception) -> str:
     return without_number(str(error)) or type(error).__name__
 
 
-def _other_program(url: str) -> str:
-    return f"No head answers at {url} ({_ANOTHER}): start one with `mlx-ring serve`, or give its address with --url."
-
-
 def _no_address(url: str) -> str:
     return f"'{url}' is no address of a server; give one like {DEFAULT_URL}."
 
@@ -195,7 +194,7 @@ def names_at(
             for each in listed["data"]
         }
     except (LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(_other_program(url)) from error
+        raise ConfigError(f"No head answers at {url} ({_ANOTHER}): {_START_ONE}.") from error
 
 
 def name_for(url: str, model: str) -> str:
@@ -245,20 +244,47 @@ def distrust(error: Exception, url: str) -> str | None:
     )
 
 
+def heads_here() -> list[Running]:
+    """Return the heads that run on this machine with the same state folder."""
+    return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
+
+
+def server_here(
+    url: str | None, model: str | None = None, *, api_key: str | None = None, cacert: Path | None = None
+) -> str:
+    """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
+
+    The usual address comes first, and is returned if none answers. A head that `run` started for its own chat ends with
+    that chat, so it is not taken.
+    """
+    if url is not None:
+        return url
+    from mlx_ring.models.model_source import full_name  # most commands do without it
+
+    wanted = {model}
+    with contextlib.suppress(ConfigError):
+        wanted.add(full_name(model) if model else None)
+    others = (head.url for head in heads_here() if not _is_of_a_chat(head.pid))
+    best, place = -1, DEFAULT_URL
+    for each in dict.fromkeys((DEFAULT_URL, *others)):
+        # It may be ending, or have another API key, or a certificate that is not trusted.
+        with contextlib.suppress(ConfigError, RequestError):
+            names = names_at(each, api_key=api_key, cacert=cacert).values()
+            found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
+            best, place = max((best, place), (found, each), key=lambda pair: pair[0])
+    return place
+
+
+def _is_of_a_chat(pid: int) -> bool:
+    """Report whether `run` started this process, which then ends with a pipe."""
+    try:
+        return any(each.startswith(LIFELINE) for each in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return True
+
+
 # ---- chats
 
-QUESTION = typer.Argument(help="Question to answer, instead of a chat; only the answer is printed.")
-MODEL_OR_QUESTION = typer.Argument(
-    metavar="MODEL|QUESTION",
-    help="Question to answer, instead of a chat; only the answer is printed. At a terminal, the name of a model begins a "
-    "chat with it.",
-)
-QUESTION_TO_MODEL = typer.Argument(metavar="QUESTION", help="Question to the model that is named before it.")
-SYSTEM = typer.Option("--system", help="System prompt.")
-TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
-TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")
-MAX_TOKENS = typer.Option("--max-tokens", min=1, help="Limit of each answer, in tokens.")
-SEED = typer.Option("--seed", help="Seed, with which answers repeat.")
 _CONNECT_S = 5.0
 _SILENCE_S = 60.0
 """Maximum pause of a stream. A live server sends a comment far more often."""

@@ -17,8 +17,7 @@ from rich.table import Column, Table
 
 from mlx_ring.cli import INTERRUPTED, DownloadBar, table_console
 from mlx_ring.cli.flags import KvMemory, given_kv_memory
-from mlx_ring.cli.head_client import API_KEY, CACERT, ServedNames, ask_head, names_at
-from mlx_ring.cli.processes import heads_here
+from mlx_ring.cli.head_client import API_KEY, CACERT, ServedNames, ask_head, heads_here, names_at
 from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder

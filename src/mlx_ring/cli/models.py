@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at, server_here
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
-from mlx_ring.cli.processes import server_here
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import require_absent, stage_bytes, write_stage_folder

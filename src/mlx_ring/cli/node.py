@@ -18,8 +18,7 @@ from rich.table import Table
 
 from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head
-from mlx_ring.cli.processes import server_here
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, server_here
 from mlx_ring.core.errors import ConfigError, shown_text
 from mlx_ring.core.folders import authority_folder, node_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings

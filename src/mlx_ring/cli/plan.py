@@ -17,6 +17,7 @@ from mlx_ring.cli.flags import (
     setting_option,
     with_settings,
 )
+from mlx_ring.cli.head_client import server_here
 from mlx_ring.cli.planning import (
     COMPARISONS,
     KV_BITS,
@@ -38,7 +39,6 @@ from mlx_ring.cli.planning import (
     read_tokens,
     read_whole_numbers,
 )
-from mlx_ring.cli.processes import server_here
 from mlx_ring.cli.status_tables import expectation, list_machines, show_plans
 from mlx_ring.cli.what_if import (
     Asked,

@@ -12,8 +12,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head
-from mlx_ring.cli.processes import server_here
+from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, ask_head, server_here
 from mlx_ring.core.errors import ConfigError, RequestError, reason_of
 from mlx_ring.models.model_folder import ModelFolder
 from mlx_ring.models.model_source import builtin_names, describe_model

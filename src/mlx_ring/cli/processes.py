@@ -17,27 +17,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from mlx_ring.cli import DownloadBar, table_console
-from mlx_ring.cli.flags import with_settings
+from mlx_ring.cli.flags import MAX_TOKENS, QUESTION, SEED, SYSTEM, TEMPERATURE, TOP_P, with_settings
 from mlx_ring.cli.head_client import (
     API_KEY,
     CACERT,
-    DEFAULT_URL,
     LIFELINE,
-    MAX_TOKENS,
-    QUESTION,
-    SEED,
-    SYSTEM,
-    TEMPERATURE,
-    TOP_P,
     URL,
     ask_head,
     name_for,
     names_at,
     pull_at,
+    server_here,
     trust,
 )
 from mlx_ring.core.environment import inherited_environment
@@ -104,45 +97,6 @@ def ps(
         print(sentence, file=sys.stderr)
     if silent:
         raise typer.Exit(1)
-
-
-def heads_here() -> list[Running]:
-    """Return the heads that run on this machine with the same state folder."""
-    return [each for each in running_here(state_folder(load_settings({}).state_dir)) if each.kind == "head"]
-
-
-def server_here(
-    url: str | None, model: str | None = None, *, api_key: str | None = None, cacert: Path | None = None
-) -> str:
-    """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
-
-    The usual address comes first, and is returned if none answers. A head that `run` started for its own chat ends with
-    that chat, so it is not taken.
-    """
-    if url is not None:
-        return url
-    from mlx_ring.models.model_source import full_name  # most commands do without it
-
-    wanted = {model}
-    with contextlib.suppress(ConfigError):
-        wanted.add(full_name(model) if model else None)
-    others = (head.url for head in heads_here() if not _is_of_a_chat(head.pid))
-    best, place = -1, DEFAULT_URL
-    for each in dict.fromkeys((DEFAULT_URL, *others)):
-        # It may be ending, or have another API key, or a certificate that is not trusted.
-        with contextlib.suppress(ConfigError, RequestError):
-            names = names_at(each, api_key=api_key, cacert=cacert).values()
-            found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
-            best, place = max((best, place), (found, each), key=lambda pair: pair[0])
-    return place
-
-
-def _is_of_a_chat(pid: int) -> bool:
-    """Report whether `run` started this process, which then ends with a pipe."""
-    try:
-        return any(each.startswith(LIFELINE) for each in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return True
 
 
 def _of_a_member(agent: Running) -> str:
