@@ -157,6 +157,8 @@ def test_only_models_at_a_pleasant_predicted_speed_are_recommended(tmp_path: Pat
     found = json.loads(fast.stdout)
     assert "qwen3:0.6b" in {each["name"] for each in found}
     assert all(each["fits"] and each["tokens_per_s"] >= 5 for each in found)
+    abilities = {each["name"]: each["abilities"] for each in found}
+    assert (abilities["llama3.1:8b"], abilities["qwen3:0.6b"]) == (["tools"], ["tools", "reasoning"])
     slow = "machines: [{name: slow, memory_gb: 16, bandwidth_gb_s: 0.1, tflops: 0.01}]"
     (tmp_path / "slow.yaml").write_text(slow)
     none = run_in_process("models", "recommend", "--cluster", "slow.yaml", folder=tmp_path)
@@ -176,6 +178,8 @@ def test_a_recommendation_has_the_first_token_of_a_prompt_that_fills_the_context
         assert each["first_token_s_range"] == same["first_token_s_range"]
     shown = run_in_process("recommend", *machine, folder=tmp_path).stdout
     assert "first token at 8k, s" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("qwen3:0.6b ")]
+    assert row.rstrip().endswith("tools, reasoning")
 
 
 def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_busy(

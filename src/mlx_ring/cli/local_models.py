@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -234,18 +234,27 @@ async def _own_profile() -> MachineProfile:
     return await recall_or_measure(store, options, accepts_noise=False)
 
 
-def _names_of(label: str) -> tuple[str, str]:
-    """Return the short name and the hub's id of a popular model by its name and format."""
+@dataclass(frozen=True, slots=True)
+class _Popular:
+    """Popular model as it is recommended."""
+
+    name: str
+    """Short name."""
+    hub_id: str
+    abilities: tuple[str, ...]
+
+
+def _popular(label: str) -> _Popular:
+    """Return a popular model by its name and format."""
     for each in published_models():
         for form, hub_id in each.conversions.items():
             if label == f"{each.name} {form}":
-                return next(iter(short_names_of(hub_id)), hub_id), hub_id
-    return label, label
+                return _Popular(next(iter(short_names_of(hub_id)), hub_id), hub_id, each.abilities)
+    return _Popular(label, label, ())
 
 
 def _recommended(one: Outcome) -> dict[str, object]:
-    short, hub_id = _names_of(one.model)
-    return {"name": short, "hub_id": hub_id, **asdict(one)}
+    return {**asdict(_popular(one.model)), **asdict(one)}
 
 
 def _show_recommended(good: Sequence[Outcome], where: str) -> None:
@@ -253,20 +262,22 @@ def _show_recommended(good: Sequence[Outcome], where: str) -> None:
     table = Table(Column("model", overflow="fold"), box=None, pad_edge=False)
     for title in ("tokens/s", "first token at 8k, s", "memory"):
         table.add_column(title, justify="right")
-    table.add_column("on this disk")
+    for title in ("on this disk", "supports"):
+        table.add_column(title)
     for one in good:
-        short, hub_id = _names_of(one.model)
+        known = _popular(one.model)
         table.add_row(
-            short,
+            known.name,
             _between(one.tokens_per_s_range),
             _between(one.first_token_s_range),
             gigabytes(one.memory_bytes),
-            "yes" if hub_id in here else "",
+            "yes" if known.hub_id in here else "",
+            ", ".join(known.abilities),
         )
     console = table_console()
     console.print(f"Models that run well on {where}, the largest first:\n")
     console.print(table)
-    console.print(f"\nPredicted, for one user. Chat with one: mlx-ring run {_names_of(good[0].model)[0]}")
+    console.print(f"\nPredicted, for one user. Chat with one: mlx-ring run {_popular(good[0].model).name}")
 
 
 def _between(ends: tuple[float, float]) -> str:
@@ -280,7 +291,7 @@ def _none_recommended(outcomes: Sequence[Outcome], where: str, least: float) -> 
     fastest = max(fitting, key=lambda each: each.tokens_per_s)
     return (
         f"None: no listed model is predicted at {least:g} tokens/s or more on {where}. The fastest that fits is "
-        f"{_names_of(fastest.model)[0]}, with {fastest.tokens_per_s:.2g} tokens/s."
+        f"{_popular(fastest.model).name}, with {fastest.tokens_per_s:.2g} tokens/s."
     )
 
 

@@ -161,7 +161,6 @@ def read_config(file: Path) -> dict[str, Any]:
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """File of NVIDIA's ModelOpt beside config.json, which mlx-lm reads too."""
-_STATED = ("quantization", "quantization_config")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _BLOCK = [128, 128]
