@@ -114,4 +114,4 @@ format: .venv/.ready-dev node_modules/.ready ## format, and apply ruff's fixes
 
 clean: ## remove installed and built files
 	rm -rf .uv .venv node_modules .venv-oldest .clients .debian dist build logs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests bench scripts packages -name __pycache__ -type d -prune -exec rm -rf {} +
