@@ -366,8 +366,11 @@ def given_upkeep(
     for text in watts or ():
         name, numbers = read_pair("--watts", text, most=2)
         values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
-        if len(numbers) > 1 and numbers[1] > numbers[0]:
-            raise ConfigError(f"--watts is {text}; the power without load must not be more than under load.")
+        idle = numbers[1] if len(numbers) > 1 else found.get(name, Upkeep()).idle_watts
+        if idle is not None and idle > numbers[0]:
+            raise ConfigError(
+                f"--watts is {text}; the power without load, which is {idle:g}, must not be more than under load."
+            )
     for text in prices or ():
         name, numbers = read_pair("--price", text, most=1)
         values.setdefault(name, {})["price"] = numbers[0]
