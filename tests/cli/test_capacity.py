@@ -219,6 +219,10 @@ def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None
             (*MACHINE, "--first-token-within", "soon"),
             "--first-token-within is soon; it must be a time above 0",
         ),
+        (
+            (*MACHINE, "--arrivals", "burst", "--burst", "20000"),
+            "--burst is 20000; it must be 10000 at most.",
+        ),
         ((*MACHINE, "--arrivals", "never"), "--arrivals is never; it must be one of poisson, even, burst."),
         ((*MACHINE, "--watts", "x"), "--watts is x; it must be NAME=BUSY or NAME=BUSY/IDLE"),
         (

@@ -347,6 +347,16 @@ def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     )
 
 
+@pytest.mark.parametrize("arrivals", ["poisson", "even", "burst"])
+def test_requests_come_in_whole_bursts_however_large_they_are(arrivals: Arrivals) -> None:
+    """Double the size of bursts that have more requests than a run usually has, and the last ones wait twice as long."""
+    waits = [
+        measured(load=Load(Lengths(64, 64), Lengths(4, 4), arrivals, burst=burst), rate=5.0).first_token_s
+        for burst in (700, 1400)
+    ]
+    assert waits[1] / waits[0] == pytest.approx(2.0 if arrivals == "burst" else 1.0, rel=0.05)
+
+
 WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
 
 # ---- unlike replicas

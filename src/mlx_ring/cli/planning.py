@@ -240,14 +240,16 @@ def _tokens(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-def at_least_one(flag: str, value: int) -> int:
-    """Return a number that is 1 or more.
+def at_least_one(flag: str, value: int, most: int | None = None) -> int:
+    """Return a number that is 1 or more, and not more than `most`.
 
     Raises:
-        ConfigError: it is less.
+        ConfigError: it is less or more.
     """
     if value < 1:
         raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
+    if most is not None and value > most:
+        raise ConfigError(f"{flag} is {value}; it must be {most} at most.")
     return value
 
 

@@ -302,6 +302,7 @@ _DRAWINGS, _DRAWN_REQUESTS = (40, 400), 120_000
 """Fewest and most drawings of which the most typical one is chosen, and about the number of their requests."""
 _WINDOWS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Spans, in mean times between requests, in which those that come close together are counted."""
+_FEWEST_BURSTS = 4
 _LOADS = (0.35, 0.6, 0.8)
 """Loads of queues whose waits are compared."""
 
@@ -340,6 +341,15 @@ class Load:
     seed: int = 0
 
     @property
+    def at_once(self) -> int:
+        """Number of requests that arrive at once."""
+        return self.burst if self.arrivals == "burst" and not self.recorded else 1
+
+    def in_bursts(self, count: int) -> int:
+        """Return so many requests, or as many more as several whole bursts need."""
+        return self.at_once * max(_FEWEST_BURSTS, -(-count // self.at_once))
+
+    @property
     def mean_prompt(self) -> float:
         return self._mean([each.prompt for each in self.recorded], self.prompt)
 
@@ -375,14 +385,11 @@ class Load:
         """
         if self.recorded:
             return list(islice(self.at_one_per_second(), count))
-        random, times = (
-            np.random.default_rng((self.seed, count)),
-            self.burst if self.arrivals == "burst" else 1,
-        )
+        random = np.random.default_rng((self.seed, count))
         shape = max(_DRAWINGS[0], min(_DRAWINGS[1], _DRAWN_REQUESTS // count)), count
         gaps = np.ones(shape) if self.arrivals == "even" else np.zeros(shape)
         if self.arrivals != "even":
-            gaps[:, ::times] = random.exponential(size=gaps[:, ::times].shape)
+            gaps[:, :: self.at_once] = random.exponential(size=gaps[:, :: self.at_once].shape)
         gaps *= count / gaps.sum(axis=1, keepdims=True)
         prompts, answers = (self._spread(lengths, shape, random) for lengths in (self.prompt, self.answer))
         work = prompts / (2 * self.mean_prompt) + answers / (2 * self.mean_answer)
@@ -427,9 +434,5 @@ class Load:
                     at += gap
                     yield at
         while True:
-            if self.arrivals == "burst":
-                at += float(random.exponential()) * self.burst
-                yield from (at for _ in range(self.burst))
-            else:
-                at += 1.0 if self.arrivals == "even" else float(random.exponential())
-                yield at
+            at += self.at_once * (1.0 if self.arrivals == "even" else float(random.exponential()))
+            yield from (at for _ in range(self.at_once))
