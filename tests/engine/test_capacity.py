@@ -594,6 +594,8 @@ def test_requests_are_read_from_csv_and_json_lines(text: str) -> None:
         ('{"prompt": 1, "answer": 2, "at": NaN}', "request 1: at is nan"),
         ('{"prompt": Infinity, "answer": 2}', "request 1: it must have a prompt and an answer"),
         ('{"prompt": 1, "answer": 2}\nnonsense', "request 2: it must have"),
+        ('{"prompt": 10.9, "answer": 2}', "request 1: it must have a prompt and an answer"),
+        ('{"prompt": 10, "answer": true}', "request 1: it must have a prompt and an answer"),
     ],
 )
 def test_a_wrong_file_of_requests_gets_a_sentence(text: str, complaint: str) -> None:

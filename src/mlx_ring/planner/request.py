@@ -276,7 +276,7 @@ def _json_line(line: str) -> object:
 def _one_recorded(entry: object, where: str) -> Recorded:
     try:
         fields = cast("Mapping[str, Any]", entry)
-        at, prompt, answer = fields.get("at"), int(fields["prompt"]), int(fields["answer"])
+        at, prompt, answer = fields.get("at"), _tokens(fields["prompt"]), _tokens(fields["answer"])
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         raise ConfigError(
             f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
@@ -284,6 +284,17 @@ def _one_recorded(entry: object, where: str) -> Recorded:
     if min(prompt, answer) < 1:
         raise ConfigError(f"{where}: prompt {prompt} and answer {answer} must be 1 token or more.")
     return Recorded(prompt, answer, None if at in (None, "") else _seconds(at, where))
+
+
+def _tokens(value: Any) -> int:
+    """Return a number of tokens; JSON has other numbers too, which would be rounded.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no whole number.
+    """
+    if isinstance(value, bool) or int(value) != float(value):
+        raise ValueError
+    return int(value)
 
 
 def _seconds(at: object, where: str) -> float:
