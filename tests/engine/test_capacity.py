@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
-from statistics import fmean, pstdev, pvariance
+from statistics import fmean, median, pstdev, pvariance
 from unittest.mock import Mock
 
 import pytest
@@ -273,13 +273,14 @@ def test_a_prompt_alone_on_two_stages_takes_no_longer_than_in_chunks_of_any_usua
     load, policy = Load(Lengths(prompt, prompt), Lengths(8, 8)), make_policy(num_speculative_tokens=0)
 
     def first_token_s() -> float:
-        return Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[-1]
+        # The engine continues to try other sizes, so that any one prompt may take a little longer.
+        return median(Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[3:])
 
     chosen_s = first_token_s()
     assert chosen_s == pytest.approx(plan.prediction.first_token_s - plan.prediction.token_s, rel=0.05)
     for size in (64, 128, 256, 512):
         monkeypatch.setattr(Prefilling, "_even_size", Mock(return_value=size))
-        assert chosen_s < 1.04 * first_token_s()
+        assert chosen_s < 1.03 * first_token_s()
 
 
 @pytest.mark.slow
