@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from scripts.published import Row, engine_of, golden_nodes, is_fitted, predict, rows_of
+from scripts.published import Row, engine_of, golden_nodes, is_fitted, packing_of, predict, rows_of
 
 from mlx_ring.planner.catalogue import chips
 
@@ -44,6 +44,8 @@ _HALF_TILES = {"metal": 16.0, "cuda": 64.0, "vulkan": 16.0, "cpu": 4.0}
 """Rows of half a tile of the kernels that multiply experts: of each expert's last tile, half is empty on average."""
 _VECTORS = {"metal": 0.25, "cuda": 2.0, "vulkan": 0.25, "cpu": 0.25}
 """Share of plain arithmetic's speed for each further row of a step. CUDA's kernels take up to eight rows at once."""
+_UNPACK = {"metal": 12.0, "cuda": 12.0, "vulkan": 12.0, "cpu": 8.0}
+"""Operations of plain arithmetic for each quantized weight, as backends start."""
 _START: dict[str, Any] = {
     "generations": {
         **{
@@ -59,6 +61,7 @@ _START: dict[str, Any] = {
         "hopper": {"read": 0.8, "matrix": 0.59, "layer": 1.0, "unpack": 1.0, "older": 0.25},
     },
     "tiers": {"usual": {"read": 1.0}, "ultra": {"read": 0.85}},
+    "packings": {"k-quants": {"unpack": 1.0}},
     "backends": {
         name: {
             "layer_us": 50.0,
@@ -66,7 +69,7 @@ _START: dict[str, Any] = {
             "step_us": 300.0,
             "states_us": 20.0,
             "row_us": 3.0,
-            "unpack": 1.0,
+            "unpack": _UNPACK[name],
             "attention": 0.2,
             "scores": 0.6,
             "experts_pace": 0.8,
@@ -201,6 +204,8 @@ def touches(row: Row, key: Key) -> bool:
     machine = row["machine"]
     if kind == "tiers":
         return ("ultra" in machine) == (name == "ultra")
+    if kind == "packings":
+        return packing_of(row) == name
     if kind == "generations":
         known = {"dgx-spark": "spark", "strix-halo": "strix", "rtx-3090": "ampere", "rtx-4090": "ada"}
         known |= {"rtx-5090": "blackwell", "h100": "hopper", "h200": "hopper"}

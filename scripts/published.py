@@ -102,6 +102,8 @@ _BITS = (
     ("gptq", 4.16, 4),
 )
 """Kinds of GGUF and others by a part of their name: bits of a weight with its scales, and bits of the numbers alone."""
+_K_QUANTS = re.compile(r"q\d_k|iq\d|\bud-q")
+"""Formats of llama.cpp with blocks of 256 weights, whose scales are packed too."""
 _GROUP = 64
 _Q4 = {"group_size": _GROUP, "bits": 4}
 _LEAST_ROWS, _LEAST_PUBLISHERS = 6, 3
@@ -187,7 +189,9 @@ def golden_nodes(row: Row, fitted: Fitted | None = None) -> list[NodeProfile] | 
             return None
         if row["backend"] in ("cuda", "metal", "vulkan", "rocm", "cpu") and chip.generation == "strix":
             chip = replace(chip, backend="vulkan")
-        node = chip_profile(chip, 128, f"{machine}-{len(found)}", engine=engine, fitted=fitted)
+        node = chip_profile(
+            chip, 128, f"{machine}-{len(found)}", engine=engine, packing=packing_of(row), fitted=fitted
+        )
         chunk = _MICRO_BATCH.search(row["note"])
         found.append(replace(node, chunk_tokens=int(chunk[1])) if chunk else node)
     count = int(row["nodes"])
@@ -210,6 +214,11 @@ def engine_of(row: Row) -> str:
         "mlx distributed": "mlx-lm",
     }
     return same.get(engine, "mlx-swift" if engine.startswith("mlx-swift") else engine)
+
+
+def packing_of(row: Row) -> str | None:
+    """Return the way in which a row's weights are packed, if their scales have scales; None if they do not."""
+    return "k-quants" if _K_QUANTS.search(row["format"].lower()) else None
 
 
 def predict(row: Row, fitted: Fitted | None = None) -> float | None:

@@ -219,11 +219,15 @@ def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None
             (*MACHINE, "--first-token-within", "soon"),
             "--first-token-within is soon; it must be a time above 0",
         ),
+        (
+            (*MACHINE, "--arrivals", "burst", "--burst", "20000"),
+            "--burst is 20000; it must be 10000 at most.",
+        ),
         ((*MACHINE, "--arrivals", "never"), "--arrivals is never; it must be one of poisson, even, burst."),
         ((*MACHINE, "--watts", "x"), "--watts is x; it must be NAME=BUSY or NAME=BUSY/IDLE"),
         (
             (*MACHINE, "--watts", "m4-mac-mini-16=5/9"),
-            "--watts is m4-mac-mini-16=5/9; the power without load must not be more",
+            "--watts is m4-mac-mini-16=5/9; the power without load, which is 9, must not be more",
         ),
         ((*MACHINE, "--price", "x=-1"), "--price is x=-1; it must be NAME=PRICE, with numbers above 0."),
         ((*MACHINE, "--years", "0"), "--years is 0"),
@@ -241,3 +245,13 @@ def test_fewer_requests_run_at_once_in_a_given_kv_memory(tmp_path: Path) -> None
 )
 def test_wrong_input_gets_one_sentence(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:
     assert sentence in complaint("capacity", "demo", *options, folder=tmp_path)
+
+
+def test_power_under_load_is_not_less_than_a_file_gives_without_load(tmp_path: Path) -> None:
+    """Give only the power under load by a flag: that without load stays as in the file."""
+    (tmp_path / "mine.yaml").write_text(
+        "machines:\n  - {name: mini, machine: m4-mac-mini-16, watts: 40, idle_watts: 4}\n"
+    )
+    options = ("--cluster", "mine.yaml", "--rate", "1")
+    refused = complaint("capacity", "demo", *options, "--watts", "mini=3", folder=tmp_path)
+    assert "--watts is mini=3; the power without load, which is 4, must not be more" in refused

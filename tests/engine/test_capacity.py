@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
-from statistics import fmean, pstdev, pvariance
+from statistics import fmean, median, pstdev, pvariance
 from unittest.mock import Mock
 
 import pytest
@@ -273,13 +273,14 @@ def test_a_prompt_alone_on_two_stages_takes_no_longer_than_in_chunks_of_any_usua
     load, policy = Load(Lengths(prompt, prompt), Lengths(8, 8)), make_policy(num_speculative_tokens=0)
 
     def first_token_s() -> float:
-        return Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[-1]
+        # The engine continues to try other sizes, so that any one prompt may take a little longer.
+        return median(Search(replicas, load, ServiceLevel(1.0, 0.2), policy).alone.first_token_s[3:])
 
     chosen_s = first_token_s()
     assert chosen_s == pytest.approx(plan.prediction.first_token_s - plan.prediction.token_s, rel=0.05)
     for size in (64, 128, 256, 512):
         monkeypatch.setattr(Prefilling, "_even_size", Mock(return_value=size))
-        assert chosen_s < 1.04 * first_token_s()
+        assert chosen_s < 1.03 * first_token_s()
 
 
 @pytest.mark.slow
@@ -345,6 +346,16 @@ def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     assert found.why == (
         "One request at a time is fast enough, but of requests that arrive together the first token comes too late."
     )
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "even", "burst"])
+def test_requests_come_in_whole_bursts_however_large_they_are(arrivals: Arrivals) -> None:
+    """Double the size of bursts that have more requests than a run usually has, and the last ones wait twice as long."""
+    waits = [
+        measured(load=Load(Lengths(64, 64), Lengths(4, 4), arrivals, burst=burst), rate=5.0).first_token_s
+        for burst in (700, 1400)
+    ]
+    assert waits[1] / waits[0] == pytest.approx(2.0 if arrivals == "burst" else 1.0, rel=0.05)
 
 
 WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
@@ -584,6 +595,8 @@ def test_requests_are_read_from_csv_and_json_lines(text: str) -> None:
         ('{"prompt": 1, "answer": 2, "at": NaN}', "request 1: at is nan"),
         ('{"prompt": Infinity, "answer": 2}', "request 1: it must have a prompt and an answer"),
         ('{"prompt": 1, "answer": 2}\nnonsense', "request 2: it must have"),
+        ('{"prompt": 10.9, "answer": 2}', "request 1: it must have a prompt and an answer"),
+        ('{"prompt": 10, "answer": true}', "request 1: it must have a prompt and an answer"),
     ],
 )
 def test_a_wrong_file_of_requests_gets_a_sentence(text: str, complaint: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_ring.planner.catalogue import (
@@ -75,3 +77,33 @@ def test_a_known_machine_without_gpu_computes_in_float32_as_its_workers_would() 
     for name, is_cpu in (("linux-desktop-32", True), ("m4-max-128", False)):
         node = known_profile(name)
         assert (node.widens, node.keeps_scales) == (is_cpu, is_cpu)
+
+
+@pytest.mark.parametrize("bits", ["4-bit", "8-bit"])
+@pytest.mark.parametrize("name", ["m2-pro-19", "m4-max-40", "rtx-4090"])
+def test_weights_are_unpacked_while_they_are_read(name: str, bits: str) -> None:
+    """Compare with a chip of endless arithmetic, which only reads, and one of endless bandwidth, which only unpacks."""
+    chip, much = chips()[name], 1e9
+
+    def byte_s(gb_s: float, plain: float) -> float:
+        made = replace(chip, gb_s=gb_s, plain_tflops=plain)
+        return 1 / chip_profile(made, 64, name).rate(bits).bandwidth
+
+    plain = chip.plain_tflops or chip.tflops
+    both_s, read_s, unpacked_s = (
+        byte_s(chip.gb_s, plain),
+        byte_s(chip.gb_s, much * plain),
+        byte_s(much * chip.gb_s, plain),
+    )
+    longer_s = max(read_s, unpacked_s)
+    assert longer_s < both_s < 1.2 * longer_s
+
+
+def test_scales_that_are_packed_themselves_take_longer_to_unpack_on_gpus() -> None:
+    """Compare on an M2 Max, whose arithmetic is the limit, with a CPU, to which nothing is fitted."""
+
+    def speed(name: str, packing: str | None) -> float:
+        return chip_profile(chips()[name], 64, name, packing=packing).rate("4-bit").bandwidth
+
+    assert speed("m2-max-30", "k-quants") < 0.8 * speed("m2-max-30", None)
+    assert speed("cpu-server", "k-quants") == speed("cpu-server", None)

@@ -62,7 +62,7 @@ from mlx_ring.settings.settings_sources import load_settings
 
 _SHORT_LIST = ("m4-pro-64", "m4-max-128", "m3-ultra-256", "nvidia-dgx-spark")
 """Machines that `--what-to-add` compares."""
-_BURST = 8
+_BURST, _LARGEST_BURST = 8, 10_000
 _SCHEDULING = ("max_num_seqs", "max_itl_ratio", "prefill_chunk")
 _LOAD, _LEVEL, _COST = "Load", "Service level", "Power and price"
 _LARGE, _TABLE_WIDTH = 1000, 240
@@ -213,7 +213,7 @@ def capacity(
         Lengths(*read_lengths("--prompt", prompt or "1024")),
         Lengths(*read_lengths("--answer", answer or "256")),
         cast("Arrivals", one_of("--arrivals", arrivals, ARRIVALS)),
-        (at_least_one("--burst", burst) if burst is not None else _BURST) if arrivals == "burst" else 1,
+        at_least_one("--burst", _BURST if burst is None else burst, _LARGEST_BURST),
         read_share("--prefix-hits", prefix_hits),
         () if requests is None else _recorded(requests),
         seed,

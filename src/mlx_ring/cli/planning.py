@@ -240,14 +240,16 @@ def _tokens(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-def at_least_one(flag: str, value: int) -> int:
-    """Return a number that is 1 or more.
+def at_least_one(flag: str, value: int, most: int | None = None) -> int:
+    """Return a number that is 1 or more, and not more than `most`.
 
     Raises:
-        ConfigError: it is less.
+        ConfigError: it is less or more.
     """
     if value < 1:
         raise ConfigError(f"{flag} is {value}; it must be 1 or more.")
+    if most is not None and value > most:
+        raise ConfigError(f"{flag} is {value}; it must be {most} at most.")
     return value
 
 
@@ -366,8 +368,11 @@ def given_upkeep(
     for text in watts or ():
         name, numbers = read_pair("--watts", text, most=2)
         values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
-        if len(numbers) > 1 and numbers[1] > numbers[0]:
-            raise ConfigError(f"--watts is {text}; the power without load must not be more than under load.")
+        idle = numbers[1] if len(numbers) > 1 else found.get(name, Upkeep()).idle_watts
+        if idle is not None and idle > numbers[0]:
+            raise ConfigError(
+                f"--watts is {text}; the power without load, which is {idle:g}, must not be more than under load."
+            )
     for text in prices or ():
         name, numbers = read_pair("--price", text, most=1)
         values.setdefault(name, {})["price"] = numbers[0]

@@ -230,10 +230,10 @@ class Search:
         With `ends_early` the run ends as soon as requests queue up, or the level cannot be kept. With `least`, at least so
         many requests are measured, however late they are.
         """
-        measured = _rounded(max(least, self._count(rate)))
+        measured = self.load.in_bursts(_rounded(max(least, self._count(rate))))
         skipped = min(_SKIPPED, measured // 4) + math.ceil(2 * self._streams(rate))
         count = measured + skipped
-        queued = max(_FEW_QUEUED, 2 * self.load.burst, int(_QUEUED_SHARE * count))
+        queued = max(_FEW_QUEUED, 2 * self.load.at_once, int(_QUEUED_SHARE * count))
         is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early and not least else _never
         outcome = self._simulation(queued, is_lost, ends_early=ends_early).run(
             _requests(self.load, measured, skipped, rate),

@@ -30,6 +30,8 @@ _KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
 _ATTENTION_OPERATIONS = 4
 """Operations for each number of a query and each token before it: a score and a weighted value."""
 _MOST_OF_NOMINAL = 0.98
+_OVERLAP = 4.0
+"""Order of the norm of two times that overlap: 1 for one after the other, without end for the longer one alone."""
 _NEAREST = 3
 
 
@@ -269,6 +271,7 @@ def chip_profile(
     *,
     wired_gb: float | None = None,
     engine: str = OWN_ENGINE,
+    packing: str | None = None,
     fitted: Fitted | None = None,
 ) -> NodeProfile:
     """Return the profile of a chip with an amount of memory.
@@ -279,6 +282,7 @@ def chip_profile(
         name: name of the node.
         wired_gb: gigabytes that the GPU may use, where that is set on the machine.
         engine: engine whose factors count.
+        packing: "k-quants" if weights are packed as llama.cpp's, with scales of scales; None for groups of numbers with one.
         fitted: numbers to use instead of the catalogue's.
 
     Raises:
@@ -294,6 +298,10 @@ def chip_profile(
         factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": CHUNK_TOKENS}
     decode, prefill = float(factors.get("decode", 1.0)), float(factors.get("prefill", 1.0))
     attention, overhead = float(factors.get("attention", 1.0)), float(factors.get("overhead", 1.0))
+    unpack = backend["unpack"] * generation["unpack"]
+    if packing is not None and chip.backend != "cpu":
+        # Nothing is fitted to CPUs, whose kernels are others.
+        unpack *= numbers["packings"][packing]["unpack"]
     nominal, operations = chip.gb_s * 1e9, chip.tflops * 1e12
     plain = (chip.plain_tflops or chip.tflops) * 1e12
     instructions = _catalogue()["instructions"]
@@ -304,11 +312,10 @@ def chip_profile(
 
     def rate(bits: int) -> WeightRate:
         share = min(_MOST_OF_NOMINAL, generation["read"] * tier["read"] * backend["read"][bits])
-        # Quantized weights are unpacked while they are read.
-        unpacked_s = 0.0 if bits == _HALF else 8 / bits * backend["unpack"] * generation["unpack"] / plain
+        read_s, unpacked_s = 1 / (nominal * share), 0.0 if bits == _HALF else 8 / bits * unpack / plain
         return WeightRate(
             weights=_KINDS[bits],
-            bandwidth=1 / (1 / (nominal * share) + unpacked_s) / decode,
+            bandwidth=1 / _overlapped(read_s, unpacked_s) / decode,
             row_s=0.0,
             spread=0.0,
             flops=matrix
@@ -354,6 +361,11 @@ def chip_profile(
         widens=chip.backend == "cpu" and engine == OWN_ENGINE,
         keeps_scales=chip.backend == "cpu" and engine == OWN_ENGINE,
     )
+
+
+def _overlapped(read_s: float, unpacked_s: float) -> float:
+    """Return the seconds in which weights are read, and unpacked meanwhile: little more than the longer of the two."""
+    return (read_s**_OVERLAP + unpacked_s**_OVERLAP) ** (1 / _OVERLAP)
 
 
 def _granted_share(gigabytes: float) -> float:

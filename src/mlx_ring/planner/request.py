@@ -276,7 +276,7 @@ def _json_line(line: str) -> object:
 def _one_recorded(entry: object, where: str) -> Recorded:
     try:
         fields = cast("Mapping[str, Any]", entry)
-        at, prompt, answer = fields.get("at"), int(fields["prompt"]), int(fields["answer"])
+        at, prompt, answer = fields.get("at"), _tokens(fields["prompt"]), _tokens(fields["answer"])
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         raise ConfigError(
             f"{where}: it must have a prompt and an answer, as whole numbers of tokens."
@@ -284,6 +284,17 @@ def _one_recorded(entry: object, where: str) -> Recorded:
     if min(prompt, answer) < 1:
         raise ConfigError(f"{where}: prompt {prompt} and answer {answer} must be 1 token or more.")
     return Recorded(prompt, answer, None if at in (None, "") else _seconds(at, where))
+
+
+def _tokens(value: Any) -> int:
+    """Return a number of tokens; JSON has other numbers too, which would be rounded.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is no whole number.
+    """
+    if isinstance(value, bool) or int(value) != float(value):
+        raise ValueError
+    return int(value)
 
 
 def _seconds(at: object, where: str) -> float:
@@ -302,6 +313,7 @@ _DRAWINGS, _DRAWN_REQUESTS = (40, 400), 120_000
 """Fewest and most drawings of which the most typical one is chosen, and about the number of their requests."""
 _WINDOWS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Spans, in mean times between requests, in which those that come close together are counted."""
+_FEWEST_BURSTS = 4
 _LOADS = (0.35, 0.6, 0.8)
 """Loads of queues whose waits are compared."""
 
@@ -340,6 +352,15 @@ class Load:
     seed: int = 0
 
     @property
+    def at_once(self) -> int:
+        """Number of requests that arrive at once."""
+        return self.burst if self.arrivals == "burst" and not self.recorded else 1
+
+    def in_bursts(self, count: int) -> int:
+        """Return so many requests, or as many more as several whole bursts need."""
+        return self.at_once * max(_FEWEST_BURSTS, -(-count // self.at_once))
+
+    @property
     def mean_prompt(self) -> float:
         return self._mean([each.prompt for each in self.recorded], self.prompt)
 
@@ -375,14 +396,11 @@ class Load:
         """
         if self.recorded:
             return list(islice(self.at_one_per_second(), count))
-        random, times = (
-            np.random.default_rng((self.seed, count)),
-            self.burst if self.arrivals == "burst" else 1,
-        )
+        random = np.random.default_rng((self.seed, count))
         shape = max(_DRAWINGS[0], min(_DRAWINGS[1], _DRAWN_REQUESTS // count)), count
         gaps = np.ones(shape) if self.arrivals == "even" else np.zeros(shape)
         if self.arrivals != "even":
-            gaps[:, ::times] = random.exponential(size=gaps[:, ::times].shape)
+            gaps[:, :: self.at_once] = random.exponential(size=gaps[:, :: self.at_once].shape)
         gaps *= count / gaps.sum(axis=1, keepdims=True)
         prompts, answers = (self._spread(lengths, shape, random) for lengths in (self.prompt, self.answer))
         work = prompts / (2 * self.mean_prompt) + answers / (2 * self.mean_answer)
@@ -427,9 +445,5 @@ class Load:
                     at += gap
                     yield at
         while True:
-            if self.arrivals == "burst":
-                at += float(random.exponential()) * self.burst
-                yield from (at for _ in range(self.burst))
-            else:
-                at += 1.0 if self.arrivals == "even" else float(random.exponential())
-                yield at
+            at += self.at_once * (1.0 if self.arrivals == "even" else float(random.exponential()))
+            yield from (at for _ in range(self.at_once))
