@@ -18,6 +18,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NodeLost, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.model import HostedModel
@@ -443,6 +444,33 @@ def test_a_move_is_cancelled_at_once_and_unloading_waits_for_the_workers_that_we
         old.may_end.set()
         await stopping
         assert hosted.replicas == []
+
+    asyncio.run(run())
+
+
+def test_the_present_instance_serves_on_if_the_next_one_is_lost_while_the_prefix_cache_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = Settings.model_validate({"model": "demo"})
+    hosted = HostedModel(settings, prepare_model(settings), list[object]().append, lambda: 0)
+    old, new = SlowlyEndingReplica(), SlowlyEndingReplica()
+    old.may_end.set()
+    new.may_end.set()
+
+    async def lose_new(_self: KvMoves, _source: KvMoves) -> int:
+        new.service.error = WorkerLost("The worker of stage 0 was killed.")
+        return 0
+
+    def ready(*_: object) -> None:
+        """Do nothing."""
+
+    async def run() -> None:
+        monkeypatch.setattr(KvMoves, "bring_kept", lose_new)
+        await hosted.run(cast("Any", [old]), ready)
+        with pytest.raises(WorkerLost):
+            await hosted.replace(cast("Any", old), cast("Any", new), ready)
+        assert (hosted.error, hosted.replicas, hosted.is_moving) == (None, [old], False)
+        await hosted.stop("It is unloaded.")
 
     asyncio.run(run())
 

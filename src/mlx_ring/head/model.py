@@ -66,8 +66,7 @@ class HostedModel:
             missing: function that returns the number of machines still to join.
             tracing: destination of traces.
         """
-        self._on_crash = on_crash
-        self._missing = missing
+        self._on_crash, self._missing = on_crash, missing
         self.settings = settings
         """Settings of this model."""
         self.served = served
@@ -404,8 +403,7 @@ class HostedModel:
         """
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.replicas.append(new)
-        self.is_moving = True
-        work = self._keep(new, first, ready, others_count=False)
+        self.is_moving, work = True, self._keep(new, first, ready, others_count=False)
         self._tasks[new] = asyncio.create_task(work, name=f"replica of {self.model_id}")
         try:
             await first
@@ -423,11 +421,13 @@ class HostedModel:
     async def _retire(self, leaving: Replica, staying: Replica) -> int:
         """End a replica once another one has taken over its requests, also those that come to it meanwhile."""
         self._leaving, moved, has_begun = leaving, 0, False
-        while leaving.service.error is None and (not has_begun or leaving.service.engine.lives):
+        while leaving.service.error is None:
             if staying.service.error is not None:
                 raise staying.service.error
-            has_begun = True
+            if has_begun and not leaving.service.engine.lives:
+                break
             moved += await move_requests(leaving.service.engine, staying.service.engine)
+            has_begun = True
         staying.meter.moved += moved
         await self._end(leaving)
         return moved
