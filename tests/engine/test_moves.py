@@ -25,7 +25,7 @@ from tests.examples import examples
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.generation import GenerateRequest
-from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.core.types import LayerRange, RankId, SamplingParams
 from mlx_ring.engine import moved_kv, takeover
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import KvPlace
@@ -455,6 +455,11 @@ def answer_all(
     return answers, cached
 
 
+def first_tokens(succession: Succession) -> list[int]:
+    """Return the first token of each text in the prefix cache, the last used one first."""
+    return [tokens[0] for _, tokens, _ in engine_of(succession)._scheduler.kv.cache.texts()]
+
+
 def test_ended_conversations_move_too_and_continue_without_being_computed() -> None:
     running, next_turns = starting_with(202, 30, max_tokens=20), [*map(continued, ENDED)]
 
@@ -476,9 +481,9 @@ def test_ended_conversations_move_too_and_continue_without_being_computed() -> N
     check_nothing_is_left(target)
 
 
-@pytest.mark.parametrize(("blocks", "cached"), [(2, [0, 27]), (4, [43, 27])])
+@pytest.mark.parametrize(("blocks", "cached"), [(1, [0, 27]), (4, [43, 27])])
 def test_ended_conversations_that_were_used_last_move_as_far_as_there_is_room(
-    blocks: int, cached: list[int]
+    blocks: int, cached: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     kv, next_turns = kv_of(blocks), [*map(continued, reversed(ENDED))]
 
@@ -492,23 +497,70 @@ def test_ended_conversations_that_were_used_last_move_as_far_as_there_is_room(
         assert not engine_of(target).stats().cache.evictions
         return *answer_all(target, next_turns), target
 
-    answers, found, target = asyncio.run(run())
+    with caplog.at_level(logging.INFO):
+        answers, found, target = asyncio.run(run())
     assert answers == [*map(answer_to, next_turns)]
     assert found == [*reversed(cached)]
+    assert "was not moved" not in caplog.text
     check_nothing_is_left(target)
 
 
 def test_the_first_to_be_evicted_is_the_conversation_that_was_not_used_for_longest() -> None:
-    async def run() -> list[tuple[int, ...]]:
+    async def run() -> list[int]:
         source, target = instances_that_move_kv()
         own = starting_with(203, 20, max_tokens=4)
         answer_all(target, [own])
         answer_all(source, ENDED)
         await move_all(source, target)
-        texts = engine_of(target)._scheduler.kv.cache.texts()
-        return [tokens[:1] for _, tokens, _ in texts]
+        return first_tokens(target)
 
-    assert asyncio.run(run()) == [(203,), (201,), (200,)]
+    assert asyncio.run(run()) == [203, 201, 200]
+
+
+def test_an_ended_conversation_evicts_nothing_if_others_take_the_room_while_it_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, meanwhile = starting_with(204, 20, max_tokens=4), starting_with(205, 20, max_tokens=4)
+    result = KvMoves._result
+
+    async def run() -> None:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING, kv=kv_of(2))
+        source.moves_kv = target.moves_kv = True
+        source.load()
+        target.load()
+
+        async def result_after_another_request(self: KvMoves, fetch: Any, within_s: float) -> str:
+            answer_all(target, [meanwhile])
+            return await result(self, fetch, within_s)
+
+        monkeypatch.setattr(KvMoves, "_result", result_after_another_request)
+        answer_all(source, ENDED[:1])
+        answer_all(target, [before])
+        await move_all(source, target)
+        assert not engine_of(target).stats().cache.evictions
+        assert first_tokens(target) == [205, 204]
+        target.finish()
+        assert target.twin is not None
+        assert not target.twin.has_fetched
+        check_nothing_is_left(target)
+
+    asyncio.run(run())
+
+
+def test_a_moved_conversation_takes_the_place_of_the_beginning_that_was_used_later() -> None:
+    (long, _), other = ENDED, starting_with(203, 20, max_tokens=4)
+    beginning = replace(long, prompt_tokens=long.prompt_tokens[:20], sampling=SamplingParams(max_tokens=1))
+
+    async def run() -> None:
+        source, target = instances_that_move_kv()
+        answer_all(target, [other, beginning])
+        answer_all(source, [long])
+        await move_all(source, target)
+        assert engine_of(target).stats().cache.moved_tokens == 23
+        assert first_tokens(target) == [200, 203]
+        check_nothing_is_left(target)
+
+    asyncio.run(run())
 
 
 def test_ended_conversations_that_cannot_move_are_computed(caplog: pytest.LogCaptureFixture) -> None:

@@ -266,7 +266,9 @@ class KvMoves:
             return f"the first {start} tokens were evicted meanwhile"
         if shared >= len(tokens):
             return "others have computed the tokens meanwhile"
-        entry = kv.begin_entry(tokens, spare=source)
+        # Others may have taken the room since the fetch began.
+        has_room = not is_oldest or kv.budget.has_room(len(tokens))
+        entry = kv.begin_entry(tokens, spare=source) if has_room else None
         if entry is None:
             return "there is no room for it"
         # The next step takes all operations along.

@@ -291,11 +291,19 @@ class PrefixCache:
         self._index.put(sequence, tokens)
 
     def keep(self, sequence: int, tokens: Tokens, reached: int, *, is_oldest: bool = False) -> Iterable[int]:
-        """Keep an ended sequence or a snapshot, by default as used last; return the cached ones that it makes redundant."""
+        """Keep an ended sequence or a snapshot; return the cached ones that it makes redundant.
+
+        It counts as used last; with `is_oldest`, as least recently used, or like the last used one that it replaces.
+        """
         self.version += 1
         self._index.put(sequence, tokens)
         needless = self._kept_within(sequence, Extent(len(tokens), reached), tokens)
-        self._kept = {sequence: reached} | self._kept if is_oldest else self._kept | {sequence: reached}
+        if is_oldest:
+            entries = list(self._kept.items())
+            entries.insert(max(map([*self._kept].index, needless), default=0), (sequence, reached))
+            self._kept = dict(entries)
+        else:
+            self._kept[sequence] = reached
         for other in needless:
             self.forget(other)
         return needless
