@@ -547,6 +547,28 @@ def test_an_ended_conversation_evicts_nothing_if_others_take_the_room_while_it_m
     asyncio.run(run())
 
 
+def test_the_others_move_too_if_conversations_are_continued_before_they_have_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = [starting_with(200 + number, 20, max_tokens=1) for number in range(5)]
+    result, continued_first = KvMoves._result, many[:1:-1]
+
+    async def run() -> list[int]:
+        source, target = instances_that_move_kv()
+
+        async def result_after_the_next_turn(self: KvMoves, fetch: Any, within_s: float) -> str:
+            answer_all(target, continued_first[:1])
+            del continued_first[:1]
+            return await result(self, fetch, within_s)
+
+        monkeypatch.setattr(KvMoves, "_result", result_after_the_next_turn)
+        answer_all(source, many)
+        await move_all(source, target)
+        return first_tokens(target)
+
+    assert asyncio.run(run()) == [202, 203, 204, 201, 200]
+
+
 def test_a_moved_conversation_takes_the_place_of_the_beginning_that_was_used_later() -> None:
     (long, _), other = ENDED, starting_with(203, 20, max_tokens=4)
     beginning = replace(long, prompt_tokens=long.prompt_tokens[:20], sampling=SamplingParams(max_tokens=1))
