@@ -20,13 +20,14 @@ from tests.engine.engines import LIMITS, answer_of, drafting_at_no_cost, hash_to
 from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
 from tests.engine.test_resume import SMALL_KV, Disturbed, Wanted, wanted_requests
 from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import KV_BYTES_PER_TOKEN
 from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import LayerRange, RankId, SamplingParams
-from mlx_ring.engine import moved_kv, takeover
+from mlx_ring.engine import moved_kv, rows, takeover
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.kv_budget import RankKv
@@ -40,8 +41,12 @@ from mlx_ring.rpc.protos import step_pb2
 
 @pytest.fixture(autouse=True, scope="module")
 def _looks_at_once() -> Generator[None]:  # pyright: ignore[reportUnusedFunction] - a fixture
-    """Let moves look for the last answers at each turn, so that a random case is the same each time."""
+    """Let moves look for the last answers at each turn, so that a random case is the same each time.
+
+    With limited memory, they copy few tokens with each step.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_PART_BYTES", 8 * KV_BYTES_PER_TOKEN)
         patch.setattr(takeover, "_LOOK_S", 0.0)
         patch.setattr(moved_kv, "_STEP_LOOK_S", 0.0)
         yield
@@ -265,7 +270,10 @@ def test_kv_that_cannot_move_is_computed_and_the_log_says_why(
     check_nothing_is_left(target)
 
 
-def test_move_that_a_rank_cannot_keep_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kv", [None, kv_of(40)], ids=["at once", "in parts"])
+def test_move_that_a_rank_cannot_keep_is_not_counted(
+    kv: RankKv | None, caplog: pytest.LogCaptureFixture
+) -> None:
     request = make_request(40, max_tokens=20)
 
     def fail(step: step_pb2.Step, stage: int) -> step_pb2.Failure | None:
@@ -277,7 +285,7 @@ def test_move_that_a_rank_cannot_keep_is_not_counted(caplog: pytest.LogCaptureFi
         )
 
     async def run() -> tuple[list[int], Succession]:
-        source, target = instances_that_move_kv()
+        source, target = instances_that_move_kv(kv)
         assert target.twin is not None
         target.twin.inject_fault = fail
         (stream,) = source.submit(request)
@@ -502,6 +510,56 @@ def test_ended_conversations_that_were_used_last_move_as_far_as_there_is_room(
     assert answers == [*map(answer_to, next_turns)]
     assert found == [*reversed(cached)]
     assert "was not moved" not in caplog.text
+    check_nothing_is_left(target)
+
+
+@pytest.mark.parametrize(("files", "expected"), [("a-1", 24), ("a-2", 0)])
+def test_a_conversation_whose_answer_stayed_moves_after_its_end_unless_the_files_were_replaced(
+    files: str, expected: int
+) -> None:
+    request = starting_with(200, 20, max_tokens=4)
+    (next_turn,) = map(continued, [request])
+
+    # It may become longer than the context there.
+    stays = replace(request.sampling, max_tokens=12, stop_token_ids=tuple(answer_to(request)[-1:]))
+
+    async def run() -> tuple[list[list[int]], list[int]]:
+        source, target = Succession(policy=CACHING), Succession(policy=CACHING)
+        source.moves_kv = target.moves_kv = True
+        source.load(limits=replace(LIMITS, model="a-1"))
+        target.load(limits=replace(LIMITS.within(30), model=files))
+        source.submit(replace(request, sampling=stays))
+        assert await move_all(source, target) == 0
+        return answer_all(target, [next_turn])
+
+    answers, cached = asyncio.run(run())
+    assert answers == [answer_to(next_turn)]
+    assert cached == [expected]
+
+
+def test_a_long_text_is_copied_in_parts_between_which_answers_continue() -> None:
+    running = starting_with(202, 8, max_tokens=40)
+
+    async def run() -> tuple[list[int], list[int], Succession]:
+        source, target = instances_that_move_kv(kv_of(40))
+        answer_all(source, ENDED[:1])
+        (stream,) = target.submit(running)
+        deltas = run_to(target, stream, 3)
+        assert await move_all(source, target) == 0
+        assert target.twin is not None
+        steps = [
+            (operation.adopt.part, len(step.rows))
+            for step in target.twin.sent
+            for operation in step.operations
+            if operation.HasField("adopt")
+        ]
+        target.finish()
+        return tokens_of([*deltas, *stream.take()]), [part for part, rows in steps if rows], target
+
+    tokens, parts, target = asyncio.run(run())
+    assert tokens == answer_to(running)
+    # 43 tokens, of which 8 go with a step.
+    assert parts == [0, 1, 2, 3, 4, 5]
     check_nothing_is_left(target)
 
 

@@ -125,11 +125,14 @@ class TwinRank:
         self.listed.update({listed.place: self.disk[listed.digest] for listed in save.listed})
 
     def _append(self, adopt: step_pb2.Adopt) -> None:
-        moved = self.moved.pop(adopt.fetch, [])
+        is_last = adopt.part + 1 >= adopt.parts
+        moved = self.moved.pop(adopt.fetch, []) if is_last else self.moved.get(adopt.fetch, [])
         if adopt.length:
             held = self.find(adopt.sequence)
             if (len(held.tokens), adopt.length) != (adopt.start, adopt.start + len(moved)):
                 raise ProtocolError(f"Sequence {adopt.sequence} cannot be appended to.")
+            if not is_last:
+                return
             if moved != list(adopt.tokens):
                 raise ProtocolError(f"Sequence {adopt.sequence} has other tokens than what was fetched.")
             held.tokens += moved

@@ -24,7 +24,7 @@ from mlx_ring.engine.executor import Executor, KvPlace
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Match, Tokens
 from mlx_ring.engine.resumption import Candidate, choose_way
-from mlx_ring.engine.rows import drop_operation, moved_operations
+from mlx_ring.engine.rows import drop_operation, moved_operations, parts_of
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Sequence as EngineSequence
 from mlx_ring.rpc.protos import worker_pb2
@@ -41,7 +41,7 @@ _LARGE_BYTES = 4 << 20
 """Size from which a move measures the factor. The time of a smaller one is mostly that of connections and waits."""
 _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 600.0, 4.0
 """Time after which a move has failed: so many seconds at least and at most, and so many times the predicted time."""
-_KEPT_WITHIN_S, _MOST_FAILURES = 60.0, 3
+_KEPT_WITHIN_S, _MOST_FAILURES = 30.0, 3
 """Time for the KV of ended sequences, and failures after which no more moves: the source's machines wait for it."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
@@ -137,8 +137,8 @@ class KvMoves:
         back.arrive(self.clock())
         return Moved(length)
 
-    async def bring_kept(self, source: KvMoves) -> int:
-        """Move KV of ended sequences here, the last used first, as far as there is room; return the number of tokens.
+    async def bring_kept(self, source: KvMoves) -> None:
+        """Move KV of ended sequences here, the last used first, as far as there is room.
 
         It moves where that is predicted to be faster than to compute it, and only for a limited time. The rest is computed
         once a prompt begins with it.
@@ -161,12 +161,9 @@ class KvMoves:
                 failures += self._movable_from(source, tokens, reached) is not None
             else:
                 texts += 1
-        moved = self._scheduler.kv.moved_tokens - before
         if texts:
-            log.info(
-                "KV of %d ended sequences was moved: %d tokens in %.2f s", texts, moved, self.clock() - began
-            )
-        return moved
+            moved = texts, self._scheduler.kv.moved_tokens - before, self.clock() - began
+            log.info("Moved KV of ended sequences (%d): %d tokens in %.2f s", *moved)
 
     def _movable_from(self, source: KvMoves, tokens: Tokens, reached: int) -> int | None:
         """Return the number of a sequence's first tokens that need not move; None if too few others can."""
@@ -272,17 +269,47 @@ class KvMoves:
         entry = kv.begin_entry(tokens, spare=source) if has_room else None
         if entry is None:
             return "there is no room for it"
-        # The next step takes all operations along.
-        step = self._scheduler.in_flight.sent + 1
-        kv.add_operations(moved_operations(id_, tokens, start, source, entry))
-        kv.offer_entry(entry, tokens, len(tokens), is_oldest=is_oldest)
-        self._send(self.clock())
-        if problem := await self._until_executed(step, within_s):
+        if problem := await self._take_parts(
+            id_, tokens, start, source, entry, within_s, is_oldest=is_oldest
+        ):
             return problem
         # Another request may have taken the entry over.
         if (match := self._match(tokens)) is None or match.length < len(tokens):
             return "a worker could not keep it, or its memory was needed"
         kv.moved_tokens += len(tokens) - start
+        return ""
+
+    async def _take_parts(
+        self,
+        id_: int,
+        tokens: Tokens,
+        start: int,
+        source: int | None,
+        entry: int,
+        within_s: float,
+        *,
+        is_oldest: bool,
+    ) -> str:
+        """Let the ranks copy a part with each step, and offer the entry with the last one; return the reason of a failure."""
+        kv, is_offered = self._scheduler.kv, False
+        token_bytes = max((rank.bytes_per_token for rank in self._kv.values()), default=0)
+        parts = parts_of((len(tokens) - start) * token_bytes)
+        try:
+            for part in range(parts):
+                if entry not in kv.held:
+                    return "a worker could not keep it"
+                # The next step takes all operations along. Rows of answers go out between the parts.
+                step = self._scheduler.in_flight.sent + 1
+                kv.add_operations(moved_operations(id_, tokens, start, source, entry, part, parts))
+                if part == parts - 1:
+                    kv.offer_entry(entry, tokens, len(tokens), is_oldest=is_oldest)
+                    is_offered = True
+                self._send(self.clock())
+                if problem := await self._until_executed(step, within_s):
+                    return problem
+        finally:
+            if not is_offered and self._error() is None:
+                kv.free(entry)
         return ""
 
     async def _until_executed(self, step: int, within_s: float) -> str:

@@ -96,9 +96,9 @@ def restore_operations(
 
 
 def moved_operations(
-    fetch: int, tokens: tuple[int, ...], start: int, source: int | None, entry: int
-) -> list[step_pb2.CacheOperation]:
-    """Make the operations that keep KV from other workers under an id of its own, behind the first tokens of a sequence.
+    fetch: int, tokens: tuple[int, ...], start: int, source: int | None, entry: int, part: int, parts: int
+) -> Iterator[step_pb2.CacheOperation]:
+    """Yield the operations of one of the `parts` in which KV from other workers is kept under an id of its own.
 
     Args:
         fetch: the fetch of the tokens after the first `start`.
@@ -106,18 +106,22 @@ def moved_operations(
         start: number of the first tokens, which are forked.
         source: sequence from which they are forked.
         entry: the new id.
+        part: number of the part.
+        parts: number of all parts.
     """
-    opened = step_pb2.Open(sequence=entry, prompt_length=len(tokens), max_length=len(tokens))
-    adopt = step_pb2.Adopt(
-        sequence=entry, fetch=fetch, start=start, length=len(tokens), moved=True, tokens=tokens[start:]
-    )
-    forks = [fork_operation(source, entry, start, take=False)] if start and source is not None else []
-    return [
-        step_pb2.CacheOperation(open=opened),
-        *forks,
-        step_pb2.CacheOperation(adopt=adopt),
-        retain_operation(entry),
-    ]
+    length, is_last = len(tokens), part == parts - 1
+    if part == 0:
+        yield step_pb2.CacheOperation(
+            open=step_pb2.Open(sequence=entry, prompt_length=length, max_length=length)
+        )
+        if start and source is not None:
+            yield fork_operation(source, entry, start, take=False)
+    adopt = step_pb2.Adopt(sequence=entry, fetch=fetch, start=start, length=length, moved=True)
+    adopt.part, adopt.parts = part, parts
+    adopt.tokens.extend(tokens[start:] if is_last else ())
+    yield step_pb2.CacheOperation(adopt=adopt)
+    if is_last:
+        yield retain_operation(entry)
 
 
 def drop_operation(fetch: int, *, moved: bool = False) -> step_pb2.CacheOperation:
@@ -266,6 +270,11 @@ _PARTS_BESIDE_PREFILL = 8
 """Parts that are copied with a chunk of a prompt, which takes longer than a decode step."""
 
 
+def parts_of(nbytes: int) -> int:
+    """Return the number of steps with which KV of `nbytes` on the rank with most is copied."""
+    return min(_MOST_PARTS, max(1, -(-nbytes // _PART_BYTES)))
+
+
 @dataclass(slots=True)
 class Restore:
     """KV that all ranks have read, and copy into the memory of an entry of the prefix cache."""
@@ -315,8 +324,7 @@ class Restores:
         back: WayBack | None,
     ) -> None:
         """Copy KV of `nbytes` on the rank with most, with the next steps."""
-        parts = min(_MOST_PARTS, max(1, -(-nbytes // _PART_BYTES)))
-        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts, nbytes, offer, back)
+        self._by_entry[entry] = Restore(fetch, tokens, waiting, parts_of(nbytes), nbytes, offer, back)
 
     def join(self, sequence: Sequence, tokens: tuple[int, ...], *, is_whole: bool) -> bool:
         """Let a sequence wait for a restore that has these tokens of it; return False if there is none.

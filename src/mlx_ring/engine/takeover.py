@@ -226,6 +226,11 @@ class Source(Protocol):
     """Engine whose requests move to another one."""
 
     @property
+    def limits(self) -> Limits:
+        """Limits of its model."""
+        ...
+
+    @property
     def moves(self) -> KvMoves:
         """Moves of its KV."""
         ...
@@ -311,12 +316,22 @@ async def move_requests(source: Source, target: Target) -> int:
         target.take_over(moved)
     finally:
         source.resume()
-    log.info("%d of %d requests moved in %.2f s", len(moved), len(homes), time.monotonic() - started)
-    await target.moves.bring_kept(source.moves)
-    for live, home in homes.items():
-        while _stays(live, home):
+    if homes:
+        log.info("%d of %d requests moved in %.2f s", len(moved), len(homes), time.monotonic() - started)
+    await _bring_kept(source, target)
+    stayed = [live for live, home in homes.items() if _stays(live, home)]
+    for live in stayed:
+        while _stays(live, homes[live]):
             await _wait_for_end(live)
+    if stayed:
+        await _bring_kept(source, target)
     return len(moved)
+
+
+async def _bring_kept(source: Source, target: Target) -> None:
+    """Move the prefix cache, unless the model's files were replaced meanwhile."""
+    if source.limits.model == target.limits.model:
+        await target.moves.bring_kept(source.moves)
 
 
 async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], source: Source, target: Target) -> None:

@@ -259,7 +259,8 @@ class SequenceTable:
             self.transfers.forget(adopt.fetch)
             return
         self.transfers.adopt(self._kv, adopt)
-        self.feed(self[adopt.sequence], adopt.start, adopt.tokens)
+        if adopt.tokens:
+            self.feed(self[adopt.sequence], adopt.start, adopt.tokens)
 
     def _free(self, sequences: Iterable[int]) -> dict[int, RingError]:
         """Free sequences, all at once, so that rows leave a batch together. Return the errors."""

@@ -77,8 +77,11 @@ class Stage:
             )
         self.transfers.fetch(wanted, lambda blocks, problem: self.answers.append((blocks, problem)))
 
-    def append(self, sequence: int, *, start: int = 0, end: int = LENGTH) -> None:
+    def append(
+        self, sequence: int, *, start: int = 0, end: int = LENGTH, part: int = 0, parts: int = 0
+    ) -> None:
         adopt = step_pb2.Adopt(sequence=sequence, fetch=5, start=start, length=end, moved=True)
+        adopt.part, adopt.parts = part, parts
         self.transfers.adopt(self.store, adopt)
 
     def content(self, sequence: int, end: int = LENGTH) -> list[list[Any]]:
@@ -163,6 +166,28 @@ def test_tokens_follow_those_that_a_sequence_has_already(tmp_path: Path) -> None
         run_until_answered([reader], [source])
     reader.append(9, start=20)
     assert reader.content(9) == source.content(7)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_layers_are_taken_over_in_parts_between_which_others_compute(tmp_path: Path, parts: int) -> None:
+    source, reader = Stage(0, 5), Stage(0, 5)
+    source.compute(7, LENGTH)
+    source.export()
+    reader.compute(8, 30)
+    before = reader.content(8, 30)
+    reader.store.open(9, 200)
+    reader.store.fork(8, 9, 20)
+    with serving(source, tmp_path) as served:
+        reader.fetch(served, start=20)
+        run_until_answered([reader], [source])
+    for part in range(parts):
+        assert reader.store.length(9) == 20
+        reader.append(9, start=20, part=part, parts=parts)
+        reader.compute(10 + part, 40)
+    assert reader.content(9) == source.content(7)
+    assert reader.content(8, 30) == before
+    with pytest.raises(StepFailed, match="No KV of fetch 5 is there"):
+        reader.append(9, start=20)
 
 
 def read_twice(stage: Stage, end: Callable[[], None]) -> Read:

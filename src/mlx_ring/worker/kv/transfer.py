@@ -378,28 +378,30 @@ class KvTransfers:
             self._drop(id_, fetch, "it is not needed any more")
 
     def adopt(self, kv: KVStore, adopt: step_pb2.Adopt) -> None:
-        """Append what was fetched to a sequence, and forget it. Runs on the compute thread.
+        """Append what was fetched to a sequence, or a part of its layers, and forget it. Runs on the compute thread.
 
         Raises:
             StepFailed: it is not there any more, or is for other tokens.
         """
+        parts, layers = max(1, adopt.parts), [*enumerate(self._layers)]
+        is_last = adopt.part + 1 == parts
         with self._lock:
-            fetch = self._fetches.pop(adopt.fetch, None)
+            fetch = (self._fetches.pop if is_last else self._fetches.get)(adopt.fetch, None)
         if fetch is None or fetch.sources or (fetch.start, fetch.end) != (adopt.start, adopt.length):
             raise StepFailed(f"No KV of fetch {adopt.fetch} is there.")
-        began = time.monotonic()
-        for number, layer in enumerate(self._layers):
-            parts, kinds = fetch.parts.pop(layer, []), kv.kinds(number)
+        first, end = (len(layers) * each // parts for each in (adopt.part, adopt.part + 1))
+        for number, layer in layers[first:end]:
+            found, kinds = fetch.parts.pop(layer, []), kv.kinds(number)
             arrays = [
-                _joined([(tokens, part[place]) for tokens, part in parts], kind)
+                _joined([(tokens, part[place]) for tokens, part in found], kind)
                 for place, kind in enumerate(kinds)
             ]
             if arrays:
                 heads = (0, arrays[0].shape[0])
                 kv.write(adopt.sequence, number, heads, (adopt.start, adopt.length), arrays)
-        kv.adopt(adopt.sequence, adopt.length)
-        taken = adopt.start, adopt.length, time.monotonic() - began
-        log.info("Took over tokens [%d, %d) from other workers: copied in %.2f s", *taken)
+        if is_last:
+            kv.adopt(adopt.sequence, adopt.length)
+            log.info("Took over tokens [%d, %d) from others, in %d steps", adopt.start, adopt.length, parts)
 
 
 Kind = tuple[str, int, int]
