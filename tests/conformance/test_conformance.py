@@ -21,7 +21,7 @@ from mlx_ring.models.model_folder import read_model_folder
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architectures.md"
 SAMPLE = [
-    *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"),
+    *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4"),
     *("llama4_text", "mamba", "qwen3_next", "olmo_hybrid", "bailing_moe_linear", "talkie", "gemma4_text"),
 ]
 """Families with dense, tied, expert, sliding, latent, chunked, recurrent and hybrid layers, and three special ones.

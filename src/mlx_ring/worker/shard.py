@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
@@ -149,15 +149,9 @@ class StageModel:
 
     @property
     def takes_row_offsets(self) -> bool:
-        """False if the model has parts that take one position for all rows of a pass.
-
-        These are some rotations, and masks of chunked attention, which every stage makes, also without such layers.
-        """
+        """True if rows at different positions may share a pass, as far as rotations are concerned."""
         modules = cast("list[nn.Module]", self.model.modules())
-        return not (
-            any(type(module).__name__ == _ROTATES_BY_LENGTH for module in modules)
-            or any(isinstance(cache, ChunkedKVCache) for cache in self._make_caches())
-        )
+        return all(type(module).__name__ != _ROTATES_BY_LENGTH for module in modules)
 
     def _is_head(self, path: str) -> bool:
         return path.startswith(self._heads) if self._heads else False
