@@ -21,7 +21,7 @@ from mlx_ring.models.model_folder import read_model_folder
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architectures.md"
 SAMPLE = [
-    *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"),
+    *("qwen3", "qwen2", "llama", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4"),
     *("llama4_text", "mamba", "qwen3_next", "olmo_hybrid", "bailing_moe_linear", "talkie", "gemma4_text"),
 ]
 """Families with dense, tied, expert, sliding, latent, chunked, recurrent and hybrid layers, and three special ones.
@@ -121,8 +121,7 @@ def page(known: dict[str, Architecture]) -> str:
         "",
         "- *cut*: exact with several stages, in some families only with the given configuration values.",
         "- *one stage*: exact as a whole.",
-        "- *batches*: rows of different lengths share a forward pass; rows of other families run one by one, and so do those of",
-        "  models whose `rope_scaling` is `dynamic`.",
+        "- *batches*: rows of different lengths share a forward pass; rows of other families run one by one.",
         "- *KV on disk*: after a restart with other stages, [saved KV](serving.md#kv-on-disk) gives the same logits: in float32",
         "  the difference is 0.0. If not, the table and the worker's log name the caches whose content is not saved.",
         "- *sliding*, *recurrent*: the family has layers with a sliding window, or with a state instead of tokens.",

@@ -13,7 +13,8 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_ring.core.errors import ModelUnsupported
 from mlx_ring.core.types import LayerRange
@@ -30,8 +31,6 @@ from mlx_ring.worker.tensor import SplitHead
 
 Output = Literal["logits", "own logits", "hidden"]
 _ACTIVATION_AXES = 3
-_ROTATES_BY_LENGTH = "DynamicNTKScalingRoPE"
-"""Name of mlx-lm's rotations whose base depends on the number of tokens."""
 
 
 class _PassThrough:
@@ -149,15 +148,9 @@ class StageModel:
 
     @property
     def takes_row_offsets(self) -> bool:
-        """False if the model has parts that take one position for all rows of a pass.
-
-        These are some rotations, and masks of chunked attention, which every stage makes, also without such layers.
-        """
+        """True if rows at different positions may share a pass, as far as rotations are concerned."""
         modules = cast("list[nn.Module]", self.model.modules())
-        return not (
-            any(type(module).__name__ == _ROTATES_BY_LENGTH for module in modules)
-            or any(isinstance(cache, ChunkedKVCache) for cache in self._make_caches())
-        )
+        return not any(isinstance(module, DynamicNTKScalingRoPE) for module in modules)
 
     def _is_head(self, path: str) -> bool:
         return path.startswith(self._heads) if self._heads else False
@@ -251,6 +244,17 @@ class StageModel:
             return self._tap.run(lambda: run(tokens, cache=caches), None, given=hidden[None])[0]
         finally:
             passage.clear()
+
+
+def simplify_rotations(model: nn.Module, context_length: int) -> None:
+    """Replace rotations whose base depends on the length only beyond the context by plain ones, which give the same bits.
+
+    Plain ones take a position for each row, and native kernels compute them.
+    """
+    for module in cast("list[nn.Module]", model.modules()):
+        for name, part in [*cast("dict[str, object]", module).items()]:
+            if isinstance(part, DynamicNTKScalingRoPE) and part.max_position_embeddings >= context_length:
+                setattr(module, name, nn.RoPE(part.dims, part.traditional, part.base))
 
 
 def _same(held: Sequence[object], layers: Sequence[object]) -> bool:

@@ -45,7 +45,7 @@ from mlx_ring.models.weights_manifest import may_have_weights_of, with_weights_o
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
 from mlx_ring.worker.head_tap import find_heads, override
-from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.shard import StageModel, simplify_rotations
 
 if TYPE_CHECKING:
     from mlx_ring.worker.gguf_weights import GgufWeights
@@ -207,6 +207,7 @@ class StageLoading:
 
             self._gguf = GgufWeights(folder, widened=widened)
         model = _build(folder, self._gguf)
+        simplify_rotations(model, folder.context_length)
         if self._dequantized:
             dequantize(model, folder, layers)
         stage = StageModel(model, layers, _DTYPES[self._dtype], folder.vocab_size, folder.hidden_size)
