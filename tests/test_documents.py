@@ -106,15 +106,31 @@ def test_links_lead_to_files_and_sections(document: str) -> None:
     assert missing == []
 
 
+def calls_in(document: str) -> Iterator[str]:
+    """Yield each call of `mlx-ring` with a command, without `mlx-ring`."""
+    for code in code_in(document):
+        if "install" not in code.partition("mlx-ring")[0]:
+            yield from re.findall(r"(?:^|[ /])mlx-ring ([a-z][^|&;>]*)", code)
+
+
+def is_command(call: str) -> bool:
+    """Report whether the first words of a call are a command, which a group alone may be too. `demo` is short for `serve demo`."""
+    first, *rest = call.split()
+    is_group = any(name.startswith(f"{first} ") for name in commands())
+    second = re.fullmatch("[a-z-]+", rest[0]) if is_group and rest else None
+    return first == "demo" or (first if second is None else f"{first} {second[0]}") in commands()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_that_documents_call_exist(document: str) -> None:
+    assert is_command("node drain mini")
+    assert not is_command("node drian mini")
+    assert [call for call in calls_in(document) if not is_command(call)] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_have_the_flags_that_documents_give_them(document: str) -> None:
-    calls = [
-        call
-        for code in code_in(document)
-        for call in re.findall(r"(?:^|[ /])mlx-ring ([a-z][^|&;>]*)", code)
-        if "install" not in code.partition("mlx-ring")[0]
-    ]
-    assert [flag for call in calls for flag in unknown_flags(call)] == []
+    assert [flag for call in calls_in(document) for flag in unknown_flags(call)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -22,7 +22,7 @@ from tests.api.twins import ANSWER_TEXT, TwinService
 from tests.default_settings import make_api_settings
 from tests.processes import run_cli, run_in_process, serving
 
-from mlx_ring.cli import head_client, models, processes
+from mlx_ring.cli import head_client, models, node, processes
 from mlx_ring.cli.chat import chat as ask
 from mlx_ring.cli.head_client import name_for, names_at, pull_at, server_here
 from mlx_ring.cli.processes import (
@@ -151,8 +151,49 @@ def test_a_head_that_serves_the_model_is_preferred_and_one_that_refuses_is_skipp
             ):
                 pass
     said = capsys.readouterr().err
-    assert said.count("org/twin is served for this chat alone.") == 1
+    assert said.count("org/twin is served for this chat alone.") == 2, "each time that a head refuses"
     assert "asks for an API key" in said
+
+
+def test_without_an_answer_the_error_is_about_the_head_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[Running] = []
+    monkeypatch.delenv("MLX_RING_API_KEY", raising=False)
+    monkeypatch.setattr(head_client, "heads_here", lambda: heads)
+    with silent_address() as usual, api_server(TwinService(), make_api_settings(api_keys=("k",))) as locked:
+        monkeypatch.setattr(head_client, "DEFAULT_URL", usual)
+        starting = Running("head", os.getpid(), 0.0, "", "http://127.0.0.1:1")
+        heads.append(starting)
+        assert server_here(None) == starting.url
+        heads.append(replace(starting, url=locked))
+        assert server_here(None) == locked, "it asks for a key"
+        monkeypatch.setattr(head_client, "DEFAULT_URL", locked)
+        assert server_here(None) == locked
+
+
+def test_commands_that_change_a_head_take_no_other_one_than_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, locked_twin = TwinService(), TwinService(), TwinService()
+    with (
+        silent_address() as usual,
+        api_server(first) as one,
+        api_server(second) as other,
+        api_server(locked_twin, make_api_settings(api_keys=("k",))) as locked,
+    ):
+        heads = [Running("head", os.getpid(), 0.0, "", url) for url in (one, other)]
+        monkeypatch.setattr(head_client, "heads_here", lambda: heads)
+
+        def change(address: str, words: str) -> str:
+            monkeypatch.setattr(head_client, "DEFAULT_URL", address)
+            monkeypatch.setattr(node, "DEFAULT_URL", address)
+            return run_in_process(*words.split(), folder=tmp_path).stderr
+
+        for words in ("models load org/twin", "models unload org/twin", "replan", "node drain mini"):
+            assert f"Heads run on this machine at {one} and {other}: choose one" in change(usual, words)
+            assert f"The head at {locked} asks for an API key" in change(locked, words)
+        for _ in range(2):
+            assert change(one, "models unload org/twin") == ""
+        assert [twin.is_loaded for twin in (first, second, locked_twin)] == [False, True, True]
 
 
 def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,8 @@ def ask_head(
 
     given = _connection(url, api_key, cacert)
     try:
-        answer = httpx.request(
-            "GET" if body is None else "POST", _address(url, path), json=body, timeout=timeout_s, **given
-        )
+        method, place = "GET" if body is None else "POST", plain_url(f"{url.rstrip('/')}{path}")
+        answer = httpx.request(method, place, json=body, timeout=timeout_s, **given)
         reply: Any = answer.json()
         if answer.is_error:
             raise RequestError(_refusal(url, answer.status_code, reply, had_key=bool(given["headers"])))
@@ -122,7 +121,9 @@ def pull_at(
     body = {"model": model, "stream": True, "stop_unwatched": True}
     given = _connection(url, api_key, cacert)
     try:
-        with httpx.stream("POST", _address(url, "/models/pull"), json=body, timeout=60.0, **given) as answer:
+        with httpx.stream(
+            "POST", plain_url(f"{url.rstrip('/')}/models/pull"), json=body, timeout=60.0, **given
+        ) as answer:
             if answer.is_error:
                 answer.read()
                 raise RequestError(
@@ -155,10 +156,6 @@ def _no_address(url: str) -> str:
     return f"'{url}' is no address of a server; give one like {DEFAULT_URL}."
 
 
-def _address(url: str, path: str) -> str:
-    return plain_url(f"{url.rstrip('/')}{path}")
-
-
 def _connection(url: str, api_key: str | None, cacert: Path | None) -> Mapping[str, Any]:
     """Return what httpx needs for a request to a head."""
     settings = load_settings({"api_key": api_key})
@@ -185,7 +182,16 @@ def names_at(
         ConfigError: no head answers there soon.
         RequestError: it refuses.
     """
-    listed = ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)
+    try:
+        return _names_in(
+            ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)
+        )
+    except ValueError as error:
+        raise ConfigError(f"No head answers at {url} ({_ANOTHER}): {_START_ONE}.") from error
+
+
+def _names_in(listed: Any) -> Mapping[str, ServedNames]:
+    """Return the models of an answer of `/v1/models`, by their ids. Raises `ValueError` if it is none."""
     try:
         return {
             str(each["id"]): ServedNames(
@@ -194,7 +200,7 @@ def names_at(
             for each in listed["data"]
         }
     except (LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"No head answers at {url} ({_ANOTHER}): {_START_ONE}.") from error
+        raise ValueError from error
 
 
 def name_for(url: str, model: str) -> str:
@@ -254,33 +260,37 @@ def server_here(
 ) -> str:
     """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
 
-    The usual address comes first, and is returned if none answers. A head that `run` started for its own chat ends with
-    that chat, so it is not taken.
+    The usual address comes first. If none answers, it is that of a head that refuses, or else of one that runs here.
     """
     if url is not None:
         return url
-    from mlx_ring.models.model_source import full_name  # most commands do without it
-
     wanted = {model}
-    with contextlib.suppress(ConfigError):
-        wanted.add(full_name(model) if model else None)
-    others = (head.url for head in heads_here() if not _is_of_a_chat(head.pid))
-    best, place = -1, DEFAULT_URL
+    if model:
+        from mlx_ring.models.model_source import full_name  # slow to import, and most commands do without it
+
+        with contextlib.suppress(ConfigError):
+            wanted.add(full_name(model))
+    others = lasting_heads()
+    best, place = -2, next(iter(others), DEFAULT_URL)
     for each in dict.fromkeys((DEFAULT_URL, *others)):
-        # It may be ending, or have another API key, or a certificate that is not trusted.
-        with contextlib.suppress(ConfigError, RequestError):
+        try:
             names = names_at(each, api_key=api_key, cacert=cacert).values()
             found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
-            best, place = max((best, place), (found, each), key=lambda pair: pair[0])
+        except RequestError:
+            found = -1
+        except ConfigError:  # it may be ending, or have a certificate that is not trusted
+            continue
+        best, place = max((best, place), (found, each), key=lambda pair: pair[0])
     return place
 
 
-def _is_of_a_chat(pid: int) -> bool:
-    """Report whether `run` started this process, which then ends with a pipe."""
-    try:
-        return any(each.startswith(LIFELINE) for each in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return True
+def lasting_heads() -> list[str]:
+    """Return the addresses of the heads here, without those that `run` started, which end with its chats."""
+    found: dict[str, list[str]] = {}
+    for head in heads_here():
+        with contextlib.suppress(psutil.Error):
+            found[head.url] = psutil.Process(head.pid).cmdline()
+    return [url for url, words in found.items() if not any(each.startswith(LIFELINE) for each in words)]
 
 
 # ---- chats
@@ -321,7 +331,7 @@ class ChatServer:
         with self._clear_errors():
             response = self._client.get(f"{self.url}/v1/models", timeout=QUICK_ANSWER_S)
             _check(response)
-            return _models(response)
+            return {name: set(each.names) for name, each in _names_in(response.json()).items()}
 
     def stream(
         self, model: str, messages: list[dict[str, str]], sampling: Mapping[str, float | None]
@@ -405,16 +415,6 @@ def _message_of(error: Any) -> str:
     """Return the message of an error, which some servers write as a text alone."""
     message = error.get("message") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return str(error if message is None else message)  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _models(response: httpx.Response) -> dict[str, set[str]]:
-    """Return all names of each model, by its id."""
-    try:
-        return {
-            str(model["id"]): {model["id"], *model.get("aliases", ())} for model in response.json()["data"]
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError from error
 
 
 @dataclass(slots=True)

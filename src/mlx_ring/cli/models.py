@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at, server_here
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
+from mlx_ring.cli.node import head_to_change
 from mlx_ring.core.errors import ConfigError, PlanError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.layer_tensors import require_absent, stage_bytes, write_stage_folder
@@ -39,7 +40,7 @@ def load(
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Load a model on a running server."""
-    url = server_here(url, api_key=api_key, cacert=cacert)
+    url = head_to_change(url, api_key=api_key, cacert=cacert)
     names_at(url, api_key=api_key, cacert=cacert)  # says soon if no server answers
     loaded = _post(url, "/models/load", {"model": name_for(url, model)}, api_key, cacert)
     print(f"{loaded['id']} is loaded.")
@@ -55,7 +56,7 @@ def unload(
     cacert: Annotated[Path | None, CACERT] = None,
 ) -> None:
     """Free the memory of a model on a running server. The next request for it loads it again."""
-    url = server_here(url, model, api_key=api_key, cacert=cacert)
+    url = head_to_change(url, api_key=api_key, cacert=cacert)
     unloaded = _post(url, "/models/unload", {"model": model, "force": force}, api_key, cacert)
     print(f"{unloaded['id']} is unloaded.")
 

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from mlx_ring.cli import table_console
 from mlx_ring.cli.flags import setting_option
-from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, server_here
-from mlx_ring.core.errors import ConfigError, shown_text
+from mlx_ring.cli.head_client import API_KEY, CACERT, DEFAULT_URL, URL, ask_head, lasting_heads, names_at
+from mlx_ring.core.errors import ConfigError, RequestError, shown_text
 from mlx_ring.core.folders import authority_folder, node_folder, state_folder
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -186,6 +186,28 @@ def _how_to_keep_out(tokens: Sequence[str], place: str) -> str:
     return f"It could join again with {which}: to prevent that, run {revoke}."
 
 
+def head_to_change(url: str | None, *, api_key: str | None = None, cacert: Path | None = None) -> str:
+    """Return the address of the head that a command may change: a given one, the usual one, or the only other one here.
+
+    Raises:
+        ConfigError: none answers at the usual address, and several others run, of which any may be meant.
+    """
+    others = lasting_heads() if url is None else []
+    if url is not None or not others:
+        return url or DEFAULT_URL
+    try:
+        names_at(DEFAULT_URL, api_key=api_key, cacert=cacert)
+    except RequestError:
+        return DEFAULT_URL
+    except ConfigError:
+        if len(others) > 1:
+            raise ConfigError(
+                f"Heads run on this machine at {' and '.join(others)}: choose one with --url."
+            ) from None
+        return others[0]
+    return DEFAULT_URL
+
+
 @node_app.command("drain")
 def drain_node(
     node: Annotated[str, typer.Argument(help="Name or id of the machine.")],
@@ -205,7 +227,7 @@ def drain_node(
     """
     if undo and force:
         raise ConfigError("--undo and --force are given; leave one of them out.")
-    url = server_here(url, api_key=api_key, cacert=cacert)
+    url = head_to_change(url, api_key=api_key, cacert=cacert)
     if undo:
         ask_head(url, "/cluster/readmit", {"node": node}, api_key=api_key, cacert=cacert)
         print(f"{node} may get layers again: the next plan may use it.")
@@ -260,7 +282,7 @@ def replan(
     if dry_run and pause:
         raise ConfigError("--dry-run and --pause are given; leave one of them out.")
     body = {"dry_run": dry_run, "pause": pause} | ({} if model is None else {"model": model})
-    url = server_here(url, model, api_key=api_key, cacert=cacert)
+    url = head_to_change(url, api_key=api_key, cacert=cacert)
     if not dry_run and not as_json:
         typer.echo("Looking for the best split, and moving to it ...", err=True)
     answer = ask_head(url, "/cluster/replan", body, api_key=api_key, cacert=cacert, timeout_s=_LONGEST_MOVE_S)
