@@ -255,3 +255,12 @@ def test_power_under_load_is_not_less_than_a_file_gives_without_load(tmp_path: P
     options = ("--cluster", "mine.yaml", "--rate", "1")
     refused = complaint("capacity", "demo", *options, "--watts", "mini=3", folder=tmp_path)
     assert "--watts is mini=3; the power without load, which is 4, must not be more" in refused
+
+
+def test_power_under_load_is_not_less_than_an_earlier_flag_gives_without_load(tmp_path: Path) -> None:
+    """Give the power of a machine twice: the second time without load stays as in the first."""
+    name = "m4-mac-mini-16"
+    refused = complaint(
+        "capacity", "demo", *MACHINE, "--watts", f"{name}=40/10", "--watts", f"{name}=5", folder=tmp_path
+    )
+    assert f"--watts is {name}=5; the power without load, which is 10, must not be more" in refused

@@ -593,6 +593,7 @@ def test_requests_are_read_from_csv_and_json_lines(text: str) -> None:
         ("prompt,answer,at\n1,2,0\n1,2,inf", "request 2: at is inf; it must be a number of seconds"),
         ("prompt,answer,at\n1,2,noon", "request 1: at is noon; it must be a number of seconds"),
         ('{"prompt": 1, "answer": 2, "at": NaN}', "request 1: at is nan"),
+        ('{"prompt": 1, "answer": 2, "at": true}', "request 1: at is True; it must be a number of seconds"),
         ('{"prompt": Infinity, "answer": 2}', "request 1: it must have a prompt and an answer"),
         ('{"prompt": 1, "answer": 2}\nnonsense', "request 2: it must have"),
         ('{"prompt": 10.9, "answer": 2}', "request 1: it must have a prompt and an answer"),

@@ -367,8 +367,9 @@ def given_upkeep(
     values: dict[str, dict[str, float]] = {}
     for text in watts or ():
         name, numbers = read_pair("--watts", text, most=2)
-        values.setdefault(name, {}).update(zip(("watts", "idle_watts"), numbers, strict=False))
-        idle = numbers[1] if len(numbers) > 1 else found.get(name, Upkeep()).idle_watts
+        given = values.setdefault(name, {})
+        given.update(zip(("watts", "idle_watts"), numbers, strict=False))
+        idle = given.get("idle_watts", found.get(name, Upkeep()).idle_watts)
         if idle is not None and idle > numbers[0]:
             raise ConfigError(
                 f"--watts is {text}; the power without load, which is {idle:g}, must not be more than under load."

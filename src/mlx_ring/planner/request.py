@@ -299,7 +299,7 @@ def _tokens(value: Any) -> int:
 
 def _seconds(at: object, where: str) -> float:
     try:
-        seconds = float(cast("str", at))
+        seconds = math.nan if isinstance(at, bool) else float(cast("str", at))
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not math.isfinite(seconds):
