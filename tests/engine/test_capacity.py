@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean, median, pstdev, pvariance
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -337,7 +338,17 @@ def test_a_machine_with_an_endless_queue_is_busy_at_any_rate() -> None:
         assert found.tokens_per_s == pytest.approx(several[0].tokens_per_s, rel=0.05)
 
 
-def test_bursts_that_are_too_large_are_reported_as_such() -> None:
+def test_bursts_that_are_too_large_are_reported_as_such_after_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Try no lower rates: bursts that are far apart are too late already."""
+    rates, run = list[float](), Search.run
+
+    def count_run(search: Search, rate: float, **options: Any) -> Outcome:
+        rates.append(rate)
+        return run(search, rate, **options)
+
+    monkeypatch.setattr(Search, "run", count_run)
     found = measured(
         load=Load(Lengths(64, 64), Lengths(16, 16), "burst", burst=50), level=ServiceLevel(0.4, None)
     )
@@ -346,6 +357,7 @@ def test_bursts_that_are_too_large_are_reported_as_such() -> None:
     assert found.why == (
         "One request at a time is fast enough, but of requests that arrive together the first token comes too late."
     )
+    assert len(rates) == 1
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "even", "burst"])

@@ -41,6 +41,14 @@ def test_rows_read_shared_weights_once_and_distinct_experts(rows: int) -> None:
     assert one - FAST.costs.step_s == pytest.approx((0.1 + distinct) / 100, rel=1e-3)
 
 
+@pytest.mark.parametrize(("batches", "passes"), [(True, 1), (False, 8)])
+def test_rows_of_some_families_take_a_pass_each(batches: bool, passes: int) -> None:  # noqa: FBT001 - a case
+    layer = LayerProfile(1_000_000_000, 1_000_000_000, 1)
+    model = replace(of_layer(layer), batches=batches)
+    steady = StageTables(model, DEMAND).stage_seconds(FAST, 0, 1, 8, 0).steady
+    assert steady - FAST.costs.step_s == pytest.approx(passes * 1.0 / 100, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("each", "experts", "tokens", "measured"),
     [(8, 256, 2, 12.44 / 7.96 * 8), (8, 256, 4, 19.61 / 7.96 * 8), (6, 256, 149, 4655 / 11008 * 256)],

@@ -39,8 +39,8 @@ _SKIPPED = 50
 CLOSE, _ROUGHLY = 1.05, 1.2
 """Factors by which a rate must be better than another one, and from rate to rate at which the search with few ends."""
 _MOST_RUNS = 14
-_APART = 4
-"""Time between lone requests, as a multiple of what one takes."""
+_APART, _SELDOM = 4, 0.01
+"""Time between lone requests, as a multiple of what one takes, and rate of rare bursts, as a part of one request's."""
 _FIRST_TRY, _FIRST_STEP, _LARGEST_STEP = 0.6, 1.4, 4.0
 """Part of the rate without any waiting at which the search begins, and the first and largest factor to a lower rate."""
 _QUEUED_SHARE = 0.05
@@ -395,6 +395,8 @@ class Search:
             found = Found(0.0, self.alone, None, self.policy)
             if self.level.broken(self.alone):
                 return replace(found, beyond=self.alone)
+            if self.load.at_once > 1 and not self.level.holds(rare := self.run(_SELDOM / self._request_s(1))):
+                return replace(found, beyond=rare)
             rate = _FIRST_TRY * high
         else:
             found, low = known, known.rate

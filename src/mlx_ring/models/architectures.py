@@ -178,6 +178,12 @@ _UNQUANTIZED_IF_SHARED = frozenset({"gemma4", "gemma4_text"})
 """Families whose layers cannot take over the quantized keys and values of earlier ones."""
 
 
+def batches_rows(folder: ConfiguredModel) -> bool:
+    """Report whether rows of different lengths may share a forward pass, as in most families."""
+    found = find_architecture(folder.model_type, folder.classes)
+    return found is None or found.batches
+
+
 def quantizes_kv(folder: ConfiguredModel) -> bool:
     """Return False if the folder's family, or that of its text model, cannot have a quantized KV cache."""
     families = {module_of(folder.model_type, folder.classes)}

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TypedDict
 
 from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported
-from mlx_ring.models.architectures import WITHOUT_KV, language_module, number, quantizes_kv
+from mlx_ring.models.architectures import WITHOUT_KV, batches_rows, language_module, number, quantizes_kv
 from mlx_ring.models.config_limits import HEAD_NAMES
 from mlx_ring.models.layer_tensors import dequantized_bytes, group_by_layers, names_head, path_of_layers
 from mlx_ring.models.model_folder import ModelFolder, TensorEntry
@@ -188,6 +188,7 @@ def _profile(
         vocabulary=vocabulary,
         context_tokens=folder.context_length,
         quantizes_kv=quantizes_kv(folder),
+        batches=batches_rows(folder),
         weights=weights.name,
         has_byte_scales=weights.has_byte_scales,
         number_bytes=weights.plain_bits // 8,

@@ -175,6 +175,8 @@ class ModelProfile:
     """Size of one number between stages, and in an unquantized KV cache."""
     quantizes_kv: bool = True
     """False if its attention cannot use a quantized KV cache."""
+    batches: bool = True
+    """False if each row of a decode step gets a forward pass of its own, unless all are equally long."""
     widest: int = 0
     """Largest number of inputs of a product; 0 if unknown."""
     routed: int = 0

@@ -82,6 +82,8 @@ class RankCosts:
 
     def _sum_seconds(self, rows: int, context_tokens: int) -> Table:
         model, rate = self._model, self.node.rate(self._model.weights)
+        if rows > 1 and not model.batches:
+            return rows * self._sum_seconds(1, context_tokens)
         each = self._layers.by_layer(
             [
                 layer_seconds(layer, self.node, rate, model, self._demand, rows, context_tokens)

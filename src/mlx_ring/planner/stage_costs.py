@@ -139,14 +139,14 @@ class StageTables:
 
     def _seconds_before(self, layers: LayerKinds, node: NodeProfile, rows: int, context_tokens: int) -> Table:
         """Return the computing seconds of all layers before each; the output head counts to the last layer."""
-        model = layers.model
-        rate = node.rate(model.weights)
-        each = layers.by_layer(
-            [
-                layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
-                for layer in layers.kinds
-            ]
-        )
+        model, rate = layers.model, node.rate(layers.model.weights)
+        if rows > 1 and not model.batches:
+            return rows * self._seconds_before(layers, node, 1, context_tokens)
+        seconds = [
+            layer_seconds(layer, node, rate, model, self.demand, rows, context_tokens)
+            for layer in layers.kinds
+        ]
+        each = layers.by_layer(seconds)
         each[-1] += head_seconds(model.head_bytes, model.vocabulary, model.hidden_size, rate, rows)
         each[-1] += node.costs.draw_s + rows * model.vocabulary * node.costs.logit_s
         return before(each)
