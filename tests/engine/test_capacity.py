@@ -370,6 +370,15 @@ def test_requests_come_in_whole_bursts_however_large_they_are(arrivals: Arrivals
     assert waits[1] / waits[0] == pytest.approx(2.0 if arrivals == "burst" else 1.0, rel=0.05)
 
 
+def test_a_rate_beyond_the_capacity_is_seen_although_the_run_ends_before_bursts_queue_up() -> None:
+    """Take so large bursts that the few of a run are answered at any rate before their queue is long."""
+    load, level = Load(Lengths(64, 64), Lengths(4, 4), "burst", burst=2000), ServiceLevel(600.0, None)
+    assert measured(load=load, level=level, rate=45.0).holds
+    # Full steps take 62 requests a second.
+    beyond = measured(load=load, level=level, rate=63.0)
+    assert (beyond.holds, beyond.first_token_s) == (False, inf)
+
+
 WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
 
 # ---- unlike replicas

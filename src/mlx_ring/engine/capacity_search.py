@@ -240,7 +240,7 @@ class Search:
             skipped=skipped,
             drains=False,
         )
-        outcome.is_overrun |= self._falls_behind(outcome, rate)
+        outcome.is_overrun |= rate > self.most or self._falls_behind(outcome, rate)
         return outcome
 
     def _falls_behind(self, outcome: Outcome, rate: float) -> bool:
