@@ -206,10 +206,6 @@ def test_worker_that_dies_while_its_kv_moves_changes_no_answer(cluster: Cluster,
 def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, texts: list[str]) -> None:
     server = cluster.server
     other = other_node(server)
-    # It rests meanwhile, and is long enough for its KV to be worth a move.
-    resting = "They talk for hours. " * 64
-    text, computed = ask(server, resting)
-    assert computed > 256
     stopped, streams, _ = cluster.stop_worker(texts)
     with ThreadPoolExecutor(1) as pool:
         draining = pool.submit(server.http.post, "/cluster/drain", json={"node": other}, timeout=120)
@@ -227,9 +223,20 @@ def test_drained_machine_has_no_layers_and_no_answer_changes(cluster: Cluster, t
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["drained"]
     assert streams.finish() == texts
     assert expected(server) == texts
-    assert ask(server, resting) == (text, 1)
     assert server.http.post("/cluster/readmit", json={"node": other}).status_code == 200
     assert [node["state"] for node in nodes(server) if node["id"] == other] == ["attending"]
+
+
+def test_conversation_at_rest_continues_after_a_move_without_being_computed(tmp_path: Path) -> None:
+    """Let nothing else move: what that took might make it slower to move this than to compute it."""
+    with three_machines(tmp_path, *FLAGS) as (server, _):
+        resting = "They talk for hours. " * 200
+        text, computed = ask(server, resting)
+        assert computed > 1024
+        drained = server.http.post("/cluster/drain", json={"node": other_node(server)}, timeout=120)
+        assert [moved["way"] for moved in drained.raise_for_status().json()["moved"]] == ["beside"]
+        assert moved_tokens(server) >= computed
+        assert ask(server, resting) == (text, 1)
 
 
 def test_model_that_is_unloaded_by_force_while_it_moves_does_not_hold_up_the_drain(
