@@ -393,7 +393,7 @@ class HostedModel:
             old: the replica that serves.
             new: the replica that takes its place.
             ready: receives the new instance.
-            loaded: called when the new one serves. From then on, this only waits for answers.
+            loaded: called when the new one serves. From then on, this waits for answers and moves of KV.
 
         Returns:
             The number of requests that have moved.
