@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.api.clients import serving
 from tests.api.twins import TwinService
 from tests.cli.test_main import complaint
+from tests.eventually import eventually
 from tests.processes import run_in_process
+
+from mlx_ring.cli import planning
 
 
 def test_a_machine_that_is_added_is_compared_with_the_cluster_as_it_is(tmp_path: Path) -> None:
@@ -208,3 +213,23 @@ def test_speeds_are_plotted_over_context_and_users(tmp_path: Path) -> None:
     picture = (tmp_path / "speeds.svg").read_text("utf-8")
     assert picture.startswith("<svg ")
     assert picture.count("<polyline ") == 2
+
+
+def test_a_head_that_measures_its_machine_first_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answer once the line is printed, later than any head that only computes."""
+    lines = list[str]()
+
+    def answer_late(*_: object, timeout_s: float, **__: Any) -> dict[str, int]:
+        lines.append(eventually(lambda: capsys.readouterr().err))
+        assert timeout_s > 120
+        return {"answer": 4}
+
+    monkeypatch.setattr(planning, "ask_head", answer_late)
+    monkeypatch.setattr(planning, "_NOTICE_AFTER_S", 0.0)
+    answer = planning.ask_running_head("http://127.0.0.1:8100", "/ask", None, dict[str, int], None)
+    assert answer == {"answer": 4}
+    assert lines == [
+        "Waiting for the head at http://127.0.0.1:8100. The first time, it measures its machine, for up to two minutes.\n"
+    ]

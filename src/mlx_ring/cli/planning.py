@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlencode
 
@@ -132,6 +134,10 @@ def one_of(flag: str, value: Value, allowed: tuple[Value, ...]) -> Value:
     return value
 
 
+_MEASURED_WITHIN_S, _NOTICE_AFTER_S = 300.0, 3.0
+"""Longest time for a head that first compiles kernels and measures its machine, and time after which a line says so."""
+
+
 def ask_running_head(
     url: str,
     path: str,
@@ -156,14 +162,22 @@ def ask_running_head(
     from pydantic import TypeAdapter, ValidationError  # slow to import, and files do without it
 
     hint = "give --url, or machines with --cluster or --machine"
+    text = f"Waiting for the head at {url}. The first time, it measures its machine, for up to two minutes."
+    notice = Timer(_NOTICE_AFTER_S, print, [text], {"file": sys.stderr})
+    notice.daemon = True
+    notice.start()
     try:
-        answer = ask_head(url, path, body, api_key=api_key, cacert=cacert, hint=hint)
+        answer = ask_head(
+            url, path, body, api_key=api_key, cacert=cacert, hint=hint, timeout_s=_MEASURED_WITHIN_S
+        )
         return TypeAdapter(answer_type).validate_python(answer)
     except RequestError as error:
         # The flags of this command are wrong.
         raise ConfigError(str(error)) from error
     except ValidationError as error:
         raise ConfigError(f"The head at {url} has another version: its answer cannot be read.") from error
+    finally:
+        notice.cancel()
 
 
 # ---- models and machines
