@@ -177,9 +177,20 @@ def test_a_recommendation_has_the_first_token_of_a_prompt_that_fills_the_context
         assert (each["prompt_tokens"], each["answer_tokens"]) == (8192 - 256, 256)
         assert each["first_token_s_range"] == same["first_token_s_range"]
     shown = run_in_process("recommend", *machine, folder=tmp_path).stdout
-    assert "first token at 8k, s" in shown
+    assert next(line.split()[2:5] for line in shown.splitlines() if line.startswith("model ")) == [
+        "at",
+        "8k,",
+        "s",
+    ]
     (row,) = [line for line in shown.splitlines() if line.startswith("qwen3:0.6b ")]
     assert row.rstrip().endswith("tools, reasoning")
+
+
+def test_recommendations_for_a_large_machine_fit_into_80_columns(tmp_path: Path) -> None:
+    shown = run_in_process("recommend", "--machine", "m3-ultra-512", folder=tmp_path).stdout
+    lines = shown.splitlines()
+    assert any(line.startswith("qwen3:235b-a22b-8bit ") for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_recommendation_says_what_it_could_not_ask_and_that_the_machine_was_busy(

@@ -259,10 +259,10 @@ def _recommended(one: Outcome) -> dict[str, object]:
 
 def _show_recommended(good: Sequence[Outcome], where: str) -> None:
     here = {model.name for model in list_local_models()}
-    table = Table(Column("model", overflow="fold"), box=None, pad_edge=False)
-    for title in ("tokens/s", "first token at 8k, s", "memory"):
+    table = Table(Column("model", overflow="fold"), box=None, pad_edge=False, collapse_padding=True)
+    for title in ("tokens/s", "first token\nat 8k, s", "memory"):
         table.add_column(title, justify="right")
-    for title in ("on this disk", "supports"):
+    for title in ("on\ndisk", "supports"):
         table.add_column(title)
     for one in good:
         known = _popular(one.model)
