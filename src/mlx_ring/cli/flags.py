@@ -1,6 +1,7 @@
-"""Command-line flags made from the fields of `Settings`: a command names the settings that it takes, and gets their flags.
+"""Command-line flags that several commands take.
 
-The flags that `chat` and `run` have in common are here too.
+Most are made from the fields of `Settings`: a command names the settings that it takes, and gets their flags. The others
+are those of a chat.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from mlx_ring.settings.settings_sources import (
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
 _MANY = 20
 """Settings from which on plain `--help` lists the basic ones only."""
-QUESTION = typer.Argument(help="Question to answer, instead of a chat; only the answer is printed.")
 SYSTEM = typer.Option("--system", help="System prompt.")
 TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
 TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_ring.cli import DownloadBar, table_console
-from mlx_ring.cli.flags import MAX_TOKENS, QUESTION, SEED, SYSTEM, TEMPERATURE, TOP_P, with_settings
+from mlx_ring.cli.flags import MAX_TOKENS, SEED, SYSTEM, TEMPERATURE, TOP_P, with_settings
 from mlx_ring.cli.head_client import (
     API_KEY,
     CACERT,
@@ -167,7 +167,10 @@ def run(
     model: Annotated[
         str, typer.Argument(help="Built-in name, folder, GGUF file, short name or Hugging Face id.")
     ],
-    question: Annotated[str | None, QUESTION] = None,
+    question: Annotated[
+        str | None,
+        typer.Argument(help="Question to answer, instead of a chat; only the answer is printed."),
+    ] = None,
     url: Annotated[str | None, URL] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
