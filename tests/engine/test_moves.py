@@ -29,7 +29,7 @@ from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import LayerRange, RankId, SamplingParams
 from mlx_ring.engine import moved_kv, rows, takeover
 from mlx_ring.engine.engine import Engine
-from mlx_ring.engine.executor import KvPlace
+from mlx_ring.engine.executor import KvPlace, kv_sources
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.scheduler import Scheduler
@@ -43,10 +43,11 @@ from mlx_ring.rpc.protos import step_pb2
 def _looks_at_once() -> Generator[None]:  # pyright: ignore[reportUnusedFunction] - a fixture
     """Let moves look for the last answers at each turn, so that a random case is the same each time.
 
-    With limited memory, they copy few tokens with each step.
+    With limited memory, they read few tokens at a time, and copy fewer with each step.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_PART_BYTES", 8 * KV_BYTES_PER_TOKEN)
+        patch.setattr(moved_kv, "_PIECE_BYTES", 20 * KV_BYTES_PER_TOKEN)
         patch.setattr(takeover, "_LOOK_S", 0.0)
         patch.setattr(moved_kv, "_STEP_LOOK_S", 0.0)
         yield
@@ -401,7 +402,7 @@ def test_each_rank_reads_from_the_ranks_that_have_its_layers_and_heads() -> None
     target = moves_of([2, 7, 8], ["a", "c", "b"], shares=(2.0, 1.0))
     found = [
         (each.stage, each.rank, each.address, each.first_layer, each.end_layer)
-        for each in target._sources(source, "key")
+        for each in kv_sources(target._pairs(source), "key")
     ]
     expected = [
         (0, "unix:worker", 0, 2),
@@ -537,10 +538,10 @@ def test_a_conversation_whose_answer_stayed_moves_after_its_end_unless_the_files
     assert cached == [expected]
 
 
-def test_a_long_text_is_copied_in_parts_between_which_answers_continue() -> None:
+def test_a_long_text_comes_in_pieces_and_these_are_copied_in_parts_between_which_answers_continue() -> None:
     running = starting_with(202, 8, max_tokens=40)
 
-    async def run() -> tuple[list[int], list[int], Succession]:
+    async def run() -> tuple[list[int], list[tuple[int, ...]], Succession]:
         source, target = instances_that_move_kv(kv_of(40))
         answer_all(source, ENDED[:1])
         (stream,) = target.submit(running)
@@ -548,19 +549,113 @@ def test_a_long_text_is_copied_in_parts_between_which_answers_continue() -> None
         assert await move_all(source, target) == 0
         assert target.twin is not None
         steps = [
-            (operation.adopt.part, len(step.rows))
+            (operation.adopt.start, operation.adopt.part, len(step.rows))
             for step in target.twin.sent
             for operation in step.operations
             if operation.HasField("adopt")
         ]
         target.finish()
-        return tokens_of([*deltas, *stream.take()]), [part for part, rows in steps if rows], target
+        return tokens_of([*deltas, *stream.take()]), [tuple(parts) for *parts, rows in steps if rows], target
 
     tokens, parts, target = asyncio.run(run())
     assert tokens == answer_to(running)
-    # 43 tokens, of which 8 go with a step.
-    assert parts == [0, 1, 2, 3, 4, 5]
+    # 43 tokens, of which 20 are read at a time, and 8 go with a step. With the first ones goes memory for all.
+    assert parts == [*((0, part) for part in range(6)), (14, 0), (14, 1), (28, 0), (28, 1)]
     check_nothing_is_left(target)
+
+
+def at_second_piece(patch: pytest.MonkeyPatch, do: Callable[[Any], None]) -> None:
+    """Call a function with the text that arrives, once its third piece is asked for and before the second one is copied."""
+    take, texts = KvMoves._take_parts, list[Any]()
+
+    async def take_parts(self: KvMoves, text: Any, fetch: Any) -> str:
+        texts.append(text)
+        if len(texts) == 2:
+            do(text)
+        return await take(self, text, fetch)
+
+    patch.setattr(KvMoves, "_take_parts", take_parts)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_pieces_that_have_arrived_are_kept_if_the_others_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, *, is_running: bool
+) -> None:
+    request = starting_with(200, 40, max_tokens=20)
+    next_turn = continued(request)
+
+    async def run() -> tuple[list[list[int]], int]:
+        source, target = instances_that_move_kv(kv_of(40))
+        (stream,) = source.submit(request)
+        before = run_to(source, stream, 4)
+        if not is_running:
+            source.finish()
+
+        def fail(_: object) -> None:
+            assert target.twin is not None
+            target.twin.fails_moves = "the connection broke"
+
+        at_second_piece(monkeypatch, fail)
+        assert await move_all(source, target) == int(is_running)
+        target.finish()
+        assert target.twin is not None
+        assert not target.twin.has_fetched
+        moved = engine_of(target).stats().cache.moved_tokens
+        answers, _ = answer_all(target, [next_turn])
+        check_nothing_is_left(target)
+        return [tokens_of([*before, *stream.take()]), *answers], moved
+
+    answers, moved = asyncio.run(run())
+    assert answers == [answer_to(request), answer_to(next_turn)]
+    # Two of three pieces: 44 tokens have been computed, or in the end 59.
+    assert moved == (29 if is_running else 39)
+
+
+def test_no_more_pieces_of_an_ended_conversation_are_read_once_the_time_for_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (next_turn,) = map(continued, ENDED[:1])
+
+    def end_time(text: Any) -> None:
+        text.end_s = -1.0
+
+    async def run() -> tuple[list[list[int]], list[int]]:
+        source, target = instances_that_move_kv()
+        answer_all(source, ENDED[:1])
+        at_second_piece(monkeypatch, end_time)
+        await move_all(source, target)
+        return answer_all(target, [next_turn])
+
+    answers, cached = asyncio.run(run())
+    assert answers == [answer_to(next_turn)]
+    assert cached == [43]
+
+
+def test_a_request_does_not_wait_for_the_room_of_an_ended_conversation_that_still_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = starting_with(203, 40, max_tokens=4)
+
+    async def run() -> tuple[list[int], int]:
+        source, target = instances_that_move_kv(kv_of(1))
+        answer_all(source, ENDED[:1])
+        streams: list[Any] = []
+        take = KvMoves._take_parts
+
+        async def take_parts(self: KvMoves, text: Any, fetch: Any) -> str:
+            if not streams:
+                streams.extend(target.submit(other))
+            return await take(self, text, fetch)
+
+        monkeypatch.setattr(KvMoves, "_take_parts", take_parts)
+        await move_all(source, target)
+        target.finish()
+        check_nothing_is_left(target)
+        return tokens_of(streams[0].take()), engine_of(target).stats().cache.moved_tokens
+
+    tokens, moved = asyncio.run(run())
+    assert tokens == answer_to(other)
+    assert moved == 28
 
 
 def test_the_first_to_be_evicted_is_the_conversation_that_was_not_used_for_longest() -> None:
@@ -587,9 +682,9 @@ def test_an_ended_conversation_evicts_nothing_if_others_take_the_room_while_it_m
         source.load()
         target.load()
 
-        async def result_after_another_request(self: KvMoves, fetch: Any, within_s: float) -> str:
+        async def result_after_another_request(self: KvMoves, fetch: Any) -> str:
             answer_all(target, [meanwhile])
-            return await result(self, fetch, within_s)
+            return await result(self, fetch)
 
         monkeypatch.setattr(KvMoves, "_result", result_after_another_request)
         answer_all(source, ENDED[:1])
@@ -614,10 +709,10 @@ def test_the_others_move_too_if_conversations_are_continued_before_they_have_mov
     async def run() -> list[int]:
         source, target = instances_that_move_kv()
 
-        async def result_after_the_next_turn(self: KvMoves, fetch: Any, within_s: float) -> str:
+        async def result_after_the_next_turn(self: KvMoves, fetch: Any) -> str:
             answer_all(target, continued_first[:1])
             del continued_first[:1]
-            return await result(self, fetch, within_s)
+            return await result(self, fetch)
 
         monkeypatch.setattr(KvMoves, "_result", result_after_the_next_turn)
         answer_all(source, many)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +167,26 @@ class KvPlace:
     """Function that returns the worker's address for workers of a node, and the owner of the certificate there."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Measured throughput to other nodes."""
+
+    def common(self, other: KvPlace) -> range:
+        """Return the layers that both ranks have."""
+        return range(max(self.layers.start, other.layers.start), min(self.layers.end, other.layers.end))
+
+
+def kv_sources(pairs: Iterable[tuple[KvPlace, KvPlace]], key: str) -> Iterator[worker_pb2.KvSource]:
+    """Yield what a reader needs of each source, with the key for it. The first of each pair reads from the second."""
+    for reader, source in pairs:
+        address, node = source.address_from(reader.node)
+        layers = reader.common(source)
+        yield worker_pb2.KvSource(
+            stage=reader.rank.stage,
+            rank=reader.rank.rank,
+            address=address,
+            node=node,
+            first_layer=layers.start,
+            end_layer=layers.stop,
+            key=key,
+        )
 
 
 @dataclass(slots=True)

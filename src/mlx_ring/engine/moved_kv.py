@@ -3,8 +3,9 @@
 So does the prefix cache: without it, each conversation would be computed again from its first token on.
 
 Every rank of the target reads its layers from those ranks of the source that have them, whatever the two cuts are. KV of
-what two texts begin with moves once. It moves if that is predicted to be faster than to compute it. If anything fails,
-it is computed: nothing here ends a request.
+what two texts begin with moves once. It moves if that is predicted to be faster than to compute it. A long text comes in
+pieces: one is read while the one before it is copied, so that ranks need little memory besides that of the KV. If anything
+fails, the tokens that have not arrived are computed: nothing here ends a request.
 """
 
 from __future__ import annotations
@@ -12,37 +13,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, fetch_ids, is_moved
-from mlx_ring.engine.executor import Executor, KvPlace
+from mlx_ring.engine.executor import Executor, KvPlace, kv_sources
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Match, Tokens
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Match, Tokens
 from mlx_ring.engine.resumption import Candidate, choose_way
-from mlx_ring.engine.rows import drop_operation, moved_operations, parts_of
+from mlx_ring.engine.rows import (
+    adopt_operation,
+    arrival_operations,
+    drop_operation,
+    parts_of,
+    retain_operation,
+)
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Sequence as EngineSequence
+from mlx_ring.engine.ways_back import LinkUse, MoveTimes, in_seconds, link_use
 from mlx_ring.rpc.protos import worker_pb2
 
 log = logging.getLogger(__name__)
 
-_LOCAL_BYTES_PER_S, _REMOTE_BYTES_PER_S = 1e9, 1e8
-"""Assumed throughput within a machine, and of a link between machines that was not measured."""
-_ASSUMED = (1.0, 0.02)
-"""Factor by which moves take longer than links promise, and seconds for connections and waits, until they are measured."""
-_SPEED, _WEIGHT, _FORGET_S = "move", 0.5, 600.0
-"""Name of the measurement, the weight of the newest one, and the seconds after which slow ones are forgotten."""
-_LARGE_BYTES = 4 << 20
-"""Size from which a move measures the factor. The time of a smaller one is mostly that of connections and waits."""
 _LEAST_WITHIN_S, _MOST_WITHIN_S, _WITHIN = 10.0, 600.0, 4.0
 """Time after which a move has failed: so many seconds at least and at most, and so many times the predicted time."""
 _KEPT_WITHIN_S, _MOST_FAILURES = 30.0, 3
 """Time for the KV of ended sequences, and failures after which no more moves: the source's machines wait for it."""
+_PIECE_BYTES = 128 << 20
+"""About the size of a piece on the rank with most. Two of them are in memory besides the KV."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
 _LOOK_S, _STEP_LOOK_S = 0.25, 0.002
@@ -51,11 +53,45 @@ _LOOK_S, _STEP_LOOK_S = 0.25, 0.002
 
 @dataclass(slots=True)
 class _Fetch:
-    """KV that ranks read."""
+    """KV of a piece of a text, which ranks read."""
 
+    id: int
+    key: str
+    """Secret with which they read it."""
+    start: int
+    end: int
+    within_s: float
     owed_by: set[RankId]
     result: asyncio.Future[str]
     """Reason of the failure; empty once every rank has read its layers."""
+    is_copied: bool = False
+    """True once the ranks have copied all of it."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """Text whose KV arrives."""
+
+    tokens: Tokens
+    arrived: int
+    """Number of its first tokens that every rank has."""
+    is_oldest: bool
+    """True if it evicts nothing, and is evicted first."""
+    end_s: float
+    """Time on the engine's clock from which on no more pieces are read."""
+    entry: int = 0
+    """Id of its KV; 0 until there is room for it."""
+    source: int | None = None
+    """Sequence that has the tokens which need not move."""
+    is_offered: bool = False
+    has_memory: bool = False
+    """True once ranks have allocated the memory of all tokens, which they do with the first piece."""
+
+    def pieces(self, token_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the begin and the end of each piece of the tokens that are missing."""
+        first, count = self.arrived, len(self.tokens) - self.arrived
+        number = min(count, max(1, -(-count * token_bytes // _PIECE_BYTES)))
+        return pairwise(first + count * place // number for place in range(number + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +130,7 @@ class KvMoves:
         """
         self._executor, self._scheduler, self._meter = executor, scheduler, meter
         self._kv, self._send, self._error = dict(kv or {}), send, error
-        self.clock = clock
+        self.clock, self._times = clock, MoveTimes(meter, clock)
         self._ids = fetch_ids(scheduler.epoch, moved=True)
         self._fetches: dict[int, _Fetch] = {}
         self._refused: set[str] = set()
@@ -104,6 +140,11 @@ class KvMoves:
     def places(self) -> Sequence[KvPlace]:
         """Places of the ranks' KV; empty if no KV moves."""
         return self._executor.kv_places
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of a token on the rank with most."""
+        return max((rank.bytes_per_token for rank in self._kv.values()), default=0)
 
     # ---- the target
 
@@ -125,7 +166,7 @@ class KvMoves:
             "move", None if rest_s is None and compute_s is not None else move_s + (rest_s or 0.0)
         )
         chosen = choose_way([move, Candidate("recompute", compute_s)])
-        about = f" ({length - start} tokens; move: {_in_seconds(move.seconds)}, recompute: {_in_seconds(compute_s)})"
+        about = f" ({length - start} tokens; move: {in_seconds(move.seconds)}, recompute: {in_seconds(compute_s)})"
         ways = WaysBack(sequence.request.request_id, self._meter.record_way, about)
         back = ways.begin(chosen.way, move_s if chosen is move else compute_s, self.clock())
         if chosen is not move:
@@ -188,53 +229,74 @@ class KvMoves:
         *,
         is_oldest: bool = False,
     ) -> str:
-        """Move a sequence's tokens from `start` on within `most_s`; return the reason if that failed."""
-        count, began = len(tokens) - start, self.clock()
-        within_s = min(max(_LEAST_WITHIN_S, _WITHIN * self._predict_s(source, count)), most_s)
-        key = secrets.token_hex(16)
-        source.export(key, sequence, len(tokens), {place.node for place in self.places}, within_s)
+        """Move a sequence's tokens from `start` on within `most_s`; return the reason if some have not arrived."""
+        began = self.clock()
+        text = _Text(tokens, start, is_oldest, began + most_s)
         try:
-            sources = self._sources(source, key)
-            problem = await self._fetch(tokens, start, sources, within_s, is_oldest=is_oldest)
+            problem = await self._bring_pieces(text, source, sequence)
         finally:
-            source.export(key, 0, 0, (), 0.0)
+            self._keep_arrived(text, start)
+        # Another request may have taken the entry over.
+        if not problem and ((match := self._match(tokens)) is None or match.length < len(tokens)):
+            problem = "a worker could not keep it, or its memory was needed"
         if not problem:
-            self._measure(source, count, self.clock() - began)
+            self._measure(source, len(tokens) - start, self.clock() - began)
+            self._scheduler.kv.moved_tokens += len(tokens) - start
         return problem
 
-    async def _fetch(
-        self,
-        tokens: Tokens,
-        start: int,
-        sources: Iterable[worker_pb2.KvSource],
-        within_s: float,
-        *,
-        is_oldest: bool,
-    ) -> str:
-        """Let the ranks read tokens from `start` on, and keep them; return the reason if that failed."""
-        id_, is_adopted = next(self._ids), False
-        fetch = _Fetch(set(self._executor.ranks), asyncio.get_running_loop().create_future())
-        self._fetches[id_] = fetch
-        wanted = worker_pb2.FetchKv(id=id_, sources=sources, start=start, end=len(tokens), within_s=within_s)
+    async def _bring_pieces(self, text: _Text, source: KvMoves, sequence: int) -> str:
+        """Let the ranks read the missing tokens of a sequence's text, and keep them; return the reason of a failure."""
+        pieces = text.pieces(self._token_bytes)
+        read = [self._read(text, source, sequence, next(pieces))]
         try:
-            self._executor.fetch_kv(wanted)
-            if not (problem := await self._result(fetch, within_s + _ANSWER_S)):
-                problem = await self._adopt(id_, tokens, start, within_s + _ANSWER_S, is_oldest=is_oldest)
-                is_adopted = not problem
-            return problem
+            while read:
+                fetch = read[0]
+                if problem := await self._result(fetch) or self._opening(text):
+                    return problem
+                problem, piece = "", next(pieces, None)
+                # The next piece is read while this one is copied.
+                if piece is not None and not (problem := self._reason_to_stop(text)):
+                    read.append(self._read(text, source, sequence, piece))
+                if problem := await self._take_parts(text, fetch) or problem:
+                    return problem
+                self._end(read.pop(0), source)
         finally:
-            del self._fetches[id_]
-            if not is_adopted and self._error() is None:
-                self._scheduler.kv.add_operations([drop_operation(id_, moved=True)])
-                self._send(self.clock())
+            for fetch in read:
+                self._end(fetch, source)
+        return ""
 
-    async def _result(self, fetch: _Fetch, within_s: float) -> str:
-        end_s = self.clock() + within_s
+    def _read(self, text: _Text, source: KvMoves, sequence: int, piece: tuple[int, int]) -> _Fetch:
+        """Let the ranks read a piece of a sequence."""
+        start, end = piece
+        predicted_s = self._predict_s(source, end - start)
+        within_s = min(max(_LEAST_WITHIN_S, _WITHIN * predicted_s), text.end_s - self.clock())
+        result = asyncio.get_running_loop().create_future()
+        fetch = _Fetch(
+            *(next(self._ids), secrets.token_hex(16), start, end, within_s), {*self._executor.ranks}, result
+        )
+        self._fetches[fetch.id] = fetch
+        source.export(fetch.key, sequence, end, {place.node for place in self.places}, within_s)
+        wanted = worker_pb2.FetchKv(id=fetch.id, start=start, end=end, within_s=within_s)
+        wanted.sources.extend(kv_sources(self._pairs(source), fetch.key))
+        self._executor.fetch_kv(wanted)
+        return fetch
+
+    def _end(self, fetch: _Fetch, source: KvMoves) -> None:
+        """Let nobody read a piece any more, and let the ranks forget it, unless they have copied it."""
+        del self._fetches[fetch.id]
+        source.export(fetch.key, 0, 0, (), 0.0)
+        if not fetch.is_copied and self._error() is None:
+            self._scheduler.kv.add_operations([drop_operation(fetch.id, moved=True)])
+            self._send(self.clock())
+
+    async def _result(self, fetch: _Fetch) -> str:
+        """Wait until the ranks have read a piece; return the reason if they do not."""
+        end_s = self.clock() + fetch.within_s + _ANSWER_S
         while not fetch.result.done():
             if (error := self._error()) is not None:
                 return f"the instance was lost: {error}"
             if self.clock() > end_s:
-                return f"workers have not answered within {within_s:.0f} s"
+                return f"workers have not answered within {fetch.within_s + _ANSWER_S:.0f} s"
             await asyncio.wait((fetch.result,), timeout=_LOOK_S)
         return fetch.result.result()
 
@@ -256,61 +318,74 @@ class KvMoves:
         # A look-up leaves one token over to compute.
         return self._scheduler.kv.match((*tokens, *tokens[-1:]), self._scheduler.running)
 
-    async def _adopt(self, id_: int, tokens: Tokens, start: int, within_s: float, *, is_oldest: bool) -> str:
-        """Let the ranks keep what they have read as KV of an ended sequence; return the reason if that failed."""
-        kv, match = self._scheduler.kv, self._match(tokens)
+    def _opening(self, text: _Text) -> str:
+        """Make room for a text whose first piece is there; return the reason why that cannot be kept."""
+        if text.entry:
+            return ""
+        kv, match = self._scheduler.kv, self._match(text.tokens)
         shared, source = (0, None) if match is None else (match.length, match.source)
-        if shared < start:
-            return f"the first {start} tokens were evicted meanwhile"
-        if shared >= len(tokens):
+        if shared < text.arrived:
+            return f"the first {text.arrived} tokens were evicted meanwhile"
+        if shared >= len(text.tokens):
             return "others have computed the tokens meanwhile"
-        # Others may have taken the room since the fetch began.
-        has_room = not is_oldest or kv.budget.has_room(len(tokens))
-        entry = kv.begin_entry(tokens, spare=source) if has_room else None
+        # Others may have taken the room since the move began.
+        has_room = not text.is_oldest or kv.budget.has_room(len(text.tokens))
+        entry = kv.begin_entry(text.tokens, spare=source) if has_room else None
         if entry is None:
             return "there is no room for it"
-        if problem := await self._take_parts(
-            id_, tokens, start, source, entry, within_s, is_oldest=is_oldest
-        ):
-            return problem
-        # Another request may have taken the entry over.
-        if (match := self._match(tokens)) is None or match.length < len(tokens):
-            return "a worker could not keep it, or its memory was needed"
-        kv.moved_tokens += len(tokens) - start
+        kv.add_operations(arrival_operations(entry, len(text.tokens), source, text.arrived))
+        text.entry = entry
         return ""
 
-    async def _take_parts(
-        self,
-        id_: int,
-        tokens: Tokens,
-        start: int,
-        source: int | None,
-        entry: int,
-        within_s: float,
-        *,
-        is_oldest: bool,
-    ) -> str:
-        """Let the ranks copy a part with each step, and offer the entry with the last one; return the reason of a failure."""
-        kv, is_offered = self._scheduler.kv, False
-        token_bytes = max((rank.bytes_per_token for rank in self._kv.values()), default=0)
-        parts = parts_of((len(tokens) - start) * token_bytes)
-        try:
-            for part in range(parts):
-                if entry not in kv.held:
-                    return "a worker could not keep it"
-                # The next step takes all operations along. Rows of answers go out between the parts.
-                step = self._scheduler.in_flight.sent + 1
-                kv.add_operations(moved_operations(id_, tokens, start, source, entry, part, parts))
-                if part == parts - 1:
-                    kv.offer_entry(entry, tokens, len(tokens), is_oldest=is_oldest)
-                    is_offered = True
-                self._send(self.clock())
-                if problem := await self._until_executed(step, within_s):
-                    return problem
-        finally:
-            if not is_offered and self._error() is None:
-                kv.free(entry)
+    async def _take_parts(self, text: _Text, fetch: _Fetch) -> str:
+        """Let the ranks copy a part of a piece with each step; return the reason of a failure.
+
+        The text can be used from the last part of its last piece on.
+        """
+        kv, piece = self._scheduler.kv, text.tokens[fetch.start : fetch.end]
+        parts = parts_of(len(piece if text.has_memory else text.tokens) * self._token_bytes)
+        for part in range(parts):
+            if text.entry not in kv.held:
+                return "a worker could not keep it"
+            # The next step takes all operations along. Rows of answers go out between the parts.
+            step = self._scheduler.in_flight.sent + 1
+            kv.add_operations([adopt_operation(text.entry, fetch.id, fetch.start, piece, part, parts)])
+            if part == parts - 1 and fetch.end == len(text.tokens):
+                self._offer(text, fetch.end)
+            self._send(self.clock())
+            if problem := await self._until_executed(step, fetch.within_s + _ANSWER_S):
+                return problem
+        text.arrived, text.has_memory, fetch.is_copied = fetch.end, True, True
         return ""
+
+    def _reason_to_stop(self, text: _Text) -> str:
+        """Return the reason why no more pieces are read; empty if there is none."""
+        scheduler = self._scheduler
+        if self.clock() >= text.end_s:
+            return "the time for it is over"
+        has_places = len(scheduler.running) < scheduler.policy.max_num_seqs
+        return "requests wait for the room" if text.is_oldest and scheduler.num_waiting and has_places else ""
+
+    def _offer(self, text: _Text, length: int) -> None:
+        """Keep a text's first tokens as an ended sequence."""
+        kv, text.is_offered = self._scheduler.kv, True
+        kv.add_operations([retain_operation(text.entry)])
+        kv.budget.charge(text.entry, length)
+        kv.offer_entry(text.entry, text.tokens[:length], length, is_oldest=text.is_oldest)
+
+    def _keep_arrived(self, text: _Text, start: int) -> None:
+        """Keep what has arrived of a text after its first `start` tokens, or free its memory."""
+        kv = self._scheduler.kv
+        if text.is_offered or text.entry not in kv.held or self._error() is not None:
+            return
+        arrived = text.tokens[: text.arrived]
+        if kv.cache.is_worth_keeping(arrived, Extent(len(arrived), len(arrived))):
+            self._offer(text, len(arrived))
+            kv.moved_tokens += len(arrived) - start
+            log.info("%d tokens of it had arrived, and are kept", len(arrived) - start)
+        else:
+            kv.free(text.entry)
+        self._send(self.clock())
 
     async def _until_executed(self, step: int, within_s: float) -> str:
         """Wait until every rank has answered a step; return the reason if that does not happen."""
@@ -332,11 +407,9 @@ class KvMoves:
         own = {place.node for place in self.places}
         # Workers of a machine reach each other without a certificate.
         readers = {*nodes, *([""] if own & {*nodes} else [])}
-        self._executor.export_kv(
-            worker_pb2.ExportKv(
-                key=key, sequence=sequence, length=length, within_s=within_s, nodes=sorted(readers)
-            )
-        )
+        export = worker_pb2.ExportKv(key=key, sequence=sequence, length=length, within_s=within_s)
+        export.nodes.extend(sorted(readers))
+        self._executor.export_kv(export)
 
     # ---- both
 
@@ -362,70 +435,16 @@ class KvMoves:
             (ours, theirs)
             for ours in self.places
             for theirs in source.places
-            if ours.rank.rank == theirs.rank.rank and _common(ours, theirs)
+            if ours.rank.rank == theirs.rank.rank and ours.common(theirs)
         ]
 
-    def _sources(self, source: KvMoves, key: str) -> list[worker_pb2.KvSource]:
-        sources: list[worker_pb2.KvSource] = []
-        for ours, theirs in self._pairs(source):
-            address, node = theirs.address_from(ours.node)
-            layers = _common(ours, theirs)
-            sources.append(
-                worker_pb2.KvSource(
-                    stage=ours.rank.stage,
-                    rank=ours.rank.rank,
-                    address=address,
-                    node=node,
-                    first_layer=layers.start,
-                    end_layer=layers.stop,
-                    key=key,
-                )
-            )
-        return sources
-
-    def _link_s(self, source: KvMoves, tokens: int) -> tuple[float, float]:
-        """Return the seconds that the busiest machine needs at the speed of its links, and the bytes of all."""
-        seconds, nbytes = defaultdict[tuple[str, str], float](float), 0.0
-        for ours, theirs in self._pairs(source):
-            kv = source._kv.get(theirs.rank)
-            of_layer = kv.bytes_per_token / max(1, theirs.layers.end - theirs.layers.start) if kv else 0.0
-            of_pair = tokens * of_layer * len(_common(ours, theirs))
-            local = ours.node == theirs.node
-            speed = theirs.bytes_per_s.get(ours.node) or _REMOTE_BYTES_PER_S
-            of_pair_s = of_pair / (_LOCAL_BYTES_PER_S if local else speed)
-            nbytes += of_pair
-            for end in {("from", theirs.node), ("to", ours.node)}:
-                seconds[end] += of_pair_s
-        return max(seconds.values(), default=0.0), nbytes
-
-    def _measured(self, source: KvMoves) -> tuple[float, float]:
-        """Return the factor and the seconds by which times are predicted."""
-        known = self._meter.measured.get(_SPEED) or source._meter.measured.get(_SPEED)
-        if known is None:
-            return _ASSUMED
-        factor, setup_s, measured_at = known
-        if self.clock() - measured_at > _FORGET_S:
-            return min(factor, _ASSUMED[0]), min(setup_s, _ASSUMED[1])
-        return factor, setup_s
-
     def _predict_s(self, source: KvMoves, tokens: int) -> float:
-        factor, setup_s = self._measured(source)
-        return setup_s + factor * self._link_s(source, tokens)[0]
+        """Return the predicted time of a move of some tokens."""
+        return self._times.predict_s(self._link_use(source, tokens), source._times)
 
     def _measure(self, source: KvMoves, tokens: int, taken_s: float) -> None:
-        """Learn from the time of a move."""
-        (link_s, nbytes), (factor, setup_s) = self._link_s(source, tokens), self._measured(source)
-        if nbytes < _LARGE_BYTES:
-            setup_s += _WEIGHT * (max(0.0, taken_s - factor * link_s) - setup_s)
-        else:
-            factor += _WEIGHT * (max(0.0, taken_s - setup_s) / link_s - factor)
-        self._meter.measured[_SPEED] = [factor, setup_s, self.clock()]
+        self._times.measure(self._link_use(source, tokens), taken_s, source._times)
 
-
-def _common(one: KvPlace, other: KvPlace) -> range:
-    """Return the layers that two ranks both have."""
-    return range(max(one.layers.start, other.layers.start), min(one.layers.end, other.layers.end))
-
-
-def _in_seconds(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds:.2f} s"
+    def _link_use(self, source: KvMoves, tokens: int) -> LinkUse:
+        bytes_per_token = {rank: kv.bytes_per_token for rank, kv in source._kv.items()}
+        return link_use(self._pairs(source), bytes_per_token, tokens)

@@ -95,33 +95,47 @@ def restore_operations(
         yield retain_operation(entry)
 
 
-def moved_operations(
-    fetch: int, tokens: tuple[int, ...], start: int, source: int | None, entry: int, part: int, parts: int
+def arrival_operations(
+    entry: int, length: int, source: int | None, start: int
 ) -> Iterator[step_pb2.CacheOperation]:
-    """Yield the operations of one of the `parts` in which KV from other workers is kept under an id of its own.
+    """Yield the operations that open an entry for KV from other workers.
 
     Args:
-        fetch: the fetch of the tokens after the first `start`.
-        tokens: all tokens.
-        start: number of the first tokens, which are forked.
-        source: sequence from which they are forked.
-        entry: the new id.
+        entry: its id.
+        length: number of its tokens.
+        source: sequence that has its first tokens; None if no sequence has.
+        start: number of these tokens.
+    """
+    opened = step_pb2.Open(sequence=entry, prompt_length=length, max_length=length)
+    yield step_pb2.CacheOperation(open=opened)
+    if start and source is not None:
+        yield fork_operation(source, entry, start, take=False)
+
+
+def adopt_operation(
+    entry: int, fetch: int, start: int, tokens: tuple[int, ...], part: int, parts: int
+) -> step_pb2.CacheOperation:
+    """Make the operation that appends one of the `parts` of KV which was fetched from other workers.
+
+    Args:
+        entry: the sequence.
+        fetch: the fetch.
+        start: number of the sequence's tokens before.
+        tokens: tokens that were fetched.
         part: number of the part.
         parts: number of all parts.
     """
-    length, is_last = len(tokens), part == parts - 1
-    if part == 0:
-        yield step_pb2.CacheOperation(
-            open=step_pb2.Open(sequence=entry, prompt_length=length, max_length=length)
-        )
-        if start and source is not None:
-            yield fork_operation(source, entry, start, take=False)
-    adopt = step_pb2.Adopt(sequence=entry, fetch=fetch, start=start, length=length, moved=True)
-    adopt.part, adopt.parts = part, parts
-    adopt.tokens.extend(tokens[start:] if is_last else ())
-    yield step_pb2.CacheOperation(adopt=adopt)
-    if is_last:
-        yield retain_operation(entry)
+    adopt = step_pb2.Adopt(
+        sequence=entry,
+        fetch=fetch,
+        start=start,
+        length=start + len(tokens),
+        moved=True,
+        part=part,
+        parts=parts,
+    )
+    adopt.tokens.extend(tokens if part == parts - 1 else ())
+    return step_pb2.CacheOperation(adopt=adopt)
 
 
 def drop_operation(fetch: int, *, moved: bool = False) -> step_pb2.CacheOperation:

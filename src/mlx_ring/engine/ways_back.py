@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import BLOCK_TOKENS, RankId, Way
+from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, TOKEN_BYTES, SavedText, Tokens, shared_length
 from mlx_ring.engine.resumption import (
     Candidate,
@@ -298,7 +300,7 @@ class Ways:
             if first.back is None:
                 more_s = None if compute_s is None else compute_s + self._queue_s(first)
                 parts = [
-                    f"{offer.way}: {_in_seconds(read.seconds)} for {_amount(offer)} and the rest"
+                    f"{offer.way}: {in_seconds(read.seconds)} for {_amount(offer)} and the rest"
                     for offer, read in zip(offers, reads, strict=True)
                 ]
                 about = f" ({'; '.join(parts)})"
@@ -314,7 +316,7 @@ class Ways:
                 sequence.back.turn(offer.way, more_s)
         if first.back is not None:
             return offer, first.back
-        about = f" ({_amount(offer)}; recompute: {_in_seconds(compute_s)}, {_in_seconds(rest_s)} of it for the rest)"
+        about = f" ({_amount(offer)}; recompute: {in_seconds(compute_s)}, {in_seconds(rest_s)} of it for the rest)"
         return offer, self._begin(first, about).begin(offer.way, offer.seconds, now)
 
     def _begin(self, sequence: Sequence, about: str) -> WaysBack:
@@ -349,11 +351,91 @@ class Ways:
         return None if None in parts else sum(filter(None, parts))
 
 
+# ---- moves from another instance
+
+_LOCAL_BYTES_PER_S, _REMOTE_BYTES_PER_S = 1e9, 1e8
+"""Assumed throughput within a machine, and of a link between machines that was not measured."""
+_ASSUMED = (1.0, 0.02)
+"""Factor by which moves take longer than links promise, and seconds for connections and waits, until they are measured."""
+_SPEED, _WEIGHT, _FORGET_S = "move", 0.5, 600.0
+"""Name of the measurement, the weight of the newest one, and the seconds after which slow ones are forgotten."""
+_LARGE_BYTES = 4 << 20
+"""Size from which a move measures the factor. The time of a smaller one is mostly that of connections and waits."""
+
+
+class LinkUse(NamedTuple):
+    """Use of links by a move of KV."""
+
+    seconds: float
+    """Time that the busiest machine needs at the speed of its links."""
+    nbytes: float
+    """Bytes of all machines."""
+
+
+def link_use(
+    pairs: Iterable[tuple[KvPlace, KvPlace]], bytes_per_token: Mapping[RankId, float], tokens: int
+) -> LinkUse:
+    """Return the use of links if ranks read some tokens of the layers that they have in common with sources.
+
+    Args:
+        pairs: readers with their sources.
+        bytes_per_token: bytes of a token on each source.
+        tokens: number of tokens.
+    """
+    seconds, nbytes = defaultdict[tuple[str, str], float](float), 0.0
+    for reader, source in pairs:
+        layers = max(1, source.layers.end - source.layers.start)
+        of_pair = tokens * bytes_per_token.get(source.rank, 0.0) / layers * len(reader.common(source))
+        speed = source.bytes_per_s.get(reader.node) or _REMOTE_BYTES_PER_S
+        nbytes += of_pair
+        for end in {("from", source.node), ("to", reader.node)}:
+            seconds[end] += of_pair / (_LOCAL_BYTES_PER_S if reader.node == source.node else speed)
+    return LinkUse(max(seconds.values(), default=0.0), nbytes)
+
+
+class MoveTimes:
+    """Predicted times of moves to one instance, learnt from those before."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        """Start with what was measured.
+
+        Args:
+            meter: measurements of the replica.
+            clock: the engine's clock.
+        """
+        self._meter, self._clock = meter, clock
+
+    def _measured(self, other: MoveTimes) -> tuple[float, float]:
+        """Return the factor and the seconds by which times are predicted."""
+        known = self._meter.measured.get(_SPEED) or other._meter.measured.get(_SPEED)
+        if known is None:
+            return _ASSUMED
+        factor, setup_s, measured_at = known
+        if self._clock() - measured_at > _FORGET_S:
+            return min(factor, _ASSUMED[0]), min(setup_s, _ASSUMED[1])
+        return factor, setup_s
+
+    def predict_s(self, use: LinkUse, other: MoveTimes) -> float:
+        """Return the time of a move; `other` is asked if none came to this instance yet."""
+        factor, setup_s = self._measured(other)
+        return setup_s + factor * use.seconds
+
+    def measure(self, use: LinkUse, taken_s: float, other: MoveTimes) -> None:
+        """Learn from the time of a move."""
+        factor, setup_s = self._measured(other)
+        if use.nbytes < _LARGE_BYTES:
+            setup_s += _WEIGHT * (max(0.0, taken_s - factor * use.seconds) - setup_s)
+        else:
+            factor += _WEIGHT * (max(0.0, taken_s - setup_s) / use.seconds - factor)
+        self._meter.measured[_SPEED] = [factor, setup_s, self._clock()]
+
+
 def _to_prefill(sequence: Sequence) -> Tokens:
     return tuple(sequence.tokens[: sequence.fill_to])
 
 
-def _in_seconds(seconds: float | None) -> str:
+def in_seconds(seconds: float | None) -> str:
+    """Return a predicted time as text."""
     return "unknown" if seconds is None else f"{seconds:.2f} s"
 
 

@@ -168,6 +168,29 @@ def test_tokens_follow_those_that_a_sequence_has_already(tmp_path: Path) -> None
     assert reader.content(9) == source.content(7)
 
 
+def test_pieces_follow_each_other_and_what_has_arrived_can_be_forked(tmp_path: Path) -> None:
+    source, reader = Stage(0, 3), Stage(0, 3)
+    source.compute(7, LENGTH)
+    source.export()
+    reader.store.open(9, LENGTH)
+    with serving(source, tmp_path) as served:
+        for start, end in ((0, 30), (30, 31), (31, 60)):
+            reader.answers.clear()
+            reader.fetch(served, start=start, end=end)
+            run_until_answered([reader], [source])
+            is_complete = end < 60
+            for part in range(3 if is_complete else 2):
+                reader.append(9, start=start, end=end, part=part, parts=3)
+    reader.transfers.forget(5)
+    assert reader.store.length(9) == 31
+    reader.store.retain(9)
+    reader.store.open(10, 200)
+    reader.store.fork(9, 10, 31)
+    assert reader.content(10, 31) == source.content(7, 31)
+    reader.compute(11, 40)
+    assert reader.store.length(11) == 40
+
+
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_layers_are_taken_over_in_parts_between_which_others_compute(tmp_path: Path, parts: int) -> None:
     source, reader = Stage(0, 5), Stage(0, 5)

@@ -97,7 +97,9 @@ def _make_room(row: Row, bank: Bank, window: int | None, tokens: Range, layout: 
             f"Sequence {row.sequence} is filled from {row.base(window)} in a layer with a window of "
             f"{window}; tokens [{tokens[0]}, {tokens[1]}) do not fit there."
         )
-    bank.memory.reserve(window, need, max(need, row.max_length))
+    # The rest follows at once, and growing would copy what has come.
+    soon = row.max_length if window is None else 0
+    bank.memory.reserve(window, need, max(need, row.max_length), soon=soon)
 
 
 def _write(

@@ -46,8 +46,8 @@ _MOST_EXPORTS = 64
 _EXPORT_WAIT_S = 10.0
 """Time for which a reader waits until the head lets it read, because it may come first."""
 _LOOK_S = 0.5
-_MOST_FETCHED_BYTES = 4 << 30
-"""Bytes of one fetch, which are kept until they are adopted."""
+_MOST_FETCHED_BYTES = 1 << 30
+"""Bytes of one fetch, which are kept until they are adopted. Heads ask for much less at a time."""
 
 OnCompute = Callable[[Callable[[], None]], object]
 """Function that lets the compute thread do work between two steps."""
