@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -283,13 +284,21 @@ class Disturber:
         if any(run.kind == "failed" for run in self.ledger.runs[-len(answers) :]):
             self.load_again()
 
-    def load_again(self) -> None:
-        """Kill all workers, because those that are left would stay where they are, and wait for others."""
-        ended = self.served.wait_until_ready()
+    def load_again(self, nodes: AbstractSet[str] = frozenset()) -> None:
+        """Kill all workers, because those that are left would stay where they are, and wait for others on all these nodes.
+
+        If the head sees the first loss before the others, it replaces them one by one. Two may then be on one node.
+        """
+        while not nodes <= {rank.node for rank in self._load_others()}:
+            self.served.forget_losses()
+
+    def _load_others(self) -> Sequence[Rank]:
+        """Kill all workers, and return those that serve next."""
+        ended = set(self.served.wait_until_ready())
         for rank in ended:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.process.kill()
-        eventually(self.served.ranks, lambda ranks: ranks and not set(ranks) & set(ended))
+        return eventually(self.served.ranks, lambda ranks: ranks and ended.isdisjoint(ranks))
 
     def _victim(self, ranks: Sequence[Rank], fault: str) -> Rank:
         """Choose a worker, in turn; not one on the head's machine, if the machine is lost."""

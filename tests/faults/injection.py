@@ -213,6 +213,9 @@ class Served:
     def restore(self, victim: Rank, fault: Fault) -> None:
         """Bring back what a fault has removed."""
 
+    def forget_losses(self) -> None:
+        """Let the head put no machine into quarantine because of the losses so far."""
+
 
 @contextlib.contextmanager
 def serving_stages(model: Path, folder: Path, hook: Path, *flags: str) -> Generator[Served]:
@@ -244,7 +247,9 @@ class ServedCluster(Served):
         if fault.ends_agent:
             self.join(machine)
         eventually(lambda: machine.node in self._attending())
-        # Otherwise the tests would put the machine into quarantine.
+        self.forget_losses()
+
+    def forget_losses(self) -> None:
         (authority_folder(self.cluster.head.state) / "losses.json").unlink(missing_ok=True)
 
     def join(self, machine: Machine) -> None:

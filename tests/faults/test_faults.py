@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.lan_cluster import LanCluster, make_cluster
-from tests.eventually import eventually
 from tests.faults.comparison import Judge
 from tests.faults.disturbances import DRAFTS, PLACES, SCORED, Cover, Disturber, Ledger
 from tests.faults.injection import CHUNK, FAULTS, ServedCluster, stopping_at_steps
@@ -104,12 +103,10 @@ def test_answers_continue_as_if_no_fault_had_happened(
         for fault in FAULTS:
             disturber.disturb(fault)
             if {rank.node for rank in served.wait_until_ready()} != nodes:
-                disturber.load_again()
-            eventually(lambda: {rank.node for rank in served.ranks()} == nodes)
+                disturber.load_again(nodes)
             for moments in _APART.get(model, ()):
                 disturber.disturb(fault, moments)
-                disturber.load_again()
-                eventually(lambda: {rank.node for rank in served.ranks()} == nodes)
+                disturber.load_again(nodes)
         disturber.check_again()
     with capsys.disabled():
         print("", model, *ledger.table(), sep="\n")  # noqa: T201 - the table is the result
