@@ -33,8 +33,8 @@ from mlx_ring.engine.executor import KvPlace, kv_sources
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.scheduler import Scheduler
+from mlx_ring.engine.sequence import Limits, make_sequence
 from mlx_ring.engine.sequence import Sequence as EngineSequence
-from mlx_ring.engine.sequence import make_sequence
 from mlx_ring.engine.takeover import move_requests
 from mlx_ring.rpc.protos import step_pb2
 
@@ -61,12 +61,17 @@ def engine_of(succession: Succession) -> Engine:
     return succession.engine
 
 
-def instances_that_move_kv(kv: RankKv | None = None, **shape: Any) -> tuple[Succession, Succession]:
+LARGE = replace(LIMITS, context_length=2000)
+
+
+def instances_that_move_kv(
+    kv: RankKv | None = None, limits: Limits = LIMITS, **shape: Any
+) -> tuple[Succession, Succession]:
     """Return two loaded instances, of which the second one has this shape and can take over KV of the first."""
     source, target = Succession(policy=CACHING, kv=kv), Succession(policy=CACHING, kv=kv)
     source.moves_kv = target.moves_kv = True
-    source.load()
-    target.load(**shape)
+    source.load(limits=limits)
+    target.load(limits=limits, **shape)
     return source, target
 
 
@@ -612,23 +617,59 @@ def test_pieces_that_have_arrived_are_kept_if_the_others_cannot_be_read(
 
 
 def test_no_more_pieces_of_an_ended_conversation_are_read_once_the_time_for_it_is_over(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (next_turn,) = map(continued, ENDED[:1])
+    # Five pieces.
+    monkeypatch.setattr(moved_kv, "_PIECE_BYTES", 10 * KV_BYTES_PER_TOKEN)
 
     def end_time(text: Any) -> None:
         text.end_s = -1.0
 
     async def run() -> tuple[list[list[int]], list[int]]:
-        source, target = instances_that_move_kv()
+        source, target = instances_that_move_kv(kv_of(40))
         answer_all(source, ENDED[:1])
         at_second_piece(monkeypatch, end_time)
         await move_all(source, target)
         return answer_all(target, [next_turn])
 
-    answers, cached = asyncio.run(run())
+    with caplog.at_level(logging.INFO):
+        answers, cached = asyncio.run(run())
     assert answers == [answer_to(next_turn)]
-    assert cached == [43]
+    assert cached == [25]
+    assert "was not moved: the time for it is over" in caplog.text
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_account_has_all_tokens_that_ranks_keep_of_a_text_whose_move_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    """Give up once the last part of the second piece is sent, before or after the ranks have executed it."""
+    long = starting_with(200, 100, max_tokens=4)
+    monkeypatch.setattr(rows, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(moved_kv, "_PIECE_BYTES", 40 * KV_BYTES_PER_TOKEN)
+
+    async def run() -> None:
+        source, target = instances_that_move_kv(kv_of(40), LARGE)
+        answer_all(source, [long])
+        moving = asyncio.create_task(move_requests(engine_of(source), engine_of(target)))
+        while len(adopted(target)) < 2:
+            target.proceed(0)
+            source.proceed(0)
+            await asyncio.sleep(0)
+        while is_late and target.proceed(0):
+            pass
+        moving.cancel()
+        await asyncio.wait((moving,))
+        target.finish()
+        assert target.twin is not None
+        (held,) = target.twin.tokens(target.twin.ranks[0]).values()
+        ((_, tokens, _),) = engine_of(target)._scheduler.kv.cache.texts()
+        assert [*tokens] == held
+        assert not target.twin.has_fetched
+        check_nothing_is_left(target)
+
+    asyncio.run(run())
 
 
 def test_a_request_does_not_wait_for_the_room_of_an_ended_conversation_that_still_moves(

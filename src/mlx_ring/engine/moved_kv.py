@@ -65,7 +65,7 @@ class _Fetch:
     result: asyncio.Future[str]
     """Reason of the failure; empty once every rank has read its layers."""
     is_copied: bool = False
-    """True once the ranks have copied all of it."""
+    """True once the ranks were asked to copy all of it."""
 
 
 @dataclass(slots=True)
@@ -74,15 +74,13 @@ class _Text:
 
     tokens: Tokens
     arrived: int
-    """Number of its first tokens that every rank has."""
+    """Number of its first tokens that every rank has, or copies with the last step."""
     is_oldest: bool
     """True if it evicts nothing, and is evicted first."""
     end_s: float
     """Time on the engine's clock from which on no more pieces are read."""
     entry: int = 0
     """Id of its KV; 0 until there is room for it."""
-    source: int | None = None
-    """Sequence that has the tokens which need not move."""
     is_offered: bool = False
     has_memory: bool = False
     """True once ranks have allocated the memory of all tokens, which they do with the first piece."""
@@ -350,12 +348,14 @@ class KvMoves:
             # The next step takes all operations along. Rows of answers go out between the parts.
             step = self._scheduler.in_flight.sent + 1
             kv.add_operations([adopt_operation(text.entry, fetch.id, fetch.start, piece, part, parts)])
-            if part == parts - 1 and fetch.end == len(text.tokens):
-                self._offer(text, fetch.end)
+            if part == parts - 1:
+                # Operations that follow find the whole piece.
+                text.arrived, text.has_memory, fetch.is_copied = fetch.end, True, True
+                if fetch.end == len(text.tokens):
+                    self._offer(text, fetch.end)
             self._send(self.clock())
             if problem := await self._until_executed(step, fetch.within_s + _ANSWER_S):
                 return problem
-        text.arrived, text.has_memory, fetch.is_copied = fetch.end, True, True
         return ""
 
     def _reason_to_stop(self, text: _Text) -> str:
