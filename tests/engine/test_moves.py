@@ -672,31 +672,114 @@ def test_account_has_all_tokens_that_ranks_keep_of_a_text_whose_move_is_given_up
     asyncio.run(run())
 
 
-def test_a_request_does_not_wait_for_the_room_of_an_ended_conversation_that_still_moves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    other = starting_with(203, 40, max_tokens=4)
-
-    async def run() -> tuple[list[int], int]:
-        source, target = instances_that_move_kv(kv_of(1))
+def test_later_pieces_do_not_wait_for_steps_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> int:
+        source, target = instances_that_move_kv(kv_of(40))
         answer_all(source, ENDED[:1])
-        streams: list[Any] = []
+        taken = list[Any]()
         take = KvMoves._take_parts
 
         async def take_parts(self: KvMoves, text: Any, fetch: Any) -> str:
-            if not streams:
-                streams.extend(target.submit(other))
+            if not taken:
+                source.submit(starting_with(203, 8, max_tokens=4))
+            taken.append(fetch)
             return await take(self, text, fetch)
 
         monkeypatch.setattr(KvMoves, "_take_parts", take_parts)
+        moving = asyncio.create_task(engine_of(target).moves.bring_kept(engine_of(source).moves))
+        for _ in range(500):
+            target.proceed(0)
+            await asyncio.sleep(0)
+        moved = engine_of(target).stats().cache.moved_tokens
+        moving.cancel()
+        await asyncio.wait((moving,))
+        return moved
+
+    assert asyncio.run(run()) == 43
+
+
+def large(token: int, tokens: int, **sampling: Any) -> GenerateRequest:
+    """Return a request with a prompt of any length."""
+    prompt = (token, *(65 + place % 150 for place in range(tokens - 1)))
+    return replace(make_request(1, **sampling), prompt_tokens=prompt)
+
+
+async def answer_alone(request: GenerateRequest) -> list[int]:
+    """Return the answer to a request of any length."""
+    alone = Succession(policy=CACHING)
+    alone.load(limits=LARGE)
+    return answer_all(alone, [request])[0][0]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_request_does_not_wait_for_the_room_of_an_ended_conversation_that_still_moves(
+    monkeypatch: pytest.MonkeyPatch, *, shares: bool
+) -> None:
+    """Submit a request when the second of three pieces is read, also one that continues a cached text."""
+    long, first = large(200, 600, max_tokens=1), large(203, 200, max_tokens=1)
+    other = large(203 if shares else 204, 700, max_tokens=4)
+    monkeypatch.setattr(moved_kv, "_PIECE_BYTES", 250 * KV_BYTES_PER_TOKEN)
+    result, asked = KvMoves._result, list[int]()
+
+    async def run() -> int:
+        source, target = instances_that_move_kv(kv_of(5), LARGE)
+        answer = await answer_alone(other)
+        answer_all(source, [long])
+        answer_all(target, [first])
+        streams: list[Any] = []
+
+        async def result_after_a_request(self: KvMoves, *given: Any) -> str:
+            asked.append(1)
+            if len(asked) == 2:
+                streams.extend(target.submit(other))
+                target.finish()
+                assert tokens_of(streams[0].take()) == answer
+            return await result(self, *given)
+
+        monkeypatch.setattr(KvMoves, "_result", result_after_a_request)
         await move_all(source, target)
         target.finish()
+        assert target.twin is not None
+        assert not target.twin.has_fetched
+        assert not engine_of(target).stats().scheduler.num_preemptions
+        moved = engine_of(target).stats().cache.moved_tokens
+        assert answer_all(target, [long])[0] == [await answer_alone(long)]
         check_nothing_is_left(target)
-        return tokens_of(streams[0].take()), engine_of(target).stats().cache.moved_tokens
+        return moved
 
-    tokens, moved = asyncio.run(run())
-    assert tokens == answer_to(other)
-    assert moved == 28
+    moved = asyncio.run(run())
+    assert len(asked) == 2
+    # All of it is freed if it could replace the text that the request continues.
+    assert moved == (0 if shares else 200)
+
+
+def test_no_request_is_preempted_for_an_ended_conversation_that_still_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = large(203, 200, max_tokens=80)
+    monkeypatch.setattr(moved_kv, "_PIECE_BYTES", 250 * KV_BYTES_PER_TOKEN)
+    monkeypatch.setattr(rows, "_PART_BYTES", 1 << 20)
+
+    async def run() -> int:
+        source, target = instances_that_move_kv(kv_of(4), LARGE)
+        answer_all(source, [large(200, 600, max_tokens=1)])
+        (stream,) = target.submit(running)
+        deltas = run_to(target, stream, 1)
+
+        def continue_answer(_: object) -> None:
+            for _ in range(600):
+                target.proceed(0)
+
+        at_second_piece(monkeypatch, continue_answer)
+        await move_all(source, target)
+        target.finish()
+        assert not engine_of(target).stats().scheduler.num_preemptions
+        moved = engine_of(target).stats().cache.moved_tokens
+        check_nothing_is_left(target)
+        assert tokens_of([*deltas, *stream.take()]) == await answer_alone(running)
+        return moved
+
+    assert asyncio.run(run()) == 200
 
 
 def test_the_first_to_be_evicted_is_the_conversation_that_was_not_used_for_longest() -> None:
@@ -723,9 +806,9 @@ def test_an_ended_conversation_evicts_nothing_if_others_take_the_room_while_it_m
         source.load()
         target.load()
 
-        async def result_after_another_request(self: KvMoves, fetch: Any) -> str:
+        async def result_after_another_request(self: KvMoves, *given: Any) -> str:
             answer_all(target, [meanwhile])
-            return await result(self, fetch)
+            return await result(self, *given)
 
         monkeypatch.setattr(KvMoves, "_result", result_after_another_request)
         answer_all(source, ENDED[:1])
@@ -750,10 +833,10 @@ def test_the_others_move_too_if_conversations_are_continued_before_they_have_mov
     async def run() -> list[int]:
         source, target = instances_that_move_kv()
 
-        async def result_after_the_next_turn(self: KvMoves, fetch: Any) -> str:
+        async def result_after_the_next_turn(self: KvMoves, *given: Any) -> str:
             answer_all(target, continued_first[:1])
             del continued_first[:1]
-            return await result(self, fetch)
+            return await result(self, *given)
 
         monkeypatch.setattr(KvMoves, "_result", result_after_the_next_turn)
         answer_all(source, many)

@@ -6,7 +6,7 @@ the operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 
 from mlx_ring.core.engine_stats import CacheStats
@@ -42,6 +42,8 @@ class KvManager:
         """... and by those that were admitted, but not opened. It is a part of their memory."""
         self.held: set[int] = set()
         """Sequences that some rank holds or will hold, except those being freed."""
+        self.arriving: dict[int, Callable[[int | None], None]] = {}
+        """Functions that give up KV which still arrives for the cache. They receive the cached sequence that stays."""
 
     @property
     def can_draft(self) -> bool:
@@ -146,8 +148,7 @@ class KvManager:
     ) -> bool:
         """Evict cached KV until a sequence can have `tokens`, now or after pending frees; return False if it cannot.
 
-        Nothing is evicted if evicting everything would not be enough. `spare` stays; so does
-        `instead_of`, whose memory counts as the sequence's.
+        Nothing is evicted if all is not enough. `spare` stays; so does `instead_of`, which counts as the sequence's.
         """
         own = () if instead_of is None else (instead_of,)
         stays = spare if instead_of is None else instead_of
@@ -165,10 +166,8 @@ class KvManager:
         self, tokens: int, running: Mapping[int, Sequence], spare: int | None, kept: KeptKv | None = None
     ) -> bool:
         """Return True if the ranks' reported memory leaves room too, besides what is kept; if not, evict one entry."""
-        if not running:
-            return True
         held = () if kept is None else (kept.length, kept.first_stage)
-        if self.budget.fits_as_held(tokens, *held):
+        if not running or self.budget.fits_as_held(tokens, *held):
             return True
         if not self.budget.being_freed:
             self._evict(spare)
@@ -363,13 +362,12 @@ class KvManager:
 
     def begin_entry(self, tokens: Tokens, *, spare: int | None = None) -> int | None:
         """Reserve room for KV under an id of its own, and return that; None if there is no room, without `spare`, or no need."""
-        entry, length = next(self._snapshots), len(tokens)
+        entry, promised = next(self._snapshots), self.budget.awaited_blocks
         is_new = bool(tokens) and not self.cache.covers(tokens)
-        promised = self.budget.awaited_blocks
-        if not (is_new and self._make_room(length, entry, spare=spare, spare_blocks=promised)):
+        if not (is_new and self._make_room(len(tokens), entry, spare=spare, spare_blocks=promised)):
             return None
         # The ranks free before they fill it, because that is in earlier operations.
-        self.budget.charge_freed(entry, length)
+        self.budget.charge_freed(entry, len(tokens))
         self.held.add(entry)
         return entry
 
@@ -417,7 +415,10 @@ class KvManager:
         self.offer_entry(sequence.id, tokens, sequence.reached)
 
     def _evict(self, spare: int | None) -> bool:
-        """Free the cached KV that was used least recently, else KV that was kept for the newest sequence."""
+        """Free KV that arrives, else what was used least recently of the cache, else what was kept for the newest sequence."""
+        if self.arriving:
+            self.arriving.popitem()[1](spare)
+            return True
         if (oldest := self.cache.evict(spare)) is not None:
             self.free(oldest)
             return True
@@ -428,6 +429,7 @@ class KvManager:
 
     def _evictable(self, spare: int | None) -> Iterator[int]:
         """Yield the sequences that `_evict` could free."""
+        yield from self.arriving
         yield from self.cache.kept(spare=spare)
         yield from (kept.id for kept in self._kept.values() if kept.id != spare)
 
@@ -439,11 +441,10 @@ class KvManager:
         return len(self.held) + self.budget.being_freed
 
     def stats(self) -> CacheStats:
-        cache = self.cache
         return CacheStats(
             enabled=self._enabled,
-            **cache.counts(),
+            **self.cache.counts(),
             **disk_counts(self.disk),
             moved_tokens=self.moved_tokens,
-            ranks=self.budget.use(cache.kept()),
+            ranks=self.budget.use(self.cache.kept()),
         )

@@ -15,6 +15,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from mlx_ring.core.engine_stats import Meter
@@ -47,6 +48,7 @@ _PIECE_BYTES = 128 << 20
 """About the size of a piece on the rank with most. Two of them are in memory besides the KV."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
+_NOT_KEPT = "a worker could not keep it, or its memory was needed"
 _LOOK_S, _STEP_LOOK_S = 0.25, 0.002
 """Time between two looks at the engine during a fetch, and while ranks execute a step."""
 
@@ -56,16 +58,12 @@ class _Fetch:
     """KV of a piece of a text, which ranks read."""
 
     id: int
-    key: str
-    """Secret with which they read it."""
     start: int
     end: int
     within_s: float
     owed_by: set[RankId]
     result: asyncio.Future[str]
     """Reason of the failure; empty once every rank has read its layers."""
-    is_copied: bool = False
-    """True once the ranks were asked to copy all of it."""
 
 
 @dataclass(slots=True)
@@ -73,6 +71,10 @@ class _Text:
     """Text whose KV arrives."""
 
     tokens: Tokens
+    key: str
+    """Secret with which ranks read it."""
+    start: int
+    """Number of its first tokens that need not move."""
     arrived: int
     """Number of its first tokens that every rank has, or copies with the last step."""
     is_oldest: bool
@@ -82,8 +84,6 @@ class _Text:
     entry: int = 0
     """Id of its KV; 0 until there is room for it."""
     is_offered: bool = False
-    has_memory: bool = False
-    """True once ranks have allocated the memory of all tokens, which they do with the first piece."""
 
     def pieces(self, token_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield the begin and the end of each piece of the tokens that are missing."""
@@ -229,70 +229,71 @@ class KvMoves:
     ) -> str:
         """Move a sequence's tokens from `start` on within `most_s`; return the reason if some have not arrived."""
         began = self.clock()
-        text = _Text(tokens, start, is_oldest, began + most_s)
+        text = _Text(tokens, secrets.token_hex(16), start, start, is_oldest, began + most_s)
+        # Once for all pieces, because it waits for the source's steps.
+        source.export(text.key, sequence, len(tokens), {place.node for place in self.places}, most_s)
         try:
-            problem = await self._bring_pieces(text, source, sequence)
+            problem = await self._bring_pieces(text, source)
         finally:
-            self._keep_arrived(text, start)
+            source.export(text.key, 0, 0, (), 0.0)
+            self._keep_arrived(text)
+            self._send(self.clock())
         # Another request may have taken the entry over.
         if not problem and ((match := self._match(tokens)) is None or match.length < len(tokens)):
-            problem = "a worker could not keep it, or its memory was needed"
+            problem = _NOT_KEPT
         if not problem:
             self._measure(source, len(tokens) - start, self.clock() - began)
             self._scheduler.kv.moved_tokens += len(tokens) - start
         return problem
 
-    async def _bring_pieces(self, text: _Text, source: KvMoves, sequence: int) -> str:
-        """Let the ranks read the missing tokens of a sequence's text, and keep them; return the reason of a failure."""
+    async def _bring_pieces(self, text: _Text, source: KvMoves) -> str:
+        """Let the ranks read the missing tokens of a text, and keep them; return the reason of a failure."""
         pieces = text.pieces(self._token_bytes)
-        read = [self._read(text, source, sequence, next(pieces))]
+        read = [self._read(text, source, next(pieces))]
         try:
             while read:
                 fetch = read[0]
-                if problem := await self._result(fetch) or self._opening(text):
+                if problem := await self._result(text, fetch) or self._opening(text):
                     return problem
-                problem, piece = "", next(pieces, None)
                 # The next piece is read while this one is copied.
-                if piece is not None and not (problem := self._reason_to_stop(text)):
-                    read.append(self._read(text, source, sequence, piece))
-                if problem := await self._take_parts(text, fetch) or problem:
+                if self.clock() < text.end_s and (piece := next(pieces, None)) is not None:
+                    read.append(self._read(text, source, piece))
+                if problem := await self._take_parts(text, fetch):
                     return problem
-                self._end(read.pop(0), source)
+                self._end(text, read.pop(0))
         finally:
             for fetch in read:
-                self._end(fetch, source)
-        return ""
+                self._end(text, fetch)
+        return "" if text.arrived == len(text.tokens) else "the time for it is over"
 
-    def _read(self, text: _Text, source: KvMoves, sequence: int, piece: tuple[int, int]) -> _Fetch:
-        """Let the ranks read a piece of a sequence."""
+    def _read(self, text: _Text, source: KvMoves, piece: tuple[int, int]) -> _Fetch:
+        """Let the ranks read a piece of a text."""
         start, end = piece
-        predicted_s = self._predict_s(source, end - start)
-        within_s = min(max(_LEAST_WITHIN_S, _WITHIN * predicted_s), text.end_s - self.clock())
+        usual_s = max(_LEAST_WITHIN_S, _WITHIN * self._predict_s(source, end - start))
+        within_s = min(usual_s, text.end_s - self.clock())
         result = asyncio.get_running_loop().create_future()
-        fetch = _Fetch(
-            *(next(self._ids), secrets.token_hex(16), start, end, within_s), {*self._executor.ranks}, result
-        )
+        fetch = _Fetch(next(self._ids), start, end, within_s, {*self._executor.ranks}, result)
         self._fetches[fetch.id] = fetch
-        source.export(fetch.key, sequence, end, {place.node for place in self.places}, within_s)
         wanted = worker_pb2.FetchKv(id=fetch.id, start=start, end=end, within_s=within_s)
-        wanted.sources.extend(kv_sources(self._pairs(source), fetch.key))
+        wanted.sources.extend(kv_sources(self._pairs(source), text.key))
         self._executor.fetch_kv(wanted)
         return fetch
 
-    def _end(self, fetch: _Fetch, source: KvMoves) -> None:
-        """Let nobody read a piece any more, and let the ranks forget it, unless they have copied it."""
+    def _end(self, text: _Text, fetch: _Fetch) -> None:
+        """Let the ranks forget a piece, unless they were asked to copy all of it."""
         del self._fetches[fetch.id]
-        source.export(fetch.key, 0, 0, (), 0.0)
-        if not fetch.is_copied and self._error() is None:
+        if text.arrived < fetch.end and self._error() is None:
             self._scheduler.kv.add_operations([drop_operation(fetch.id, moved=True)])
             self._send(self.clock())
 
-    async def _result(self, fetch: _Fetch) -> str:
-        """Wait until the ranks have read a piece; return the reason if they do not."""
+    async def _result(self, text: _Text, fetch: _Fetch) -> str:
+        """Wait until the ranks have read a piece of a text; return the reason if they do not."""
         end_s = self.clock() + fetch.within_s + _ANSWER_S
         while not fetch.result.done():
             if (error := self._error()) is not None:
                 return f"the instance was lost: {error}"
+            if text.entry and not self._is_arriving(text):
+                return _NOT_KEPT
             if self.clock() > end_s:
                 return f"workers have not answered within {fetch.within_s + _ANSWER_S:.0f} s"
             await asyncio.wait((fetch.result,), timeout=_LOOK_S)
@@ -333,7 +334,13 @@ class KvMoves:
             return "there is no room for it"
         kv.add_operations(arrival_operations(entry, len(text.tokens), source, text.arrived))
         text.entry = entry
+        if text.is_oldest:
+            kv.arriving[entry] = partial(self._keep_arrived, text)
         return ""
+
+    def _is_arriving(self, text: _Text) -> bool:
+        """Return True if a text has room, and more of it can be kept."""
+        return text.entry in self._scheduler.kv.held and not text.is_offered
 
     async def _take_parts(self, text: _Text, fetch: _Fetch) -> str:
         """Let the ranks copy a part of a piece with each step; return the reason of a failure.
@@ -341,51 +348,44 @@ class KvMoves:
         The text can be used from the last part of its last piece on.
         """
         kv, piece = self._scheduler.kv, text.tokens[fetch.start : fetch.end]
-        parts = parts_of(len(piece if text.has_memory else text.tokens) * self._token_bytes)
+        # With the first piece, ranks allocate the memory of all tokens.
+        parts = parts_of(len(piece if text.arrived > text.start else text.tokens) * self._token_bytes)
         for part in range(parts):
-            if text.entry not in kv.held:
-                return "a worker could not keep it"
+            if not self._is_arriving(text):
+                return _NOT_KEPT
             # The next step takes all operations along. Rows of answers go out between the parts.
             step = self._scheduler.in_flight.sent + 1
             kv.add_operations([adopt_operation(text.entry, fetch.id, fetch.start, piece, part, parts)])
             if part == parts - 1:
                 # Operations that follow find the whole piece.
-                text.arrived, text.has_memory, fetch.is_copied = fetch.end, True, True
+                text.arrived = fetch.end
                 if fetch.end == len(text.tokens):
-                    self._offer(text, fetch.end)
+                    self._offer(text)
             self._send(self.clock())
             if problem := await self._until_executed(step, fetch.within_s + _ANSWER_S):
                 return problem
         return ""
 
-    def _reason_to_stop(self, text: _Text) -> str:
-        """Return the reason why no more pieces are read; empty if there is none."""
-        scheduler = self._scheduler
-        if self.clock() >= text.end_s:
-            return "the time for it is over"
-        has_places = len(scheduler.running) < scheduler.policy.max_num_seqs
-        return "requests wait for the room" if text.is_oldest and scheduler.num_waiting and has_places else ""
-
-    def _offer(self, text: _Text, length: int) -> None:
-        """Keep a text's first tokens as an ended sequence."""
-        kv, text.is_offered = self._scheduler.kv, True
+    def _offer(self, text: _Text) -> None:
+        """Keep what has arrived of a text as an ended sequence."""
+        kv, length, text.is_offered = self._scheduler.kv, text.arrived, True
+        kv.arriving.pop(text.entry, None)
         kv.add_operations([retain_operation(text.entry)])
         kv.budget.charge(text.entry, length)
         kv.offer_entry(text.entry, text.tokens[:length], length, is_oldest=text.is_oldest)
 
-    def _keep_arrived(self, text: _Text, start: int) -> None:
-        """Keep what has arrived of a text after its first `start` tokens, or free its memory."""
-        kv = self._scheduler.kv
-        if text.is_offered or text.entry not in kv.held or self._error() is not None:
+    def _keep_arrived(self, text: _Text, spare: int | None = None) -> None:
+        """Take no more of a text, and keep what has arrived; free it if that might replace `spare`, or is too little."""
+        kv, arrived = self._scheduler.kv, text.tokens[: text.arrived]
+        kv.arriving.pop(text.entry, None)
+        if not self._is_arriving(text) or self._error() is not None:
             return
-        arrived = text.tokens[: text.arrived]
-        if kv.cache.is_worth_keeping(arrived, Extent(len(arrived), len(arrived))):
-            self._offer(text, len(arrived))
-            kv.moved_tokens += len(arrived) - start
-            log.info("%d tokens of it had arrived, and are kept", len(arrived) - start)
+        if spare is None and kv.cache.is_worth_keeping(arrived, Extent(len(arrived), len(arrived))):
+            self._offer(text)
+            kv.moved_tokens += len(arrived) - text.start
+            log.info("%d tokens of it had arrived, and are kept", len(arrived) - text.start)
         else:
             kv.free(text.entry)
-        self._send(self.clock())
 
     async def _until_executed(self, step: int, within_s: float) -> str:
         """Wait until every rank has answered a step; return the reason if that does not happen."""
