@@ -373,6 +373,13 @@ def test_time_of_a_move_is_that_of_the_busiest_machine_and_is_learnt() -> None:
     assert moves_of([8], ["d"], kv=kv)._predict_s(target, 0) == pytest.approx(0.02)
 
 
+def test_time_and_pieces_of_a_move_count_sliding_layers() -> None:
+    kv = RankKv(1 << 40, 1_000_000, bytes_per_sequence=120_000_000, slack=8, exact_length=40)
+    source, target = moves_of([8], ["a"], kv=kv, bytes_per_s=1e8), moves_of([8], ["b"], kv=kv)
+    assert target._predict_s(source, 25) == pytest.approx(0.02 + 25 * 4e6 / 1e8)
+    assert target._token_bytes == 4_000_000
+
+
 @pytest.mark.parametrize(
     ("source", "target", "reached", "reason"),
     [

@@ -37,6 +37,12 @@ class RankKv:
     exact_length: int = 0
     """Length of sliding layers up to which a sequence can be cut and forked anywhere."""
 
+    @property
+    def bytes_per_first_token(self) -> int:
+        """Bytes per token in all layers, up to the length from which on sliding ones drop tokens."""
+        sliding = -(-self.bytes_per_sequence // self.exact_length) if self.exact_length else 0
+        return self.bytes_per_token + sliding
+
 
 @dataclass(slots=True, eq=False)
 class _Freeing:

@@ -142,7 +142,7 @@ class KvMoves:
     @property
     def _token_bytes(self) -> int:
         """Bytes of a token on the rank with most."""
-        return max((rank.bytes_per_token for rank in self._kv.values()), default=0)
+        return max((rank.bytes_per_first_token for rank in self._kv.values()), default=0)
 
     # ---- the target
 
@@ -446,5 +446,5 @@ class KvMoves:
         self._times.measure(self._link_use(source, tokens), taken_s, source._times)
 
     def _link_use(self, source: KvMoves, tokens: int) -> LinkUse:
-        bytes_per_token = {rank: kv.bytes_per_token for rank, kv in source._kv.items()}
+        bytes_per_token = {rank: kv.bytes_per_first_token for rank, kv in source._kv.items()}
         return link_use(self._pairs(source), bytes_per_token, tokens)
