@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
 
 from mlx_ring.cluster.agent_link import AgentLink, Source
-from mlx_ring.cluster.deployment import GroupRoute, Site, deploy, group_routes, place_at
+from mlx_ring.cluster.deployment import GroupRoute, Site, blaming, deploy, group_routes, place_at
 from mlx_ring.cluster.layer_split import Cut, even_split, make_assignments
 from mlx_ring.core.errors import PlanError, WorkerLost
 from mlx_ring.core.types import RankId
@@ -215,3 +215,18 @@ def test_a_call_after_another_recovery_has_closed_the_connection_fails_as_the_ag
         await link.end(1.0)
 
     asyncio.run(calls_after_close())
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_local", "expected"),
+    [
+        ("The disk is full.", False, "mini-1: The disk is full."),
+        ("The worker on mini-1 has ended.", False, "The worker on mini-1 has ended."),
+        ("The disk is full.", True, "The disk is full."),
+    ],
+)
+def test_an_error_of_another_machine_names_it(sentence: str, *, is_local: bool, expected: str) -> None:
+    site = replace(_Node().site("mini-1"), is_local=is_local)
+    with pytest.raises(PlanError) as caught, blaming(site):
+        raise PlanError(sentence)
+    assert (str(caught.value), caught.value.node) == (expected, "mini-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from tests.cgroups import limited, skip_without_groups
-from tests.end_to_end.loopback_cluster import end_head_members, running_cluster, running_head
+from tests.end_to_end.loopback_cluster import end_head_members, joining_head, running_cluster, running_head
 from tests.end_to_end.test_drain import (
     FLAGS,
     STREAMS,
@@ -262,6 +264,51 @@ def test_workers_load_only_the_layers_that_they_gain_and_no_answer_changes(tmp_p
         for used, promised in memory:
             assert used["weight_bytes"] == pytest.approx(promised["weight_bytes"], rel=0.05)
         assert 0 < moved["loaded_bytes"] < 0.8 * sum(used["weight_bytes"] for used, _ in memory)
+        assert expected(server) == texts
+        assert replan(server, dry_run=True)["proposal"] is None
+
+
+def test_a_machine_that_was_lost_gets_its_layers_again_and_no_answer_changes(tmp_path: Path) -> None:
+    joined: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
+        port = free_pair_of_ports()
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not joined:
+                for number in (1, 2):
+                    machine = joining_head(port, token.split()[0], tmp_path / f"node-{number}")
+                    joined.append(stack.enter_context(machine))
+
+        stack.callback(end_head_members, tmp_path)
+        server = stack.enter_context(running_head("demo", 3, tmp_path, port, *NO_SECOND, on_line=read))
+        texts, before = expected(server), stages_of(server)
+        assert len(nodes_in_use(server)) == 3
+        lost = psutil.Process(joined[-1].pid)
+        for process in (lost, *lost.children(recursive=True)):
+            process.kill()
+        eventually(lambda: nodes_in_use(server), lambda used: len(used) == 2)
+        server.wait_for_health(200)
+        makeshift = stages_of(server)
+        assert [stage["layers"] for stage in makeshift] == [stage["layers"] for stage in before]
+
+        stack.enter_context(joining(f"127.0.0.1:{port}", folder=tmp_path / "node-2"))
+        (home,) = {stage["node"] for stage in before} - {stage["node"] for stage in makeshift}
+        proposal = eventually(
+            lambda: replan(server, dry_run=True)["proposal"],
+            lambda proposal: proposal is not None and proposal["unused"],
+        )
+        assert proposal["way"] == "ranges"
+        with asking(server, texts):
+            moved = replan(server)["moved"]
+        assert moved["way"] == "ranges"
+        after = stages_of(server)
+        assert [(stage["node"], stage["layers"]) for stage in after] == [
+            (stage["node"], stage["layers"]) for stage in before
+        ]
+        # Every worker stays but the one whose place was a makeshift.
+        stayed = {stage["pid"] for stage in makeshift} & {stage["pid"] for stage in after}
+        assert stayed == {stage["pid"] for stage in after if stage["node"] != home}
         assert expected(server) == texts
         assert replan(server, dry_run=True)["proposal"] is None
 

@@ -308,7 +308,10 @@ def test_a_worker_that_dies_while_others_load_is_lost_at_once(
             await watching.report(alive=False, epoch=epoch, pid=7)
             (loss,) = watching.losses
             assert (type(loss), loss.node) == (WorkerLost, "n2")
-            assert str(loss).endswith("(pid 7) ended by signal 9 (SIGKILL) while the instance was loaded.")
+            assert str(loss).endswith(
+                "(pid 7) ended by signal 9 (SIGKILL) while the instance was loaded. Memory may have run out: lower "
+                "--memory-utilization of n2, or end other programs there."
+            )
             assert watching.watch.lost_ranks == {RankId(0, 0)}
 
     asyncio.run(run())

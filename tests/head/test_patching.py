@@ -147,6 +147,11 @@ def test_a_lost_stage_is_placed(there: str, steady: str, strategy: str, expected
     again, replaced = place_again(order, remains, remains.lost, room)
     assert (nodes_of(again), replaced) == (expected, remains.lost)
     assert again.cut == remains.placement.cut
+    assert again.plan is not None
+    left_out = {(left.node, left.why) for left in again.plan.left_out}
+    assert left_out == {
+        (node, "the stages are as they were before a loss") for node in {*there} - {*expected}
+    }
 
 
 @pytest.mark.parametrize("strategy", ["auto", "uniform"])

@@ -35,6 +35,7 @@ from mlx_ring.models.model_source import find_model
 from mlx_ring.planner.place import place
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
 from mlx_ring.planner.replan import (
+    LEAST_GAIN,
     Comparison,
     Situation,
     StageChange,
@@ -44,6 +45,7 @@ from mlx_ring.planner.replan import (
     pause_s,
     stages_of,
 )
+from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
 from mlx_ring.settings.settings_sources import load_settings
 
@@ -101,6 +103,7 @@ class Head(Replanning):
         models = cast("Any", [self.hosted])
         super().__init__(mode, lambda: cast("Any", self), lambda: models, cast("Any", self), self.clock)
         self.now = self.beside = machines(1, 1)
+        self.request = REQUEST
         self.loaded = loaded_on(self.now)
 
     def _why_not(self, hosted: Any) -> str:
@@ -111,7 +114,7 @@ class Head(Replanning):
         return ClusterView("node-0")
 
     def present(self) -> Present:
-        return Present(REQUEST, self.loaded, self.now, self.beside, self.refusal)
+        return Present(self.request, self.loaded, self.now, self.beside, self.refusal)
 
     def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
         del hosted, machines
@@ -402,6 +405,35 @@ def test_memory_that_no_longer_suffices_is_said_without_a_gain() -> None:
     found = compare(Situation(model_of(28), *head.present(), has_less_memory=True))
     assert found is not None
     assert describe("demo", found).startswith("The machines of demo no longer have the memory")
+
+
+def test_a_machine_that_is_back_gets_layers_without_a_gain_if_the_strategy_uses_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.request = PlanRequest(Demand(4096, 1), strategy="uniform")
+        all_machines = head.now
+        head.loaded = stages_of(place(model_of(28), all_machines, head.request))
+        await head.look_for(30)
+        # A loss, after which all layers are on the other machine.
+        head.change(machines(1))
+        head.loaded = stages_of(place(model_of(28), head.now, head.request))
+        head.hosted.service.info.name = "demo-2"
+        await head.look_for(30)
+        head.change(all_machines)
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert proposal.unused == ["node-1"]
+        assert proposal.gain is not None
+        assert proposal.gain < LEAST_GAIN
+        await head.look_for(30)
+        assert head.moves == ["beside"]
+        assert "its strategy uses all machines" in caplog.text
+        await head.look_for(300)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
 
 
 def test_the_best_split_is_kept() -> None:

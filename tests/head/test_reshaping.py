@@ -27,7 +27,6 @@ from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 from mlx_ring.settings.config import Settings
 
 GAINS = {number: name for name, number in worker_pb2.LoadRequest.Gain.items()}
-PIDS = {"a": 1, "b": 2, "c": 3}
 
 
 class Agent:
@@ -98,7 +97,7 @@ class Shares(KvShares):
 
 
 class Change:
-    """Change from stages on `a` and `b` to another plan of five layers."""
+    """Change from stages on `a` and `b`, or other `present` ones, to another plan of five layers."""
 
     def __init__(
         self,
@@ -108,6 +107,7 @@ class Change:
         full: str = "",
         problem: RingError | None = None,
         loaded: str = "",
+        present: Sequence[tuple[str, int, int]] = (("a", 0, 2), ("b", 2, 5)),
         **options: Any,
     ) -> None:
         self.calls: list[str] = []
@@ -124,10 +124,10 @@ class Change:
         }
         self.order: Order = order_of(model, **options.pop("settings", {}))
         self.shares = Shares(full)
-        self.present = replace(self.placement([("a", 0, 2), ("b", 2, 5)]), model_digest=loaded)
+        self.present = replace(self.placement(present), model_digest=loaded)
         remains = Remains(
             *("one", 1, self.present, frozenset[RankId](), frozenset[str]()),
-            pids={RankId(0, 0): PIDS["a"], RankId(1, 0): PIDS["b"]},
+            pids={RankId(stage, 0): 1 + stage for stage in range(len(present))},
         )
         room = Room(cluster_of(*(node_of(node, 16) for node in "abc")), "abc", [*self.sites.values()])
         plan = NextPlan(room, self.placement(planned), "head", 7)
@@ -178,6 +178,27 @@ def test_ranks_of_machines_that_end_are_lost_if_the_others_go_back(tiny_model: P
     assert (back.lost, back.silent_nodes) == ({RankId(1, 0)}, frozenset())
     all_stay = Change(tiny_model, [("b", 0, 1), ("a", 1, 5)])
     assert not all_stay.reshaping.back(all_stay.remains, all_stay.reshaping.placement).lost
+
+
+def test_a_stage_leaves_a_machine_with_several_for_one_that_has_none(tiny_model: Path) -> None:
+    change = Change(
+        tiny_model,
+        [("a", 0, 1), ("c", 1, 3), ("b", 3, 5)],
+        present=[("a", 0, 1), ("b", 1, 3), ("b", 3, 5)],
+    )
+    assert change.load() == [
+        "c starts in epoch 2",
+        "a BESIDE stage 0 0-1 pid 1",
+        "c BESIDE stage 1 1-3 pid 40",
+        "b BESIDE stage 2 3-5 pid 3",
+    ]
+    assert change.reshaping.left(change.remains).pids == {RankId(0, 0): 1, RankId(1, 0): 40, RankId(2, 0): 3}
+    # The loss of the worker that ends anyway matters only for a way back.
+    ending = replace(change.remains, lost=frozenset({RankId(1, 0)}))
+    assert not change.reshaping.left(ending).lost
+    staying = replace(change.remains, lost=frozenset({RankId(2, 0)}))
+    assert change.reshaping.left(staying).lost == {RankId(2, 0)}
+    assert change.reshaping.back(change.remains, change.reshaping.placement).lost == {RankId(1, 0)}
 
 
 def test_layers_without_room_are_announced_and_loaded_in_the_pause(tiny_model: Path) -> None:

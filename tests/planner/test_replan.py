@@ -24,6 +24,7 @@ from mlx_ring.planner.replan import (
     Patience,
     Situation,
     compare,
+    describe,
     stage_changes,
     stages_of,
 )
@@ -31,6 +32,7 @@ from mlx_ring.planner.request import Demand, PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.planner.step_overheads import Round, StageStep, StepOverheads
 from mlx_ring.rpc.link_profile import ETHERNET, UNREACHABLE, LinkProfile
+from mlx_ring.settings.strategies import Strategy
 
 MODEL = model_of(28)
 REQUEST = PlanRequest(Demand(4096, 8), objective="throughput", users=8)
@@ -194,6 +196,49 @@ def test_layers_without_room_beside_the_present_ones_are_loaded_in_the_pause() -
     assert not changes(cluster_of(first, full), loaded, exchanged)["node-1"][1]
 
 
+def test_of_several_workers_on_a_machine_the_one_with_most_of_its_next_layers_stays() -> None:
+    now, layer = machines(1, 1, 1), MODEL.layers[0].weight_bytes
+    loaded = stages(("node-0", 0, 9), ("node-1", 9, 19), ("node-1", 19, 28))
+    planned = stages(("node-0", 0, 9), ("node-1", 9, 21), ("node-2", 21, 28))
+    found = {change.node: change for change in stage_changes(MODEL, now, REQUEST, loaded, planned)}
+    assert found["node-1"].present == LayerRange(9, 19)
+    assert found["node-1"].gained_bytes == 2 * layer
+    assert found["node-2"].present is None
+    # All its present stages take memory until the others end.
+    tables, (first, second, third) = StageTables(MODEL, REQUEST.demand), now.nodes
+    memory = tables.memory(second)
+    needed = memory[9, 19] + memory[19, 28] + layer
+    full = replace(second, memory_bytes=int(needed / (1 - second.reserve_share)))
+    assert changes(cluster_of(first, full, third), loaded, planned)["node-1"] == (2 * layer, False)
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "memory", "compute", "balanced"])
+def test_a_strategy_over_all_machines_needs_no_gain_for_one_without_layers(strategy: Strategy) -> None:
+    request = PlanRequest(Demand(4096, 1), strategy=strategy)
+    now = machines(1, 1, 1)
+    split = stages_of(place(MODEL, now, request))
+    (_, second, third) = split
+    loaded = (split[0], second, (third[0], second[1]))
+    situation = Situation(MODEL, request, loaded, now, now, refusal="No room.")
+    found = compare(situation)
+    assert found is not None
+    assert (found.unused, found.way) == (("node-2",), "ranges")
+    assert found.gain < LEAST_GAIN
+    assert math.isinf(found.worth)
+    assert "no layers on node-2, but its strategy uses all machines" in describe("demo", found)
+    # So it is if the model was loaded as a whole meanwhile. One that has just joined needs a gain.
+    whole = replace(situation, loaded=stages_of(place(MODEL, machines(1, 1), request)))
+    joined = compare(whole)
+    assert joined is not None
+    assert joined.unused == ()
+    returned = compare(replace(whole, had={"node-2": frozenset({27})}))
+    assert returned is not None
+    assert returned.unused == ("node-2",)
+    # The fastest plan may leave machines out, so that it needs a gain.
+    chosen = compare(replace(situation, request=replace(request, strategy="auto")))
+    assert chosen is None or (chosen.unused, chosen.worth) == ((), chosen.gain)
+
+
 @pytest.mark.parametrize(
     ("loaded", "planned", "problem"),
     [
@@ -203,9 +248,9 @@ def test_layers_without_room_beside_the_present_ones_are_loaded_in_the_pause() -
             "share the layers of a stage",
         ),
         (
-            stages(("node-0", 0, 9), ("node-1", 9, 20), ("node-0", 20, 28)),
             stages(("node-0", 0, 14), ("node-1", 14, 28)),
-            "has several stages",
+            stages(("node-0", 0, 9), ("node-1", 9, 20), ("node-0", 20, 28)),
+            "would have several stages",
         ),
         (stages(("node-0", 0, 28)), stages(("node-1", 0, 28)), "No machine would keep"),
         (

@@ -22,7 +22,7 @@ from mlx_cpu_kernels.build import Target, advice, check_tools, find_binary
 from mlx_cpu_kernels.packages import Unavailable
 from mlx_ring.core.environment import has_cuda_build, package_version, worker_environment
 from mlx_ring.core.errors import ProtocolError, RingError, WorkerLost, WorkerStuck
-from mlx_ring.host.child import ChildProcess
+from mlx_ring.host.child import ChildProcess, advice_for
 from mlx_ring.host.machine import machine_identity
 from mlx_ring.host.machine_profile import PROFILE_VERSION, MachineProfile
 from mlx_ring.host.process import cpu_quota, own_memory, usable_cores, usable_memory
@@ -188,7 +188,7 @@ async def _run_to_its_end(options: ProfileOptions, output: Path, module: str) ->
     finally:
         await child.stop()
     if end != "exit code 0":
-        raise WorkerLost(f"Measuring this machine failed: it {end}")
+        raise WorkerLost(f"Measuring this machine failed: {end}.{advice_for(end, 'this machine')}")
 
 
 PROFILE_FILE = "profile.json"

@@ -317,6 +317,8 @@ def _show_splits(proposal: Mapping[str, Any]) -> None:
         seconds = (f"{split[key]:.2f} s" for key in ("first_token_s", "request_s"))
         table.add_row(name, layers, f"{split['tokens_per_s']:.1f}", *seconds)
     table_console().print(table)
+    if proposal["unused"]:
+        print(f"Without layers now: {', '.join(proposal['unused'])}. The strategy uses all machines.")
     if proposal["gain"] is not None:
         print(f"Predicted gain: {proposal['gain']:.0%}")
 

@@ -232,11 +232,13 @@ async def load_on(
 
 @contextlib.contextmanager
 def blaming(site: Site) -> Generator[None]:
-    """Blame errors on a site."""
+    """Blame errors on a site. Name its machine in those of another machine that do not."""
     try:
         yield
     except RingError as error:
         error.blamed_on(site.node)
+        if not site.is_local and error.node == site.node and site.node not in str(error):
+            error.args = (f"{site.node}: {error}",)
         raise
 
 

@@ -26,6 +26,7 @@ from mlx_ring.engine.resumption import Silences
 from mlx_ring.head.instance_view import SuspectWait
 from mlx_ring.head.placing import Placement
 from mlx_ring.head.step_down import blame_late, blame_reset, ranks_of_reset
+from mlx_ring.host.child import advice_for
 from mlx_ring.rpc.channels import Silence
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
@@ -378,9 +379,10 @@ class InstanceWatch:
 
     def _lose_worker(self, state: agent_pb2.WorkerState, node: str) -> None:
         self.lost_ranks.add(RankId(state.stage, state.rank))
-        while_loading = " while the instance was loaded" if self._phase == "loading" else ""
-        error = WorkerLost(f"{_label(state, node)} {state.exit_reason}{while_loading}.")
-        self._lose_instance(error.of_worker().blamed_on(node))
+        end = f"{state.exit_reason}."
+        if self._phase == "loading":
+            end = f"{state.exit_reason} while the instance was loaded.{advice_for(state.exit_reason, node)}"
+        self._lose_instance(WorkerLost(f"{_label(state, node)} {end}").of_worker().blamed_on(node))
 
     def _check(self, state: agent_pb2.WorkerState, node: str) -> None:
         rank = RankId(state.stage, state.rank)

@@ -171,7 +171,7 @@ class Replanning:
         better, was_due = watched.found, watched.is_due
         gain, fetch_s, load_s = 0.0, 0.0, None
         if better is not None:
-            gain, fetch_s, load_s = better.found.gain, better.found.fetch_s, better.load_s
+            gain, fetch_s, load_s = better.found.worth, better.found.fetch_s, better.load_s
         watched.is_due = watched.patience.look(
             gain,
             (load_s or _USUAL_LOAD_S) + fetch_s,
@@ -253,7 +253,7 @@ class Replanning:
         if machines is None or why_not:
             raise Conflict(_why_nothing(hosted, why_not))
         better = await self._compare(hosted, self._compared(hosted, machines))
-        return None if better is None or better.found.gain < _NOTICED_GAIN else better
+        return None if better is None or better.found.worth < _NOTICED_GAIN else better
 
     async def _compare(self, hosted: HostedModel, compared: Sequence[Compared]) -> Better | None:
         """Compare in a thread, where the sizes of the layers are read, too. Return the replica with the largest gain."""
@@ -290,7 +290,7 @@ class Replanning:
                     found += [] if better is None else [Better(replica, better)]
             if errors and not found:
                 raise errors[0]
-            return max(found, key=lambda better: better.found.gain, default=None)
+            return max(found, key=lambda better: better.found.worth, default=None)
 
         async with self._comparing:
             return await asyncio.to_thread(work)

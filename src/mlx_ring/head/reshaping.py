@@ -120,7 +120,14 @@ class Reshaping:
             RankId(one.stage, one.rank): one for one in self._assign(self.placement, order.number)
         }
         self._hello = head_hello(next(iter(self._assignments.values())), plan.node, plan.head)
-        self._pids = {site.node: remains.pids[place] for place, site in sites_of(remains.placement).items()}
+        self._staying = {
+            site.node: place
+            for place, site in sites_of(remains.placement).items()
+            if site.node not in self._changes
+            or remains.placement.ranges[place.stage] == self._changes[site.node].present
+        }
+        """Present rank of each machine whose worker stays. Its other ranks end when the pause begins."""
+        self._pids = {node: remains.pids[place] for node, place in self._staying.items()}
         """Process id of each machine's worker, of the present plan or new."""
         self._started: StartedWorkers = {}
         self.late: dict[RankId, int] = {}
@@ -256,9 +263,7 @@ class Reshaping:
 
     def left(self, remains: Remains) -> Remains:
         """Return what is left of the present plan as ranks of the next one, of which none is loaded anew if all answer."""
-        lost = remains.silent_nodes | {
-            site.node for place, site in sites_of(remains.placement).items() if place in remains.lost
-        }
+        lost = remains.silent_nodes | {node for node, place in self._staying.items() if place in remains.lost}
         sites = sites_of(self.placement)
         return Remains(
             remains.instance,
@@ -272,10 +277,11 @@ class Reshaping:
     def back(self, remains: Remains, now: Placement) -> Remains:
         """Return what is left of the present plan, with the connections of the next one, because those before are closed.
 
-        Ranks on machines that the next plan does not use are lost: they were asked to end when the pause began.
+        Ranks without a stage in the next plan are lost: they were asked to end when the pause began.
         """
         sites = {site.node: site for site in now.nodes}
-        ended = {place for place, site in sites_of(remains.placement).items() if site.node not in sites}
+        staying = {place for node, place in self._staying.items() if node in sites}
+        ended = remains.places - staying
         ranks = tuple(
             tuple(replace(placed, site=sites.get(placed.site.node, placed.site)) for placed in stage)
             for stage in remains.placement.ranks

@@ -36,6 +36,13 @@ _LAST_WORDS_S = 0.3
 _LINE_LIMIT = 1 << 20
 
 
+def advice_for(end: str, machine: str) -> str:
+    """Return a sentence on what to do if a child's end has this reason; empty if the reason says it."""
+    if f"({signal.SIGKILL.name})" not in end:
+        return ""
+    return f" Memory may have run out: lower --memory-utilization of {machine}, or end other programs there."
+
+
 class ChildProcess:
     """One child. It leads a session of its own, so that a Ctrl-C in the terminal only reaches the parent."""
 

@@ -401,13 +401,13 @@ def plan_given(
     _check_memory(plan, quantizes_kv=model.quantizes_kv)
     reason = f"of {len(model.layers)} layers: {how}"
     given = tuple(replace(stage, why=f"{len(stage.layers)} {reason}") for stage in plan.stages)
-    return replace(plan, stages=given, remarks=())
+    left_out = tuple(replace(left, why=f"the stages are {how}") for left in plan.left_out)
+    return replace(plan, stages=given, left_out=left_out, remarks=())
 
 
 def _check_reach(cluster: ClusterProfile, stages: Sequence[StageRanks]) -> None:
     following = [*stages[1:], *stages[:1]]
-    for (_, senders), (_, receivers) in zip(stages, following, strict=True):
-        sender, _ = senders[0]
+    for (_, [(sender, _), *_]), (_, receivers) in zip(stages, following, strict=True):
         for receiver, _ in receivers:
             if len(stages) > 1 and cluster.link(sender.name, receiver.name) == UNREACHABLE:
                 raise PlanError(

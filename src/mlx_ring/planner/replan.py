@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, Protocol
@@ -16,6 +16,7 @@ from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.stage_costs import StageTables
+from mlx_ring.planner.strategies import uses_all_machines
 from mlx_ring.rpc.link_profile import UNREACHABLE
 
 LEAST_GAIN = 0.15
@@ -82,7 +83,9 @@ class StageChange:
     gained_bytes: int
     """Bytes of the weights that it loads."""
     fits_beside: bool
-    """True if it has room for them while it still has its present stage."""
+    """True if it has room for them while it still has its present stages."""
+    present: LayerRange | None = None
+    """Layers of the present stage whose worker stays; None if the machine has none. Its other workers end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,13 @@ class Comparison:
     """With `ranges`, the change of each machine of the best plan."""
     fetch_s: float = 0.0
     """Predicted seconds in which machines fetch weights that they lack."""
+    unused: tuple[str, ...] = ()
+    """Machines that have lost their layers, and to which the strategy gives some again. They need no gain."""
+
+    @property
+    def worth(self) -> float:
+        """Gain for which a move has to pay; infinite if none is needed."""
+        return math.inf if self.unused else self.gain
 
     @property
     def gain(self) -> float:
@@ -118,7 +128,20 @@ def compare(now: Situation) -> Comparison | None:
     if stages_of(best) == now.loaded:
         return None
     found = _compared(now, best)
-    return replace(found, fetch_s=_fetch_s(now, stages_of(found.planned)))
+    planned = stages_of(found.planned)
+    return replace(found, fetch_s=_fetch_s(now, planned), unused=_unused(now, planned))
+
+
+def _unused(now: Situation, planned: LoadedStages) -> tuple[str, ...]:
+    """Return the machines that only the next plan uses and that need no gain. A strategy over all machines gives them layers.
+
+    Such machines had layers before a loss or a drain. Until then, another machine may have several stages.
+    """
+    if not uses_all_machines(now.request.strategy):
+        return ()
+    used = {node for _, ranks in now.loaded for node, _ in ranks}
+    returned = now.had.keys() if len(used) >= len(now.loaded) else {node.name for node in now.cluster.nodes}
+    return tuple(node for _, ranks in planned for node, _ in ranks if node in returned - used)
 
 
 def _compared(now: Situation, best: Plan) -> Comparison:
@@ -204,47 +227,58 @@ def stage_changes(
     Raises:
         UnchangeableWorkers: workers that stay cannot change to this plan.
     """
-    before, after = _by_node(loaded), _by_node(planned)
-    if not any(_common(before.get(node), layers) for node, layers in after.items()):
+    before, after = _by_node(loaded), {node: layers for node, (layers,) in _once(_by_node(planned)).items()}
+    if not any(
+        _common(present, layers) for node, layers in after.items() for present in before.get(node, ())
+    ):
         raise UnchangeableWorkers(
             "No machine would keep one of its layers, so the whole model is loaded again."
         )
     if [layers for layers, _ in loaded] == [layers for layers, _ in planned] and any(
-        before.get(node, layers) != layers for node, layers in after.items()
+        layers not in before.get(node, [layers]) for node, layers in after.items()
     ):
         raise UnchangeableWorkers("Machines would exchange their stages, so the whole model is loaded again.")
     tables, nodes = StageTables(model, request.demand), {node.name: node for node in cluster.nodes}
-    return tuple(_change(tables, nodes[node], before.get(node), layers) for node, layers in after.items())
+    return tuple(_change(tables, nodes[node], before.get(node, ()), layers) for node, layers in after.items())
 
 
-def _by_node(stages: LoadedStages) -> dict[str, LayerRange]:
-    """Return the layers of each machine. Raises `UnchangeableWorkers` if machines share a stage, or one has several."""
+def _by_node(stages: LoadedStages) -> dict[str, list[LayerRange]]:
+    """Return the stages of each machine. Raises `UnchangeableWorkers` if machines share one."""
     if any(len(ranks) > 1 for _, ranks in stages):
         raise UnchangeableWorkers("Machines share the layers of a stage, so the whole model is loaded again.")
-    found = {node: layers for layers, ((node, _),) in stages}
-    if len(found) < len(stages):
-        raise UnchangeableWorkers("One machine has several stages, so the whole model is loaded again.")
+    found = defaultdict[str, list[LayerRange]](list)
+    for layers, ((node, _),) in stages:
+        found[node].append(layers)
     return found
 
 
-def _common(present: LayerRange | None, layers: LayerRange) -> LayerRange | None:
+def _once(stages: dict[str, list[LayerRange]]) -> dict[str, list[LayerRange]]:
+    """Return the stages of each machine, of which none may have several in a plan."""
+    if any(len(own) > 1 for own in stages.values()):
+        raise UnchangeableWorkers(
+            "One machine would have several stages, so the whole model is loaded again."
+        )
+    return stages
+
+
+def _common(present: LayerRange, layers: LayerRange) -> LayerRange | None:
     """Return the layers that are in both ranges; None if there are none."""
-    if present is None:
-        return None
     first, end = max(present.start, layers.start), min(present.end, layers.end)
     return LayerRange(first, end) if first < end else None
 
 
 def _change(
-    tables: StageTables, node: NodeProfile, present: LayerRange | None, layers: LayerRange
+    tables: StageTables, node: NodeProfile, stages: Sequence[LayerRange], layers: LayerRange
 ) -> StageChange:
-    kept, memory = _common(present, layers), tables.memory(node)
-    gained = tables.weight_bytes(node, layers.start, layers.end)
-    if kept is not None:
-        gained -= tables.weight_bytes(node, kept.start, kept.end)
-    held = 0.0 if present is None else memory[present.start, present.end]
-    fits = present is None or held + gained <= node.usable_bytes
-    return StageChange(node.name, max(0, gained), bool(fits))
+    """Return the change of a machine. Of several workers, the one stays that has most of its next layers."""
+    kept = {present: _common(present, layers) for present in stages}
+    present = max(stages, key=lambda present: len(kept[present] or ()), default=None)
+    gained, memory = tables.weight_bytes(node, layers.start, layers.end), tables.memory(node)
+    if present is not None and (common := kept[present]) is not None:
+        gained -= tables.weight_bytes(node, common.start, common.end)
+    held = sum(memory[each.start, each.end] for each in stages)
+    fits = not stages or held + gained <= node.usable_bytes
+    return StageChange(node.name, max(0, gained), bool(fits), present)
 
 
 def _predict_loaded(now: Situation) -> Plan | None:
@@ -315,6 +349,11 @@ def describe(model: str, found: Comparison) -> str:
     if math.isinf(found.gain):
         return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
     pause = _PAUSES[found.way]
+    if found.unused:
+        return (
+            f"{model} has no layers on {' and '.join(found.unused)}, but its strategy uses all machines. Another split "
+            f"does{pause}: layers of {layers}"
+        )
     faster = f"{found.gain:.0%} faster" if found.gain < 1 else f"{1 + found.gain:.1f} times as fast"
     return f"{model} would be {faster} with another split{pause}: layers of {layers}"
 

@@ -394,3 +394,9 @@ METHODS: Mapping[Strategy, PipelineMethod | TensorMethod] = {
     "hybrid": TensorMethod(SharedLayers.hybrid),
 }
 """Method of every strategy that `settings/strategies.py` names."""
+
+
+def uses_all_machines(strategy: Strategy) -> bool:
+    """Return True if a strategy gives layers to every machine, also where fewer would be faster."""
+    method = METHODS[strategy]
+    return isinstance(method, PipelineMethod) and not method.chooses_nodes

@@ -46,6 +46,10 @@ test("a pause is announced with its reason and length", () => {
   );
 });
 
+test("machines without layers are named instead of a gain, if the strategy uses all machines", () => {
+  assert.equal(explain(proposal({ gain: -0.1, unused: ["a", "b"] })).title, "Another split also uses a, b.");
+});
+
 test("memory that no longer suffices has no gain", () => {
   const { title, details } = explain(proposal({ gain: null, loaded: null }));
   assert.equal(title, "The machines have less memory than this split counts on.");

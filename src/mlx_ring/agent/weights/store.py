@@ -225,11 +225,13 @@ class WeightStore:
 
     def _no_room(self, models: Iterable[StoredModel], needed_bytes: int) -> str:
         used = sum(model.disk_bytes() for model in models)
-        limit = "no limit" if self.limit_bytes is None else f"a limit of {self.limit_bytes / 1e9:.2f} GB"
+        limit, remedy = "no limit", ""
+        if self.limit_bytes is not None:
+            limit, remedy = f"a limit of {self.limit_bytes / 1e9:.2f} GB", ", or raise --weights-limit"
         free = shutil.disk_usage(self.root).free
         return (
             f"{needed_bytes / 1e9:.2f} GB of weights do not fit {self.root}: it has {limit}, {used / 1e9:.2f} GB are "
-            f"kept and in use, and the disk has {free / 1e9:.2f} GB free. Free some space, or raise the limit."
+            f"kept and in use, and the disk has {free / 1e9:.2f} GB free, of which {_DISK_RESERVE_BYTES / 1e9:.2f} GB stay so. Free some space{remedy}."
             f"{'' if may_remove(self.root) else _CANNOT_EVICT}"
         )
 

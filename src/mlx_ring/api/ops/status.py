@@ -379,8 +379,7 @@ class ProposalStatus(_Status):
     instance: str
     """Instance of the replica that would move."""
     way: Literal["beside", "ranges", "after"]
-    """`beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and
-    answers pause while they change over. `after`: answers pause while the whole model is loaded."""
+    """`beside`: while the present one serves. In a pause: `ranges`, if workers load what they gain, or `after`, for all."""
     why: str | None
     """Reason why answers would pause."""
     gain: float | None
@@ -398,6 +397,8 @@ class ProposalStatus(_Status):
     loaded: PlannedSplit | None
     """Present split. Null if the machines no longer have the memory that it counts on."""
     planned: PlannedSplit
+    unused: list[str] = Field(default=[])
+    """Machines that have lost their layers, and to which the strategy gives some again. They need no gain."""
     is_due: bool
     """True once it has been better for long enough, so that the move pays."""
 
@@ -417,6 +418,7 @@ class ProposalStatus(_Status):
             gained_bytes=sum(change.gained_bytes for change in found.changes) if found.changes else None,
             loaded=None if found.loaded is None else PlannedSplit.of(found.loaded),
             planned=PlannedSplit.of(found.planned),
+            unused=list(found.unused),
             is_due=is_due,
         )
 
@@ -445,5 +447,4 @@ class ClusterParts(_Status):
     no_proposals: list[NoProposalStatus] = Field(default=[])
     """Models for which none is looked for, with the reason."""
     joules_per_token: float | None = None
-    """Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these
-    nodes does not count the energy of the device that it computes on."""
+    """Energy of nodes per generated token, in the last minute. Null without tokens, or if a device's energy is unknown."""

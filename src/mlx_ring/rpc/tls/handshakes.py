@@ -26,7 +26,7 @@ _REASONS = (
     ("WRONG_VERSION_NUMBER", "it did not speak TLS"),
     ("HTTP_REQUEST", "it spoke plain HTTP"),
     ("UNSUPPORTED_PROTOCOL", "it speaks only TLS older than 1.2"),
-    ("certificate has expired", "its certificate has expired"),
+    ("certificate has expired", "its certificate has expired, or this clock is ahead: compare the clocks"),
     ("certificate is not yet valid", "its certificate is not valid yet; compare the clocks"),
     ("Hostname", "its certificate is for another name"),
     ("certificate signature failure", "its certificate belongs to another cluster"),

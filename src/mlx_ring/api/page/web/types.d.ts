@@ -110,7 +110,7 @@ export interface ClusterStatus {
   proposals: ProposalStatus[];
   /** Models for which none is looked for, with the reason. */
   no_proposals: NoProposalStatus[];
-  /** Energy of the nodes that compute, per generated token, over the last minute. Null without tokens, or if one of these nodes does not count the energy of the device that it computes on. */
+  /** Energy of nodes per generated token, in the last minute. Null without tokens, or if a device's energy is unknown. */
   joules_per_token: number | null;
   status: "ready" | "unavailable";
   reason: string | null;
@@ -586,7 +586,7 @@ export interface ProposalStatus {
   model: string;
   /** Instance of the replica that would move. */
   instance: string;
-  /** `beside`: it can be loaded while the present one serves. `ranges`: workers load only the layers that they gain, and answers pause while they change over. `after`: answers pause while the whole model is loaded. */
+  /** `beside`: while the present one serves. In a pause: `ranges`, if workers load what they gain, or `after`, for all. */
   way: "beside" | "ranges" | "after";
   /** Reason why answers would pause. */
   why: string | null;
@@ -605,6 +605,8 @@ export interface ProposalStatus {
   /** Present split. Null if the machines no longer have the memory that it counts on. */
   loaded: PlannedSplit | null;
   planned: PlannedSplit;
+  /** Machines that have lost their layers, and to which the strategy gives some again. They need no gain. */
+  unused: string[];
   /** True once it has been better for long enough, so that the move pays. */
   is_due: boolean;
 }

@@ -140,18 +140,23 @@ export function MoveButton({ proposal, moves }) {
  * Return the texts of a proposal.
  * @param {ProposalStatus} proposal
  */
-export function explain({ model, why, gain, way, pause_s: pauseTime, gained_bytes: gained, loaded, planned }) {
+export function explain(proposal) {
+  const { why, way, pause_s: pauseTime, gained_bytes: gained, loaded, planned } = proposal;
   const length = pauseTime === null ? "meanwhile" : `for about ${duration(pauseTime)}`;
   const loads = gained === null ? "" : `Workers stay, and load ${bytes(gained)} of layers that they gain. `;
   const before = loaded ? `, instead of ${speeds(loaded)} now` : "";
   return {
-    title:
-      gain === null
-        ? "The machines have less memory than this split counts on."
-        : `${placeOf(model, planned)} is ${faster(gain)}.`,
+    title: titleOf(proposal),
     details: `${describe(planned)} Predicted: ${speeds(planned)}${before}.`,
     pause: way === "beside" ? "" : `${loads}Answers pause ${length}. ${why ?? ""}`,
   };
+}
+
+/** @param {ProposalStatus} proposal */
+function titleOf({ model, gain, planned, unused = [] }) {
+  if (gain === null) return "The machines have less memory than this split counts on.";
+  if (unused.length) return `${placeOf(model, planned)} also uses ${unused.join(", ")}.`;
+  return `${placeOf(model, planned)} is ${faster(gain)}.`;
 }
 
 /** @param {number} gain */
