@@ -364,7 +364,7 @@ class UnblockedOutput(io.RawIOBase):
                 self._is_writing = True
             try:
                 self._write_patiently(data)
-                self._tell_dropped()
+                self._report_dropped()
             except OSError as error:
                 with self._changed:
                     self._error = error
@@ -376,7 +376,7 @@ class UnblockedOutput(io.RawIOBase):
             select.select([], [self._descriptor], [])  # a pipe may be one that lets nobody wait
             data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         with self._changed:
             dropped, self._dropped_lines = self._dropped_lines, 0
         if dropped:
@@ -403,6 +403,6 @@ def unblocked_output() -> Generator[None]:
         yield
     finally:
         for name, output in outputs.items():
-            # What follows would wait where these bytes do.
+            # Later text would wait behind these bytes.
             if output.finish():
                 setattr(sys, name, given[name])
