@@ -27,6 +27,7 @@ from tests.eventually import run_tasks_until
 
 from mlx_ring.api.journal_database import FILE, JournalDatabase
 from mlx_ring.api.openai.responses import route
+from mlx_ring.api.streaming import JsonAnswer
 from mlx_ring.core.errors import NotReady
 
 pytestmark = pytest.mark.usefixtures("patient_disk")
@@ -216,7 +217,7 @@ def test_wrong_query_for_input_items_is_refused_in_one_short_sentence(tmp_path: 
     assert len(text) < 400
 
 
-def test_input_items_of_a_large_request_are_read_off_the_event_loop(
+def test_input_items_of_a_large_request_are_read_and_written_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[bool] = []
@@ -225,7 +226,15 @@ def test_input_items_of_a_large_request_are_read_off_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return json.loads(data)
 
+    def render(answer: JsonAnswer[Any], content: dict[str, Any]) -> bytes:
+        if "first_id" in content:
+            threads.append(threading.current_thread() is threading.main_thread())
+            assert content["data"] == [], "each item is encoded by itself"
+        return written(answer, content)
+
+    written = JsonAnswer[Any].render
     monkeypatch.setattr(route, "parse_json", parse)
+    monkeypatch.setattr(JsonAnswer, "render", render)
 
     async def run() -> None:
         async with running(tmp_path, size=8 * SIZE) as head:
@@ -234,7 +243,7 @@ def test_input_items_of_a_large_request_are_read_off_the_event_loop(
                 await list_by_page(head, [{"type": "reasoning", "summary": summary}, *HELLO], "limit=2")
 
     asyncio.run(run())
-    assert threads == [True, False]
+    assert threads == [True, True, False, False]
 
 
 def test_response_that_waits_for_its_model_is_queued_once_however_often_it_is_asked_for(

@@ -84,15 +84,36 @@ def test_a_model_may_stand_before_the_question(twin: tuple[TwinService, str], tm
     assert (both.returncode, both.stderr.count("name the model once.")) == (2, 1)
 
 
-def test_the_argument_of_a_script_is_the_question_whatever_its_form(
+@pytest.mark.parametrize(
+    ("question", "given"), [("twins", "for another program\n"), ("org/twin", ""), ("qwen3:8b", "")]
+)
+def test_the_argument_of_a_script_is_the_question_unless_it_names_the_model_of_those_from_the_pipe(
+    question: str,
+    given: str,
+    twin: tuple[TwinService, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    service, url = twin
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    assert run_chat(url, question=question) == 0
+    assert capsys.readouterr() == (f"{ANSWER_TEXT}\n", "")
+    assert service.tokenizer.conversation[-1]["content"] == question
+    assert sys.stdin.readline() == given
+
+
+def test_a_model_beside_a_pipe_gets_the_questions_from_it(
     twin: tuple[TwinService, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service, url = twin
-    monkeypatch.setattr("sys.stdin", io.StringIO("for another program\n"))
-    assert run_chat(url, question="org/twin") == 0
-    assert capsys.readouterr() == (f"{ANSWER_TEXT}\n", "")
-    assert service.tokenizer.conversation[-1]["content"] == "org/twin"
-    assert sys.stdin.readline() == "for another program\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd you?\n"))
+    assert run_chat(url, question="ORG/twin") == 0
+    assert capsys.readouterr().out == f"{ANSWER_TEXT}\n" * 2
+    asked = [each["content"] for each in service.tokenizer.conversation if each["role"] == "user"]
+    assert asked == ["Hello.", "And you?"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\n"))
+    assert run_chat(url, question="qwen3:8b") == 2
+    assert "does not serve 'qwen3:8b'; it has org/twin." in capsys.readouterr().err
 
 
 def test_a_missing_api_key_is_asked_for_by_its_flag() -> None:

@@ -24,7 +24,9 @@ from tests.processes import run_cli, run_in_process, serving
 
 from mlx_ring.cli import head_client, models, node, processes
 from mlx_ring.cli.chat import chat as ask
-from mlx_ring.cli.head_client import name_for, names_at, pull_at, server_here
+from mlx_ring.cli.head_client import names_at, pull_at, server_here
+from mlx_ring.cli.models import name_for
+from mlx_ring.cli.node import head_to_change
 from mlx_ring.cli.processes import (
     _served,  # pyright: ignore[reportPrivateUsage]
     _size,  # pyright: ignore[reportPrivateUsage]
@@ -91,6 +93,9 @@ def test_run_and_chat_find_a_server_of_this_machine_on_another_port(
         assert (ended.value.exit_code, capsys.readouterr().out) == (0, f"{ANSWER_TEXT}\n")
         with api_server(TwinService()) as answering:
             monkeypatch.setattr(head_client, "DEFAULT_URL", answering)
+            assert server_here(None) == url, "the other one may be another user's"
+            assert server_here(None, "org/twin") == url
+            heads.append(replace(own, url=answering))
             assert server_here(None) == answering
 
 
@@ -188,12 +193,40 @@ def test_commands_that_change_a_head_take_no_other_one_than_is_meant(
             monkeypatch.setattr(node, "DEFAULT_URL", address)
             return run_in_process(*words.split(), folder=tmp_path).stderr
 
-        for words in ("models load org/twin", "models unload org/twin", "replan", "node drain mini"):
-            assert f"Heads run on this machine at {one} and {other}: choose one" in change(usual, words)
+        commands = ("models load org/twin", "models unload org/twin", "replan", "node drain mini")
+        for words in commands:
+            for unknown in (usual, locked):
+                assert f"Heads run on this machine at {one} and {other}: choose one" in change(unknown, words)
+        heads.append(replace(heads[0], url=locked))
+        for words in commands:
             assert f"The head at {locked} asks for an API key" in change(locked, words)
+        assert change(locked, f"models load org/twin --url {one}") == ""
+        heads[:] = heads[1:2]
+        assert f"The head at {locked}" not in change(locked, "models load org/twin"), (
+            "the only one of one's own"
+        )
+        heads[:] = [replace(heads[0], url=url) for url in (one, other)]
         for _ in range(2):
             assert change(one, "models unload org/twin") == ""
         assert [twin.is_loaded for twin in (first, second, locked_twin)] == [False, True, True]
+
+
+def test_a_program_that_accepts_connections_at_the_usual_port_and_never_answers_is_asked_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads: list[Running] = []
+    monkeypatch.setattr(head_client, "heads_here", lambda: heads)
+    monkeypatch.setattr(head_client, "_OTHER_ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, api_server(TwinService()) as url:
+        monkeypatch.setattr(head_client, "DEFAULT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert server_here(None) == head_client.DEFAULT_URL
+        heads.append(Running("head", os.getpid(), 0.0, "", url))
+        assert [server_here(None), server_here(None, "org/twin"), head_to_change(None)] == [url] * 3
+        silent.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        assert server_here(None, "org/absent") == url
+        silent.accept()[0].close()
 
 
 def test_server_of_another_chat_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

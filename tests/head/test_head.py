@@ -30,6 +30,8 @@ from mlx_ring.host.interfaces import LanAddress
 from mlx_ring.host.machine import share_cores
 from mlx_ring.rpc.protos import agent_pb2, hello_pb2, worker_pb2
 
+PIPE_BYTES = 100_000
+"""More than a pipe holds."""
 ENDLESS = {"prompt": "x", "max_tokens": 10**9, "ignore_eos": True, "stream": True}
 
 
@@ -205,6 +207,22 @@ def test_server_serves_on_after_a_loss_when_nobody_reads_its_output_any_more(
     log = (tmp_path / "logs" / "head.log").read_text()
     assert log.count("The output of `mlx-ring serve` cannot be written any more (Broken pipe)") == 1
     assert "Traceback" not in log
+
+
+def test_server_serves_on_and_ends_although_its_output_is_a_full_pipe_that_nobody_reads(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Keep the pipe open, as supervisors do that only wait for the process's end."""
+    one_pipe = ("sh", "-c", 'exec "$@" 2>&1', "sh")
+    with serving(tiny_model, folder=tmp_path, within=one_pipe) as server:
+        expected = complete(server.http)
+        log = tmp_path / "logs" / "head.log"
+        while log.stat().st_size < PIPE_BYTES:
+            server.http.get("/v1/models", headers={"x-request-id": "x" * 128}).raise_for_status()
+        assert complete(server.http) == expected
+        assert server.stop() == 0
+        assert server.process.stdout is not None
+        assert "access_log" in server.process.stdout.read()
 
 
 def test_server_serves_without_stderr(tiny_model: Path, tmp_path: Path) -> None:

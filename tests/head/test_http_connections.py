@@ -87,6 +87,11 @@ def test_incomplete_body_is_408(impatient: str, framing: bytes) -> None:
         (HEAD + b"content-length: -1\r\n\r\n", 400, "bad_request"),
         (HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n{}", 400, "bad_request"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "bad_request"),
+        (
+            HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+            400,
+            "bad_request",
+        ),
         (b"GET / HTTP/1.1\r\nx-long: " + b"x" * 100_000, 431, "headers_too_large"),
         (HEAD + b"connection: close\r\nx-long: " + b"x" * 16_384 + b"\r\n\r\n", 431, "headers_too_large"),
     ],

@@ -1,11 +1,16 @@
-"""Limits of containers, read from made-up control groups."""
+"""Limits of containers, read from made-up control groups; signals, and output that nobody reads."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import pty
 import signal
 import struct
+import sys
+import termios
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,22 @@ import pytest
 
 from mlx_ring.host.process import (
     CpuQuota,
+    UnblockedOutput,
     cpu_quota,
     ending_signals,
     limited_cores,
     limited_memory,
     mac_footprint,
     own_memory,
+    unblocked_output,
     usable_cores,
     usable_memory,
 )
 
 GB = 10**9
+LINE = "x" * 99
+LINES = 5_000
+"""Lines that fill any pipe, and are not too many to be kept."""
 UNLIMITED_V1 = str(9223372036854771712)
 
 
@@ -194,3 +204,84 @@ def test_the_end_of_a_terminal_ends_a_process_unless_it_is_ignored() -> None:
         assert ending_signals() == (signal.SIGINT, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+@contextlib.contextmanager
+def printing_unblocked() -> Generator[int]:
+    """Print into a pipe without a wait for its reader, and yield its reading end, which the test closes."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stdout, contextlib.redirect_stdout(stdout), unblocked_output():
+        yield reading
+
+
+def read_lines(reading: int, count: int) -> list[str]:
+    """Read so many lines, and check that no text is behind them."""
+    data = b""
+    while data.count(b"\n") < count:
+        data += os.read(reading, 1 << 16)
+    assert data.endswith(b"\n")
+    assert data.count(b"\n") == count
+    return data.decode().splitlines()
+
+
+def test_output_waits_for_no_reader_and_arrives_whole_when_it_is_read_later() -> None:
+    with printing_unblocked() as reading:
+        for number in range(LINES):
+            say(f"{number} {LINE}")
+        assert read_lines(reading, LINES) == [f"{number} {LINE}" for number in range(LINES)]
+        say("at once")
+        assert read_lines(reading, 1) == ["at once"]
+    os.close(reading)
+
+
+def test_lines_that_nobody_reads_are_dropped_at_a_limit_and_a_line_says_so() -> None:
+    with printing_unblocked() as reading:
+        for number in range(3 * LINES):
+            say(f"{number} {LINE}")
+        say("the last")
+        with os.fdopen(reading) as lines:
+            found = [next(lines).strip()]
+            while found[-1] != "the last":
+                found.append(next(lines).strip())
+    [note] = [line for line in found if line.endswith("lines are missing here: nobody read them)")]
+    dropped = int(note.removeprefix("(").split()[0])
+    assert dropped > 0
+    assert len(found) - 2 == 3 * LINES - dropped
+
+
+def test_the_end_waits_for_no_reader_either_nor_does_what_is_printed_then() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stdout, contextlib.redirect_stdout(stdout):
+        with unblocked_output():
+            say(LINE * LINES)
+        say(LINE)
+        os.close(reading)
+        output = sys.stdout.buffer
+        assert isinstance(output, UnblockedOutput)
+        assert output.finish(), "its thread has noticed"
+
+
+def test_a_reader_that_leaves_is_an_error_of_the_next_write() -> None:
+    with printing_unblocked() as reading:
+        say("nobody waits for this")
+        os.close(reading)
+        with pytest.raises(BrokenPipeError):
+            say("lost")
+
+
+def test_a_stopped_terminal_stops_nothing() -> None:
+    reading, writing = pty.openpty()
+    termios.tcflow(writing, termios.TCOOFF)  # as Ctrl-S
+    with os.fdopen(writing, "w") as terminal, contextlib.redirect_stdout(terminal), unblocked_output():
+        assert sys.stdout.isatty()
+        say(LINE * LINES)
+        termios.tcflow(writing, termios.TCOON)
+        data = b""
+        while not data.endswith(b"\n"):
+            data += os.read(reading, 1 << 16)
+    assert data.decode().strip() == LINE * LINES
+    os.close(reading)

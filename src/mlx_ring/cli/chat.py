@@ -42,8 +42,8 @@ from mlx_ring.settings.settings_sources import checked_key, key_to_send, load_se
 
 MODEL_OR_QUESTION = typer.Argument(
     metavar="MODEL|QUESTION",
-    help="Question to answer, instead of a chat; only the answer is printed. At a terminal, the name of a model begins a "
-    "chat with it.",
+    help="Question to answer, instead of a chat; only the answer is printed. The name of a model begins a chat with it, at "
+    "a terminal or with the questions from a pipe.",
 )
 QUESTION_TO_MODEL = typer.Argument(metavar="QUESTION", help="Question to the model that is named before it.")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -196,8 +196,11 @@ def run_chat(
     server = ChatServer(base_url, api_key, trusted)
     try:
         served = server.served()
-        if model is None and question is not None and is_for_person and _is_model(question, served):
-            model, question, notes = question, None, console
+        if model is None and question is not None and _is_model(question, served):
+            if is_for_person:
+                model, question, notes = question, None, console
+            elif (lines := _piped_lines()) is not None:
+                model, question, read_line, is_piped = question, None, lines, True
         conversation = ChatSession(
             server, _choose(model, served, server.url), console, notes, system, {**(sampling or {})}
         )
@@ -375,6 +378,15 @@ def _footnote(reply: Reply) -> str:
 
 def _print_error(console: Console, error: ChatError) -> None:
     console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _piped_lines() -> Callable[[], str] | None:
+    """Return what reads the lines of the input; None if it has none."""
+    try:
+        first = [_read_line()]
+    except EOFError:
+        return None
+    return lambda: first.pop() if first else _read_line()
 
 
 def _read_line() -> str:

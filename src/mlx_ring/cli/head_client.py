@@ -17,8 +17,8 @@ import psutil
 import typer
 
 from mlx_ring.core.errors import ConfigError, RequestError, without_number
-from mlx_ring.core.folders import absolute_path, state_folder
-from mlx_ring.host.addresses import is_loopback, plain_url
+from mlx_ring.core.folders import state_folder
+from mlx_ring.host.addresses import plain_url
 from mlx_ring.host.running import Running, running_here
 from mlx_ring.settings.settings_sources import KEY_VARIABLE, key_to_send, load_settings, own_url
 
@@ -39,6 +39,8 @@ LIFELINE = "--lifeline-fd"
 """Option of a server that `run` starts for its own chat."""
 QUICK_ANSWER_S = 10.0
 """Time within which any head answers a question about what it serves."""
+_OTHER_ANSWER_S = 2.0
+"""The same for a head that is only asked whether it has what one's own lacks."""
 _ANOTHER = "another program answers there"
 _START_ONE = "start one with `mlx-ring serve`, or give its address with --url"
 
@@ -174,7 +176,7 @@ class ServedNames:
 
 
 def names_at(
-    url: str, *, api_key: str | None = None, cacert: Path | None = None
+    url: str, *, api_key: str | None = None, cacert: Path | None = None, timeout_s: float = QUICK_ANSWER_S
 ) -> Mapping[str, ServedNames]:
     """Return the models that a head serves, by their ids.
 
@@ -183,9 +185,7 @@ def names_at(
         RequestError: it refuses.
     """
     try:
-        return _names_in(
-            ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=QUICK_ANSWER_S)
-        )
+        return _names_in(ask_head(url, "/v1/models", api_key=api_key, cacert=cacert, timeout_s=timeout_s))
     except ValueError as error:
         raise ConfigError(f"No head answers at {url} ({_ANOTHER}): {_START_ONE}.") from error
 
@@ -201,21 +201,6 @@ def _names_in(listed: Any) -> Mapping[str, ServedNames]:
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError from error
-
-
-def name_for(url: str, model: str) -> str:
-    """Return the name of a model for a head: the absolute path of a folder or file, if the head runs on this machine.
-
-    It runs in another working folder.
-    """
-    from mlx_ring.models.model_source import builtin_names  # most commands do without it
-
-    if not model or not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
-        return model
-    with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
-        path = Path(model).expanduser()
-        return str(absolute_path(path)) if path.exists() else model
-    return model
 
 
 def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
@@ -260,21 +245,26 @@ def server_here(
 ) -> str:
     """Return a given address, or else that of a head of this machine that answers, and best has the model loaded.
 
-    The usual address comes first. If none answers, it is that of a head that refuses, or else of one that runs here.
+    Heads with the same state folder come first, because another one at the usual address may be another user's. If none
+    answers, it is the address of a head that refuses, or else of one that runs here.
     """
-    if url is not None:
-        return url
+    own = lasting_heads() if url is None else []
+    if url is not None or not own:
+        return url or DEFAULT_URL
     wanted = {model}
     if model:
         from mlx_ring.models.model_source import full_name  # slow to import, and most commands do without it
 
         with contextlib.suppress(ConfigError):
             wanted.add(full_name(model))
-    others = lasting_heads()
-    best, place = -2, next(iter(others), DEFAULT_URL)
-    for each in dict.fromkeys((DEFAULT_URL, *others)):
+    best, place = -2, own[0]
+    for each in dict.fromkeys((*own, DEFAULT_URL)):
+        if each not in own and best >= (1 if model else 0):
+            break
+        # Another program may hold the usual port, and never answer.
+        timeout_s = QUICK_ANSWER_S if each in own or best < 0 else _OTHER_ANSWER_S
         try:
-            names = names_at(each, api_key=api_key, cacert=cacert).values()
+            names = names_at(each, api_key=api_key, cacert=cacert, timeout_s=timeout_s).values()
             found = max((1 + one.is_loaded for one in names if wanted & one.names), default=0)
         except RequestError:
             found = -1
@@ -285,12 +275,16 @@ def server_here(
 
 
 def lasting_heads() -> list[str]:
-    """Return the addresses of the heads here, without those that `run` started, which end with its chats."""
+    """Return the addresses of the heads here, that at the usual port first.
+
+    Those that `run` started are left out: they end with its chats.
+    """
     found: dict[str, list[str]] = {}
     for head in heads_here():
         with contextlib.suppress(psutil.Error):
             found[head.url] = psutil.Process(head.pid).cmdline()
-    return [url for url, words in found.items() if not any(each.startswith(LIFELINE) for each in words)]
+    lasting = [url for url, words in found.items() if not any(each.startswith(LIFELINE) for each in words)]
+    return sorted(lasting, key=lambda url: urlsplit(url).port != urlsplit(DEFAULT_URL).port)
 
 
 # ---- chats

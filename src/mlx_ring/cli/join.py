@@ -22,6 +22,7 @@ from mlx_ring.host.addresses import HeadAddress, parse_head_address, scoped_host
 from mlx_ring.host.head_announcement import LISTEN_S, FoundHead, HeadPlace
 from mlx_ring.host.machine import share_cores
 from mlx_ring.host.private_files import read_private, write_private
+from mlx_ring.host.process import unblocked_output
 from mlx_ring.settings.config import Settings
 from mlx_ring.settings.process_settings import MemberSettings, names_of, select_settings
 from mlx_ring.settings.settings_sources import load_settings
@@ -166,14 +167,15 @@ def _serve(settings: Settings, state: Path, place: HeadPlace, listen: str) -> No
     from mlx_ring.agent.member import run_member
     from mlx_ring.rpc.tls.peers import open_identity
 
-    run_member(
-        place,
-        open_identity(node_folder(state)).node,
-        state,
-        select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
-        listen=listen,
-        to_stderr=settings.log_stderr == "on",
-    )
+    with unblocked_output():
+        run_member(
+            place,
+            open_identity(node_folder(state)).node,
+            state,
+            select_settings(MemberSettings, settings, blas_threads=settings.blas_threads or share_cores(1)),
+            listen=listen,
+            to_stderr=settings.log_stderr == "on",
+        )
 
 
 def find_again(folder: Path, lost: HeadAddress, refused: Collection[HeadAddress] = ()) -> HeadAddress | None:

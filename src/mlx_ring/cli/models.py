@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
-from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, name_for, names_at
+from mlx_ring.cli.head_client import API_KEY, CACERT, URL, ask_head, names_at
 from mlx_ring.cli.local_models import list_models, pull, recommend, rm
 from mlx_ring.cli.node import head_to_change
 from mlx_ring.core.errors import ConfigError, PlanError
+from mlx_ring.core.folders import absolute_path
 from mlx_ring.core.types import LayerRange
+from mlx_ring.host.addresses import is_loopback
 from mlx_ring.models.layer_tensors import require_absent, stage_bytes, write_stage_folder
 from mlx_ring.models.model_folder import ModelFolder
-from mlx_ring.models.model_source import find_model
+from mlx_ring.models.model_source import builtin_names, find_model
 from mlx_ring.settings.settings_sources import load_settings
 
 _ANSWER_WAIT_S = 24 * 3600.0
@@ -219,3 +223,16 @@ def _check_room(out: Path, needed_bytes: int) -> None:
             f"The stages need {needed_bytes / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: free some space, or "
             "choose another folder with --out."
         )
+
+
+def name_for(url: str, model: str) -> str:
+    """Return the name of a model for a head: the absolute path of a folder or file, if the head runs on this machine.
+
+    It runs in another working folder.
+    """
+    if not model or not is_loopback(urlsplit(url).hostname or "") or model in builtin_names():
+        return model
+    with contextlib.suppress(OSError, RuntimeError):  # too long for a path, or the home of an unknown user
+        path = Path(model).expanduser()
+        return str(absolute_path(path)) if path.exists() else model
+    return model

@@ -187,25 +187,29 @@ def _how_to_keep_out(tokens: Sequence[str], place: str) -> str:
 
 
 def head_to_change(url: str | None, *, api_key: str | None = None, cacert: Path | None = None) -> str:
-    """Return the address of the head that a command may change: a given one, the usual one, or the only other one here.
+    """Return the address of the head that a command may change: a given one, or the only one here.
+
+    Of several, it is that at the usual address; without any, whatever answers there.
 
     Raises:
-        ConfigError: none answers at the usual address, and several others run, of which any may be meant.
+        ConfigError: none of several answers at the usual address, so that any of them may be meant.
     """
-    others = lasting_heads() if url is None else []
-    if url is not None or not others:
+    own = lasting_heads() if url is None else []
+    if url is not None or not own:
         return url or DEFAULT_URL
-    try:
-        names_at(DEFAULT_URL, api_key=api_key, cacert=cacert)
-    except RequestError:
-        return DEFAULT_URL
-    except ConfigError:
-        if len(others) > 1:
-            raise ConfigError(
-                f"Heads run on this machine at {' and '.join(others)}: choose one with --url."
-            ) from None
-        return others[0]
-    return DEFAULT_URL
+    others = [each for each in own if each != DEFAULT_URL]
+    if DEFAULT_URL in own:
+        try:
+            names_at(DEFAULT_URL, api_key=api_key, cacert=cacert)
+        except RequestError:
+            return DEFAULT_URL
+        except ConfigError:
+            pass
+        else:
+            return DEFAULT_URL
+    if len(others) > 1:
+        raise ConfigError(f"Heads run on this machine at {' and '.join(others)}: choose one with --url.")
+    return next(iter(others), DEFAULT_URL)
 
 
 @node_app.command("drain")

@@ -27,7 +27,6 @@ from mlx_ring.cli.head_client import (
     LIFELINE,
     URL,
     ask_head,
-    name_for,
     names_at,
     pull_at,
     server_here,
@@ -224,6 +223,8 @@ def _served(
     if found is not None and served[found].is_loaded:
         yield url, found, sent
         return
+    from mlx_ring.cli.models import name_for  # a model that is loaded needs none of it
+
     there = found or name_for(url, model)
     if found is None:
         _download(there, url, key, cacert)

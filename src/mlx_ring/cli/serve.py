@@ -28,6 +28,7 @@ from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
 from mlx_ring.host.addresses import listening_url
 from mlx_ring.host.machine import listen, node_name
+from mlx_ring.host.process import unblocked_output
 from mlx_ring.host.running import kept_fresh, recorded
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.settings.config import Settings
@@ -89,6 +90,7 @@ def serve(
     # A single machine refuses no peers, but this also keeps gRPC's own messages off the terminal.
     log_refused_handshakes()
     with (
+        unblocked_output(),
         listener,
         _leading(launch),
         recorded(state_folder(settings.state_dir), "head", _url(listener, tls), settings.shutdown_timeout_s),

@@ -50,7 +50,7 @@ class StartupMessages:
     """Messages of a starting head, with progress bars for weights on a terminal.
 
     A head serves on if they cannot be written any more: the terminal is closed, a pipe's reader has ended, or a disk is
-    full. It waits for a reader that is there and does not read, unless the pipe is one that does not let it wait.
+    full. It waits for no reader (`unblocked_output`).
     """
 
     def __init__(self, *, invites: bool = True, lasting: bool = True) -> None:

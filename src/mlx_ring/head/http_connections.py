@@ -17,7 +17,7 @@ from mlx_ring.head.uvicorn_connection import (
     ConnectionLimits,
     make_room,
     peer_of,
-    with_bounded_headers,
+    with_checked_headers,
 )
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class HttpConfig(Config):
             end_s: seconds that clients have to read the rest of their answers when the server ends.
         """
         super().__init__(
-            cast("Any", with_bounded_headers(app)),
+            cast("Any", with_checked_headers(app)),
             http=ClientConnection,
             ws="none",
             log_config=None,

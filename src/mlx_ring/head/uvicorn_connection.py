@@ -119,6 +119,7 @@ _HEADERS_TOO_LARGE = 431
 _MOST_HEADER_BYTES = 16 << 10
 """Limit of the header bytes, the same that h11 applies to headers that arrive in parts."""
 _LONG_HEADERS = "The request's headers are too large; the limit is 16 KiB."
+_TWO_LENGTHS = "The request has Content-Length and Transfer-Encoding: send only one of them."
 _BAD_REQUEST, _LATE, _TOO_MANY = 400, 408, 503
 _FULL = "The server has reached its limit of connections; try again in a moment."
 _RETRY_AFTER_S = 5
@@ -338,16 +339,24 @@ def _refusing_app(status: int, message: str) -> ASGIApp:
     return refuse
 
 
-def with_bounded_headers(app: ASGIApp) -> ASGIApp:
-    """Refuse requests with long headers, because h11 limits only headers that arrive in parts."""
-    refuse = _refusing_app(_HEADERS_TOO_LARGE, _LONG_HEADERS)
+def with_checked_headers(app: ASGIApp) -> ASGIApp:
+    """Refuse requests that h11 takes: with long headers, which it limits only in parts, or with two lengths of a body.
 
-    async def bound(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = cast("Iterable[tuple[bytes, bytes]]", scope.get("headers", ()))
-        is_long = sum(len(name) + len(value) for name, value in headers) > _MOST_HEADER_BYTES
-        await (refuse if is_long else app)(scope, receive, send)
+    A proxy may believe the other length, and take the rest of the body for the next request (RFC 9112, section 6.1).
+    """
+    too_long = _refusing_app(_HEADERS_TOO_LARGE, _LONG_HEADERS)
+    two_lengths = _refusing_app(_BAD_REQUEST, _TWO_LENGTHS)
 
-    return bound
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = cast("list[tuple[bytes, bytes]]", scope.get("headers", []))
+        if sum(len(name) + len(value) for name, value in headers) > _MOST_HEADER_BYTES:
+            await too_long(scope, receive, send)
+        elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            await two_lengths(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return check
 
 
 def _quoted(found: re.Match[str]) -> str:

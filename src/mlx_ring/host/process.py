@@ -1,4 +1,4 @@
-"""Usable memory and cores of this process, including limits of containers; its freed memory, its signals, its stacks.
+"""Usable memory and cores of this process, including limits of containers; its freed memory, signals, stacks and output.
 
 Linux describes the machine in `/proc`, and the container in the folders of its control group, version 2
 (`memory.max`, `cpu.max`) or 1 (`memory.limit_in_bytes`, `cpu.cfs_quota_us`). A group's limit holds for all groups in
@@ -17,16 +17,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import math
 import os
 import re
+import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import psutil
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ROOT = Path("/")
 _GROUPS = Path("sys/fs/cgroup")
@@ -274,3 +282,127 @@ def may_raise_priority() -> bool:
     except OSError:
         return False
     return found is not None and bool(int(found[1], 16) >> _CAP_SYS_NICE & 1)
+
+
+# ---- output that nobody may read
+
+_MOST_KEPT_BYTES = 1 << 20
+_END_WAIT_S = 1.0
+"""Longest wait at the end for a slow reader."""
+
+
+class UnblockedOutput(io.RawIOBase):
+    """Output to a descriptor that never waits for a reader, as writes to a full pipe or a stopped terminal do.
+
+    Bytes that cannot be written at once are kept, 1 MiB of them at most, and written by a thread. Then the oldest are
+    dropped, and a line says so. An error of the thread is raised by the next write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to the descriptor of `stream`, which stays open."""
+        self._stream = stream
+        self._descriptor = stream.fileno()
+        # `select` may find room for a byte in a terminal, where a write then waits for more.
+        self._never_at_once = os.isatty(self._descriptor)
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = self._dropped_lines = 0
+        self._is_writing = False
+        """True while the thread writes bytes that are no longer among the kept ones."""
+        self._error: OSError | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write or keep all of the bytes, and return their number. Raises `OSError` if they cannot be written any more."""
+        given = bytes(data)
+        with self._changed:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            is_next = not self._kept and not self._is_writing and not self._never_at_once
+            rest = self._write_at_once(given) if is_next else given
+            if rest:
+                self._keep(rest)
+        return len(given)
+
+    def _write_at_once(self, data: bytes) -> bytes:
+        """Write what needs no wait, and return the rest."""
+        while data and select.select([], [self._descriptor], [], 0.0)[1]:
+            # A pipe with any room has room for so many bytes.
+            data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+        return data
+
+    def _keep(self, data: bytes) -> None:
+        self._kept.append(data)
+        self._kept_bytes += len(data)
+        while self._kept_bytes > _MOST_KEPT_BYTES:
+            dropped = self._kept.popleft()
+            self._kept_bytes -= len(dropped)
+            self._dropped_lines += dropped.count(b"\n")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_kept, name="unread output", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _write_kept(self) -> None:
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._kept)
+                data = self._kept.popleft()
+                self._kept_bytes -= len(data)
+                self._is_writing = True
+            try:
+                self._write_patiently(data)
+                self._report_dropped()
+            except OSError as error:
+                with self._changed:
+                    self._error = error
+                    self._kept.clear()
+                    self._kept_bytes = self._dropped_lines = 0
+
+    def _write_patiently(self, data: bytes) -> None:
+        while data:
+            select.select([], [self._descriptor], [])  # a pipe may be one that lets nobody wait
+            data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+
+    def _report_dropped(self) -> None:
+        with self._changed:
+            dropped, self._dropped_lines = self._dropped_lines, 0
+        if dropped:
+            self._write_patiently(f"({dropped} lines are missing here: nobody read them)\n".encode())
+
+    def finish(self) -> bool:
+        """Wait a second at most until all bytes are written; return true if they are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._kept and not self._is_writing, _END_WAIT_S)
+
+
+@contextlib.contextmanager
+def unblocked_output() -> Generator[None]:
+    """Let nothing that is printed or logged meanwhile wait for a reader of stdout or stderr."""
+    given = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    outputs: dict[str, UnblockedOutput] = {}
+    for name, stream in given.items():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a test's, or closed
+            stream.flush()
+            outputs[name] = UnblockedOutput(stream)
+            text = io.TextIOWrapper(outputs[name], stream.encoding, stream.errors, line_buffering=True)  # pyright: ignore[reportArgumentType] - it takes every write whole, as a buffered one does
+            setattr(sys, name, text)
+    try:
+        yield
+    finally:
+        for name, output in outputs.items():
+            # Later text would wait behind these bytes.
+            if output.finish():
+                setattr(sys, name, given[name])

@@ -311,6 +311,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": None}]}]}, "is a document ('document'), and only text is supported"),
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]}]}, "'messages[1]'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "is 'bash_20250124', a tool of Anthropic's own"),
     ({"tools": [{"name": "add"}]}, "'tools[0].input_schema'"),
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "'sub'"),
     ({"tool_choice": {"type": "any"}}, "no 'tools'"),

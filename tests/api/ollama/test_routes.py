@@ -68,6 +68,8 @@ def test_options_reach_the_sampler(client: Client) -> None:
     )
     answer = client.chat("twin", MESSAGES, options=options)
     assert (answer.message.content, answer.done_reason, answer.eval_count) == ("Grü", "length", 4)
+    whole = {"num_predict": 4.0, "num_ctx": 4096.0, "top_k": 0.0, "seed": -1.0, "num_thread": 4.0}
+    assert client.chat("twin", MESSAGES, options=whole).eval_count == answer.eval_count == 4
     stopped = client.chat("twin", MESSAGES, options={"stop": [":"]})
     assert (stopped.message.content, stopped.done_reason) == ("Grüße", "stop")
 
@@ -186,6 +188,7 @@ def test_errors_have_ollamas_format_also_in_mid_stream(client: Client, api: Api)
         ),
         ("chat", {"messages": MESSAGES, "tools": [ADD]}, "tools"),
         ("chat", {"messages": MESSAGES, "options": {"mirostat": 2}}, "options.mirostat"),
+        ("chat", {"messages": MESSAGES, "options": {"num_ctx": 4096.5}}, "options.num_ctx"),
         ("chat", {"messages": MESSAGES, "options": {"tfs_z": 0.5}}, "options.tfs_z"),
         ("chat", {"messages": MESSAGES, "truncate": True}, "truncate"),
         ("chat", {"messages": MESSAGES, "best_of": 2}, "best_of"),

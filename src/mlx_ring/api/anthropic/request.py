@@ -155,7 +155,7 @@ def _own_tool(kind: str | None) -> str | None:
     if kind not in (None, "custom"):
         raise PydanticCustomError(
             "unsupported",
-            "is '{kind}', a tool that runs on the server, which is not supported: give 'name', 'description' and "
+            "is '{kind}', a tool of Anthropic's own, which is not supported: give 'name', 'description' and "
             "'input_schema' of a tool that the client runs.",
             {"kind": kind},
         )

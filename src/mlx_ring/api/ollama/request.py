@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_ring.api.chat.model_format import ChatFormat
@@ -202,6 +202,12 @@ def _off(value: float) -> float:
     return value
 
 
+def _plain_types(annotation: object) -> set[object]:
+    """Return the types that a type consists of."""
+    parts = get_args(annotation)
+    return set[object]().union(*map(_plain_types, parts)) if parts else {annotation}
+
+
 class Options(DrawFields):
     """Ollama's options. A `seed` of -1 means a random one."""
 
@@ -237,6 +243,25 @@ class Options(DrawFields):
     use_mlock: bool | None = None
     embedding_only: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, value: object) -> object:
+        """Accept 4096.0 for 4096, as Ollama does: some languages and forms have only one kind of number."""
+        if not isinstance(value, dict):
+            return value
+        options = cast("dict[str, object]", value)
+        return {
+            name: int(given)
+            if name in _INTEGERS and isinstance(given, float) and given.is_integer()
+            else given
+            for name, given in options.items()
+        }
+
+
+_INTEGERS = frozenset(
+    name for name, field in Options.model_fields.items() if int in _plain_types(field.annotation)
+)
+"""Names of the options that are whole numbers."""
 
 _Dropped = Annotated[
     None,

@@ -18,6 +18,7 @@ from functools import cache
 import grpc
 
 from mlx_ring.core.errors import HandshakeFailed, PeerRefused, in_sentence
+from mlx_ring.core.logs import write_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +98,14 @@ def log_refused_handshakes() -> None:
     sys.stderr = os.fdopen(original, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(writing, 2)
     os.close(writing)
-    threading.Thread(target=_sort, args=(reading, original), name="refused handshakes", daemon=True).start()
+    threading.Thread(target=_sort, args=(reading,), name="refused handshakes", daemon=True).start()
 
 
-def _sort(reading: int, original: int) -> None:
+def _sort(reading: int) -> None:
     with os.fdopen(reading, "rb") as lines:
         for raw in lines:
             line = raw.decode(errors="replace")
             if sentence := refused_handshake(line):
                 log.warning("%s", sentence)
             elif not _GRPC_LINE.match(line):
-                os.write(original, raw)
+                write_to_stderr(line.removesuffix("\n"))

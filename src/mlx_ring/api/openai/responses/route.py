@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,7 @@ from mlx_ring.api.streaming import (
     KEEP_ALIVE,
     PLAYBACK,
     RESUMING,
+    JsonAnswer,
     JsonStream,
     StreamFormat,
     json_endpoint,
@@ -161,10 +163,10 @@ def kept_routes(context: ApiContext) -> Router:
         await context.kept.cancel(request, id_)
         return await context.kept.write_again(request, id_, streams=False)
 
-    async def list_input(request: Request) -> InputItems:
+    async def list_input(request: Request) -> JsonAnswer[InputItems]:
         id_ = request.path_params["response_id"]
         body = await context.kept.body_of(request, id_)
-        return await convert(request, lambda: _page(_input_items(body, id_), request), kept=body)
+        return await convert(request, lambda: _encode(_page(_input_items(body, id_), request)), kept=body)
 
     async def delete(request: Request) -> ResponseDeleted:
         id_ = request.path_params["response_id"]
@@ -236,6 +238,12 @@ def _page(items: list[Json], request: Request) -> InputItems:
         "last_id": page[-1] if page else None,
         "has_more": end < len(ids),
     }
+
+
+def _encode(page: InputItems) -> JsonAnswer[InputItems]:
+    """Return a page as an answer. No other thread runs while an item is encoded."""
+    items = (json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() for item in page["data"])
+    return JsonAnswer({**page, "data": []}, first_list=b",".join(items))
 
 
 class ResponseStream:
