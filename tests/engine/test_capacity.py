@@ -379,6 +379,14 @@ def test_a_rate_beyond_the_capacity_is_seen_although_the_run_ends_before_bursts_
     assert (beyond.holds, beyond.first_token_s) == (False, inf)
 
 
+@pytest.mark.parametrize("burst", [8, 64, 256])
+def test_bursts_that_come_close_together_at_a_rate_that_can_be_served_do_not_queue_up(burst: int) -> None:
+    """Take half of what full steps take, and more than that."""
+    load, level = Load(Lengths(64, 64), Lengths(4, 4), "burst", burst=burst), ServiceLevel(600.0, None)
+    assert measured(load=load, level=level, rate=31.0).holds
+    assert not measured(load=load, level=level, rate=63.0).holds
+
+
 WHOLE, SPLIT = instance(a=8), instance(a_1=4, a_2=4)
 
 # ---- unlike replicas

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from mlx_ring.core.engine_stats import Policy
-from mlx_ring.engine.capacity_search import CLOSE, Found, Search, ServiceLevel, joined
+from mlx_ring.engine.capacity_search import CLOSE, Found, Search, ServiceLevel
 from mlx_ring.engine.simulated_load import Outcome
-from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replicas, replicas_of
+from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replicas, joined, replicas_of
 from mlx_ring.planner.cluster_file import Upkeep
 from mlx_ring.planner.place import LoadedStages, plan_loaded
 from mlx_ring.planner.plan import Plan

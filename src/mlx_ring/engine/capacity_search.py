@@ -6,7 +6,7 @@ The same requests arrive at every rate, only sooner or later, so that rates are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -14,7 +14,7 @@ from mlx_ring.core.engine_stats import Policy
 from mlx_ring.engine.prefill import PROMPTS_TOGETHER
 from mlx_ring.engine.shared_stages import SharedMachines
 from mlx_ring.engine.simulated_load import Outcome, SimulatedInstance, Span
-from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replica, Replicas, Shares
+from mlx_ring.engine.simulated_replicas import MOST_RUNNING, Replica, Replicas
 from mlx_ring.engine.simulation import Simulation
 from mlx_ring.planner.request import Load, SimulatedRequest
 
@@ -46,11 +46,10 @@ _FIRST_TRY, _FIRST_STEP, _LARGEST_STEP = 0.6, 1.4, 4.0
 _QUEUED_SHARE = 0.05
 """Share of a run's requests that may wait: beyond it, the queue grows."""
 _FEW_QUEUED = 16
+_QUEUES_BY_CHANCE, _LEAST_LEFT = 0.05, 0.25
+"""Chance of a longer queue of bursts in a run whose rate can be served, and least part of the capacity that is left."""
 _QUEUED_TIMES = 2
 """Time to a first token, as a multiple of the longest one of a lone request, from which a prompt surely queued."""
-
-_MOST_TOGETHER = 16
-"""Most instances of unlike replicas that are simulated together."""
 _BEYOND = 1.5
 """Rate of a run whose requests queue up without end, as a multiple of the rate without any waiting."""
 
@@ -123,31 +122,6 @@ class ServiceLevel:
     def _allowed(self, total: int) -> int:
         """Return the number of times that may be too long; the percentile is that of the nearest rank."""
         return total - math.ceil(self.percent / 100 * total)
-
-
-# ---- unlike replicas
-
-
-def joined(kinds: Sequence[Replicas]) -> list[Replicas]:
-    """Return replicas of unlike kinds as alike groups of them, each behind one router; as they are if a group is too large."""
-    count = math.gcd(*(kind.count for kind in kinds))
-    sizes = [kind.count // count for kind in kinds]
-    size = sum(times * len(kind.members) for kind, times in zip(kinds, sizes, strict=True))
-    if len(kinds) == 1 or size > _MOST_TOGETHER:
-        return list(kinds)
-    members, parts, most = list[Replica](), list[Mapping[int, float]](), list[float]()
-    names: list[list[tuple[str, ...]]] = [[] for _ in range(count)]
-    for kind, times in zip(kinds, sizes, strict=True):
-        for place in range(times):
-            first = len(most)
-            members += kind.members
-            most += kind.shares.most
-            parts += [{first + machine: part for machine, part in each.items()} for each in kind.shares.parts]
-            for group in range(count):
-                names[group] += kind.names[group * times + place]
-    key = tuple((kind.kind, times) for kind, times in zip(kinds, sizes, strict=True))
-    shares = Shares(tuple(most), tuple(parts))
-    return [Replicas(tuple(members), tuple(map(tuple, names)), shares, key, tuple(kinds))]
 
 
 # ---- the highest rate
@@ -233,7 +207,7 @@ class Search:
         measured = self.load.in_bursts(_rounded(max(least, self._count(rate))))
         skipped = min(_SKIPPED, measured // 4) + math.ceil(2 * self._streams(rate))
         count = measured + skipped
-        queued = max(_FEW_QUEUED, 2 * self.load.at_once, int(_QUEUED_SHARE * count))
+        queued = max(_FEW_QUEUED, self._in_queued_bursts(rate, count), int(_QUEUED_SHARE * count))
         is_lost = self.level.is_lost(measured, self.load.mean_answer) if ends_early and not least else _never
         outcome = self._simulation(queued, is_lost, ends_early=ends_early).run(
             _requests(self.load, measured, skipped, rate),
@@ -242,6 +216,16 @@ class Search:
         )
         outcome.is_overrun |= rate > self.most or self._falls_behind(outcome, rate)
         return outcome
+
+    def _in_queued_bursts(self, rate: float, count: int) -> int:
+        """Return the most requests that wait in a run of so many if bursts come at a rate that is served for ever.
+
+        The chance that more than k bursts wait before a busy server falls as exp(-2 (1 - load) k), by Kingman's
+        approximation of heavy traffic. Requests that come one by one have `_FEW_QUEUED` and `_QUEUED_SHARE`.
+        """
+        at_once, left = self.load.at_once, max(_LEAST_LEFT, 1 - rate / self.most)
+        queued = 2 + math.log(max(1.0, count / at_once) / _QUEUES_BY_CHANCE) / (2 * left)
+        return 0 if at_once == 1 else int(queued * at_once)
 
     def _falls_behind(self, outcome: Outcome, rate: float) -> bool:
         """Return True if prompts queued during the whole run, and still fewer were answered than arrive at a rate.

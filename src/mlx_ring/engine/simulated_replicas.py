@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from mlx_ring.planner.request import PlanRequest
 
 MOST_RUNNING = 256
 """Most requests that run at the same time in a replica, if no number is given."""
+_MOST_TOGETHER = 16
+"""Most instances of unlike replicas that are simulated together."""
 
 
 @dataclass(frozen=True)
@@ -203,3 +206,28 @@ def _shares(cluster: ClusterProfile, plans: Sequence[Plan]) -> Shares:
         for workers in stages
     )
     return Shares(tuple(float(_most(nodes[name])) for name in names), parts)
+
+
+# ---- unlike replicas
+
+
+def joined(kinds: Sequence[Replicas]) -> list[Replicas]:
+    """Return replicas of unlike kinds as alike groups of them, each behind one router; as they are if a group is too large."""
+    count = math.gcd(*(kind.count for kind in kinds))
+    sizes = [kind.count // count for kind in kinds]
+    size = sum(times * len(kind.members) for kind, times in zip(kinds, sizes, strict=True))
+    if len(kinds) == 1 or size > _MOST_TOGETHER:
+        return list(kinds)
+    members, parts, most = list[Replica](), list[Mapping[int, float]](), list[float]()
+    names: list[list[tuple[str, ...]]] = [[] for _ in range(count)]
+    for kind, times in zip(kinds, sizes, strict=True):
+        for place in range(times):
+            first = len(most)
+            members += kind.members
+            most += kind.shares.most
+            parts += [{first + machine: part for machine, part in each.items()} for each in kind.shares.parts]
+            for group in range(count):
+                names[group] += kind.names[group * times + place]
+    key = tuple((kind.kind, times) for kind, times in zip(kinds, sizes, strict=True))
+    shares = Shares(tuple(most), tuple(parts))
+    return [Replicas(tuple(members), tuple(map(tuple, names)), shares, key, tuple(kinds))]
