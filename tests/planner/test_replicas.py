@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.planner.clusters import NODES, cluster_of, model_of, node_of
+from tests.planner.clusters import NODES, cluster_of, known_sizes, model_of, node_of
 
 from mlx_ring.core.errors import PlanError
+from mlx_ring.planner.catalogue import known_profile
 from mlx_ring.planner.pipeline import PipelineBounds
 from mlx_ring.planner.place import place, place_if_it_fits
 from mlx_ring.planner.plan import Plan
@@ -51,6 +52,19 @@ def test_over_slow_links_no_other_number_of_replicas_is_faster(machines: int, se
 
     # One more replica must be worth 2 %.
     assert 1.02 * throughput(None) >= max(throughput(count) for count in range(1, machines + 1))
+
+
+@pytest.mark.parametrize("names", [("m4-max-128",) * 2, ("rtx-3090-24", "m4-max-64", "linux-desktop-64")])
+def test_one_more_sequence_does_not_lower_the_throughput_of_replicas(names: tuple[str, ...]) -> None:
+    """Expect that only one of them gets it."""
+    cluster = cluster_of(*(known_profile(name, f"n{place}") for place, name in enumerate(names)))
+    model = known_sizes("llama-8b", cluster)
+    speeds: list[float] = []
+    for sequences in range(len(names), 9):
+        request = replace(THROUGHPUT, demand=Demand(1024, sequences))
+        plans = place_replicas(model, cluster, request, len(names))
+        speeds.append(total_tokens_per_s(plans, sequences))
+    assert all(more >= fewer for fewer, more in pairwise(speeds))
 
 
 def test_machines_like_others_are_named_in_their_own_replica() -> None:

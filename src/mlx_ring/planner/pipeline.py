@@ -159,9 +159,10 @@ class Pipeline:
             steady[machine] += each.steady
         return round_s, groups * max(*steady.values(), self._busiest_link_s(rows))
 
-    def tokens_per_s(self) -> float:
-        """Return the throughput of all promised sequences."""
-        return self._demand.sequences / self.token_s(self._demand.sequences)
+    def tokens_per_s(self, fewer: int = 0) -> float:
+        """Return the throughput of all promised sequences, or of so many fewer."""
+        streams = self._demand.sequences - fewer
+        return streams / self.token_s(streams) if streams else 0.0
 
     def _times(self, rows: int, context_tokens: int | None) -> list[Times[float]]:
         context = self._demand.mean_context_tokens if context_tokens is None else context_tokens
@@ -196,6 +197,7 @@ class Pipeline:
         return Prediction(
             token_s=token_s,
             tokens_per_s=self.tokens_per_s(),
+            fewer_tokens_per_s=self.tokens_per_s(fewer=1),
             first_token_s=first_token_s,
             prompt_tokens=request.prompt_tokens,
             request_s=first_token_s + request.answer_tokens * token_s,

@@ -38,8 +38,7 @@ _MOST_COMPARED = 8
 def _explained(times: Timetable, request: PlanRequest, partition: Partition) -> Plan:
     """Return the plan of a pipeline, with its prediction and reasons but those of machines that are left out."""
     pipeline = times.pipeline(partition.pieces)
-    prediction = pipeline.prediction(request)
-    stages_s, _ = pipeline.lone_stream()
+    prediction, (stages_s, _) = pipeline.prediction(request), pipeline.lone_stream()
     return Plan(
         model=times.model.name,
         strategy=request.strategy,
@@ -346,8 +345,9 @@ def plan_loaded(
     plans: list[Plan] = []
     for stages in replicas:
         plan = planned(stages, request.users)
-        together = planned(stages, request.demand.sequences).prediction.tokens_per_s
-        plans.append(replace(plan, prediction=replace(plan.prediction, tokens_per_s=together)))
+        together = planned(stages, request.demand.sequences).prediction
+        speeds = {"tokens_per_s": together.tokens_per_s, "fewer_tokens_per_s": together.fewer_tokens_per_s}
+        plans.append(replace(plan, prediction=replace(plan.prediction, **speeds)))
     return plans
 
 

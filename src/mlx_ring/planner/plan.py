@@ -88,6 +88,8 @@ class Prediction:
     """Seconds from one token of a stream to the next, with `users` streams."""
     tokens_per_s: float
     """Throughput of all promised sequences together."""
+    fewer_tokens_per_s: float
+    """The same of all but one of them."""
     first_token_s: float
     """Seconds to the first token of a prompt of `prompt_tokens`: of the last user's, if several arrive at once."""
     prompt_tokens: int

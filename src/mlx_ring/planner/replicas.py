@@ -57,9 +57,12 @@ def place_replicas(
 
 
 def total_tokens_per_s(plans: Sequence[Plan], sequences: int) -> float:
-    """Return the throughput of replicas for so many sequences, of which each replica has its part, rounded up."""
-    promised = sum(plan.sequences for plan in plans)
-    return sum(plan.prediction.tokens_per_s for plan in plans) * min(1.0, sequences / promised)
+    """Return the throughput of replicas for so many sequences, of which each replica has its part, rounded up or down."""
+    promised, each = sum(plan.sequences for plan in plans), [plan.prediction for plan in plans]
+    together, spare = sum(one.tokens_per_s for one in each), promised - sequences
+    if spare > len(plans):
+        return together * sequences / promised
+    return together - sum(sorted(one.tokens_per_s - one.fewer_tokens_per_s for one in each)[: max(0, spare)])
 
 
 def _best_few(
@@ -203,7 +206,12 @@ def _best_division(
     model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
 ) -> tuple[float, tuple[int, ...]]:
     """Return a bound of the total throughput, and the machines of each replica as bits; no machines without enough memory."""
-    speeds = _speeds(model, cluster, request, replicas)
+    share = request.share(replicas)
+    speeds = _speeds(model, cluster, request, replicas, share)
+    if share > 1 and request.demand.sequences < replicas * share:
+        # Some have one sequence less.
+        fewer = _speeds(model, cluster, request, replicas, share - 1)
+        speeds = {members: max(speed, fewer.get(members, 0.0)) for members, speed in speeds.items()}
     everyone = (1 << len(cluster.nodes)) - 1
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
     for number in range(1, replicas + 1):
@@ -221,16 +229,14 @@ def _best_division(
                 subset = (subset - 1) & rest
     found = [partition for (number, _), partition in best.items() if number == replicas]
     speed, sets = max(found, key=lambda partition: partition[0], default=(0.0, ()))
-    used = request.demand.sequences / (replicas * request.share(replicas))
     # The replica with the first machine comes first.
-    return used * speed, tuple(sorted(sets, key=lambda members: members & -members))
+    return speed, tuple(sorted(sets, key=lambda members: members & -members))
 
 
 def _speeds(
-    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int
+    model: ModelProfile, cluster: ClusterProfile, request: PlanRequest, replicas: int, sequences: int
 ) -> dict[int, float]:
-    """Return the throughput of each set of machines as one of the replicas, in tokens per second."""
-    sequences = request.share(replicas)
+    """Return the throughput of each set of machines as one of the replicas with so many sequences, in tokens per second."""
     timetable = Timetable(model, cluster, replace(request.demand, sequences=sequences))
     most = len(cluster.nodes) - replicas + 1
     costs: dict[int, dict[int, float]] = {}
