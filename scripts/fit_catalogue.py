@@ -89,7 +89,8 @@ _SPREADS = {
     "matrix": 0.35,
     "older": 0.2,
     "layer": 0.2,
-    "decode": 0.1,
+    "look_back": 0.6,
+    "decode": 0.06,
     "overhead": 0.15,
     "prefill": 0.2,
     "prompt_ms": 0.5,
@@ -118,6 +119,8 @@ _CHUNKS = {
 """Tokens that engines compute at once, by their documentation; llama.cpp's micro-batches have 512."""
 _FREE = 0.7
 """How far other numbers may be off."""
+_OF_UNPACKING = 0.3
+"""The same for unpacking by generations, which run the kernels of their backend."""
 _OF_TIERS = 0.12
 """The same for a tier: two dies read little faster or slower than their sum."""
 _OF_PROMPTS = {
@@ -153,6 +156,8 @@ _FIXED = {
 }
 _KEPT = {"chunk", "narrow"}
 """Numbers that stay as they start: without fitting them, cross-validation is no worse."""
+_LOOKING_BACK = {"llama.cpp-2024": 4.0}
+"""Factors of the operations of attention while decoding, at first: without flash attention, each query head reads the KV."""
 _WITH_OWN_ATTENTION = {"llama.cpp-2024", "ds4", "ds4-tensors"}
 """Engines whose overhead and attention are fitted. Without fitting those of others, cross-validation is no worse."""
 
@@ -192,6 +197,8 @@ def spread_of(key: Key) -> float:
     """Return the logarithm by which a number is usually off from its start."""
     if key[0] == "tiers":
         return _OF_TIERS
+    if key[0] == "generations" and key[-1] == "unpack":
+        return _OF_UNPACKING
     is_of_prompts = not _OF_PROMPTS.isdisjoint(key[2:])
     return _SPREADS.get(key[-1], _FREE) * (_TIGHT if is_of_prompts else _LOOSE)
 
@@ -327,6 +334,7 @@ def fit(rows: Sequence[Row]) -> dict[str, Any]:
             "attention": 1.0,
             "prompt_ms": 3.0,
             "chunk": _CHUNKS.get(name, 512),
+            **({"look_back": _LOOKING_BACK[name]} if name in _LOOKING_BACK else {}),
         }
         for name in names
     }

@@ -87,12 +87,16 @@ def resized(model: ModelProfile, nbytes: float) -> ModelProfile:
 # ---- predictions of rows of golden_speeds.tsv
 
 _BITS = (
+    ("iq4_nl", 4.5, 4),
+    ("iq4_xs", 4.3, 4),
     ("iq2", 2.4, 2),
     ("iq1", 1.8, 2),
     ("q2", 2.6, 2),
     ("q3", 3.9, 3),
     ("q4_0", 4.5, 4),
+    ("q4_1", 5.0, 4),
     ("q4", 4.85, 4),
+    ("q5_0", 5.5, 5),
     ("q5", 5.7, 5),
     ("q6", 6.6, 6),
     ("q8", 8.5, 8),
@@ -102,8 +106,25 @@ _BITS = (
     ("gptq", 4.16, 4),
 )
 """Kinds of GGUF and others by a part of their name: bits of a weight with its scales, and bits of the numbers alone."""
-_K_QUANTS = re.compile(r"q\d_k|iq\d|\bud-q")
-"""Formats of llama.cpp with blocks of 256 weights, whose scales are packed too."""
+_K_QUANTS = re.compile(r"(?<!ud-)q[2-6]_k|iq[123]|iq4_xs|ud-i?q[1-6]")
+"""Formats of llama.cpp with blocks of 256 weights, whose scales are packed too.
+
+`UD-Q8_K_XL` has matrices of `Q8_0` and half precision; `IQ4_NL` has a scale for each 32 weights.
+"""
+_OF_DS4 = {
+    "q2": "iq2_xxs and q2_k experts, q8 rest",
+    "iq2 for the most part": "iq2_xxs and q2_k experts, q8 rest",
+    "q4": "q4_k experts, q8 rest",
+}
+"""Formats that ds4 names in short: it reads its own files only (antirez/ds4, docs/MODELS.md)."""
+_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "mxfp4": MXFP4,
+    "q4_k": {"group_size": 64, "bits": 4},
+    "iq2_xxs": {"group_size": 128, "bits": 2},
+}
+"""Formats of experts by a part of their name: 4.5 bits, and 2.25 of which two matrices have 2.06 and one 2.63."""
+_OTHER_MODEL = 0.4
+"""Part by which published bytes differ from the planned ones at most, unless they are of another model."""
 _GROUP = 64
 _Q4 = {"group_size": _GROUP, "bits": 4}
 _LEAST_ROWS, _LEAST_PUBLISHERS = 6, 3
@@ -137,7 +158,7 @@ _CORES = {
 
 def golden_model(row: Row) -> ModelProfile | None:
     """Return the model of a row, with its published bytes where they are; None if its sizes are not known."""
-    return _golden_model(row["model"], row["format"].lower(), row["engine"], row["model_gb"])
+    return _golden_model(row["model"], format_of(row), row["engine"], row["model_gb"])
 
 
 @cache
@@ -151,7 +172,7 @@ def _golden_model(name: str, form: str, engine: str, size: str) -> ModelProfile 
     if size != "-":
         formats = read_formats(folder) if kind is None else WeightFormats(kind)
         model = profile_config(folder, name, formats)
-        if abs(float(size) * 1e9 / model.weight_bytes - 1) <= 0.3:
+        if abs(float(size) * 1e9 / model.weight_bytes - 1) <= _OTHER_MODEL:
             return resized(model, float(size) * 1e9)
     return profile_folder(folder, name, kind)
 
@@ -162,7 +183,7 @@ def _as_served(config: Mapping[str, Any], form: str, engine: str) -> dict[str, A
         rest = _Q4 if "4-bit rest" in form else False if "f16" in form or engine == "vLLM" else Q8
         return {**config, "quantization": {**MXFP4, **beside_experts(config, value=rest)}}
     if "experts" in form:
-        experts = MXFP4 if "mxfp4" in form else {"group_size": 64, "bits": 2}
+        experts = next(kind for name, kind in _EXPERTS.items() if name in form)
         return {**config, "quantization": {**experts, **beside_experts(config, value=Q8)}}
     if form.startswith(("3-bit", "4-bit", "6-bit", "8-bit", "mxfp8", "bf16", "f16", "dq4")):
         return with_format(config, "4-bit" if form.startswith("dq4") else form)
@@ -216,9 +237,15 @@ def engine_of(row: Row) -> str:
     return same.get(engine, "mlx-swift" if engine.startswith("mlx-swift") else engine)
 
 
+def format_of(row: Row) -> str:
+    """Return the format of a row's weights in small letters, written out."""
+    form = row["format"].lower()
+    return _OF_DS4.get(form, form) if row["engine"].startswith("ds4") else form
+
+
 def packing_of(row: Row) -> str | None:
     """Return the way in which a row's weights are packed, if their scales have scales; None if they do not."""
-    return "k-quants" if _K_QUANTS.search(row["format"].lower()) else None
+    return "k-quants" if _K_QUANTS.search(format_of(row)) else None
 
 
 def predict(row: Row, fitted: Fitted | None = None) -> float | None:

@@ -90,7 +90,7 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
-    [("decode", 1.17, 1.73), ("prefill", 1.23, 3.52), ("moe-streams", 1.26, 1.81), ("depth", 1.16, 1.61)],
+    [("decode", 1.15, 1.65), ("prefill", 1.23, 3.52), ("moe-streams", 1.17, 1.43), ("depth", 1.16, 1.61)],
 )
 def test_predictions_of_the_held_out_half_are_as_near_as_they_were_when_the_fit_was_frozen(
     group: str, mean: float, worst: float
@@ -147,7 +147,7 @@ def test_the_order_of_nodes_is_right_in_nine_of_ten_held_out_series() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "mean", "worst"),
-    [("decode", 1.09, 2.18), ("prefill", 1.16, 3.29), ("moe-streams", 1.20, 1.58), ("depth", 1.13, 2.64)],
+    [("decode", 1.09, 2.38), ("prefill", 1.16, 3.29), ("moe-streams", 1.20, 1.72), ("depth", 1.14, 2.86)],
 )
 def test_predictions_of_the_fitted_half_are_as_near_as_the_fit(group: str, mean: float, worst: float) -> None:
     found = figures(group, fitted=True)

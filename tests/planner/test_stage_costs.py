@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from tests.planner.clusters import cluster_of, model_of, node_of
 
+from mlx_ring.planner.catalogue import chip_profile, chips
 from mlx_ring.planner.profiles import LayerProfile, ModelProfile
 from mlx_ring.planner.rank_costs import Ring
 from mlx_ring.planner.request import Demand, PlanRequest
@@ -149,19 +151,28 @@ def test_products_of_narrow_models_leave_units_idle() -> None:
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
-@pytest.mark.parametrize(("rows", "operations"), [(1, 0), (4, 0.06), (400, 4.16)])
+@pytest.mark.parametrize(("rows", "operations"), [(1, 0), (4, 0.009), (400, 0.416)])
 def test_further_rows_of_a_step_count_one_by_one_until_whole_tiles_are_faster(
     rows: int, operations: float
 ) -> None:
-    """Expect 20 ms for a further row in kernels for single rows, and 10 ms for each row of tiles, empty ones too."""
+    """Expect 3 ms for a further row in kernels for single rows, and 1 ms for each row of tiles, empty ones too."""
     layer = LayerProfile(1_000_000_000, 1_000_000_000, 10**10)
-    node = replace(node_of("vectors", 1000, gb_s=100, tflops=1), vector_s=2e-12)
+    node = replace(node_of("vectors", 1000, gb_s=100, tflops=10), vector_s=3e-13)
     step, empty = (
         StageTables(of_layer(each), DEMAND).stage_seconds(node, 0, 1, rows, 0).steady
         for each in (layer, LayerProfile(1, 1, 0))
     )
     read_s = 0.01 if rows < 100 else 0.0
     assert step - empty == pytest.approx(read_s + operations, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", chips())
+def test_a_further_row_takes_no_longer_than_a_step_of_its_own(name: str) -> None:
+    node = chip_profile(chips()[name], 512, name)
+    layers = LayerProfile(10**8, 10**8, 4 * 10**8), replace(EXPERTS, flops_per_token=6 * 10**8)
+    for tables in (StageTables(of_layer(layer), DEMAND) for layer in layers):
+        each = [tables.stage_seconds(node, 0, 1, rows, 0).steady / rows for rows in range(1, 70)]
+        assert all(more <= fewer * (1 + 1e-9) for fewer, more in pairwise(each))
 
 
 def test_a_recurrent_state_takes_time_for_each_token_of_a_prompt() -> None:

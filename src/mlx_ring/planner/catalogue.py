@@ -30,7 +30,7 @@ _KINDS = {16: "bfloat16", 8: "8-bit", 4: "4-bit"}
 _ATTENTION_OPERATIONS = 4
 """Operations for each number of a query and each token before it: a score and a weighted value."""
 _MOST_OF_NOMINAL = 0.98
-_OVERLAP = 4.0
+_OVERLAP = 8.0
 """Order of the norm of two times that overlap: 1 for one after the other, without end for the longer one alone."""
 _NEAREST = 3
 
@@ -298,6 +298,7 @@ def chip_profile(
         factors = {**numbers["engines"].get("mlx-lm", {}), "chunk": CHUNK_TOKENS}
     decode, prefill = float(factors.get("decode", 1.0)), float(factors.get("prefill", 1.0))
     attention, overhead = float(factors.get("attention", 1.0)), float(factors.get("overhead", 1.0))
+    look_back = attention * float(factors.get("look_back", 1.0))
     unpack = backend["unpack"] * generation["unpack"]
     if packing is not None and chip.backend != "cpu":
         # Nothing is fitted to CPUs, whose kernels are others.
@@ -341,7 +342,7 @@ def chip_profile(
             quantized_layer_s=layer_s,
             draw_s=0.0,
             logit_s=0.0,
-            attention_s=_ATTENTION_OPERATIONS * decode * attention / (plain * backend["attention"]),
+            attention_s=_ATTENTION_OPERATIONS * decode * look_back / (plain * backend["attention"]),
             row_s=backend["row_us"] * decode / 1e6,
             states_s=backend["states_us"] * overhead,
             experts_s=backend["experts_us"] * overhead,

@@ -254,24 +254,23 @@ def layer_seconds(
     matrix_rows = layer.flops_per_token / 2 / model.hidden_size * read / max(1, layer.read_bytes)
     read_s = read / rate.bandwidth + matrix_rows * rate.row_s
     products = max(read_s, _multiplied_s(layer, node, rate, model, rows, read_s))
-    look_back = _look_back_seconds(layer, node, model, demand, context_tokens)
-    computed_s = products + rows * look_back + (rows - 1) * node.costs.row_s
+    computed_s = products + rows * _look_back_seconds(layer, node, model, demand, context_tokens)
+    computed_s += (rows - 1) * node.costs.row_s
     return _with_start(computed_s, _started_s(layer, node, model), node)
 
 
 def _multiplied_s(
     layer: LayerProfile, node: NodeProfile, rate: WeightRate, model: ModelProfile, rows: int, read_s: float
 ) -> float:
-    """Return the seconds of a layer's products with a step's rows, in whichever kernels are faster.
-
-    Kernels for single rows take each further row on its own. Those for many rows take whole tiles of them.
-    """
+    """Return the seconds of a layer's products with a step's rows, in the faster kernels: for single rows or for tiles of them."""
     if rows == 1 or not node.vector_s:
         return layer.flops_per_token * rows / rate.flops
-    one_by_one_s = read_s + (rows - 1) * layer.flops_per_token * node.vector_s
+    # Those for single rows take each further row alone, at most as long as in a pass of its own.
+    further_s = (rows - 1) * layer.flops_per_token * node.vector_s
+    one_by_one_s = min(read_s + further_s, rows * layer.read_bytes / rate.bandwidth)
     padded = rows if layer.has_experts else rows + _HALF_TILE
-    pace = node.pace(layer, rows, model.hidden_size)
-    return min(one_by_one_s, layer.flops_per_token * padded / (rate.flops * pace))
+    flops = rate.flops * node.pace(layer, rows, model.hidden_size)
+    return min(one_by_one_s, layer.flops_per_token * padded / flops)
 
 
 def _with_start(computed_s: float, started_s: float, node: NodeProfile) -> float:
