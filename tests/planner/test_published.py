@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scripts.published import figures, is_fitted, orders, predict, profile_of, repeats, rows_of
+from scripts.published import (
+    figures,
+    golden_model,
+    is_fitted,
+    orders,
+    packing_of,
+    predict,
+    profile_of,
+    repeats,
+    rows_of,
+)
 
 from mlx_ring.planner.catalogue import accuracy, chip_profile, chips
 
@@ -82,6 +92,37 @@ def test_the_rest_of_published_bytes_is_the_encoder_of_pictures(name: str, form:
     planned = profile_of(name, form)
     assert planned is not None
     assert (published - planned.weight_bytes) / 1e9 == pytest.approx(0.91, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("form", "engine", "packing"),
+    [
+        ("Q4_K_M", "llama.cpp", "k-quants"),
+        ("UD-Q4_K_XL", "llama.cpp", "k-quants"),
+        ("IQ4_XS", "llama.cpp", "k-quants"),
+        ("IQ4_NL", "llama.cpp", None),
+        ("UD-Q8_K_XL", "llama.cpp", None),
+        ("Q8_0", "llama.cpp", None),
+        ("q2", "ds4", "k-quants"),
+        ("MXFP4 experts, Q8 rest", "ds4", None),
+        ("4-bit", "mlx-lm", None),
+    ],
+)
+def test_scales_have_scales_in_blocks_of_256_weights_only(
+    form: str, engine: str, packing: str | None
+) -> None:
+    assert packing_of({"format": form, "engine": engine}) == packing
+
+
+def test_short_names_of_ds4_mean_its_files() -> None:
+    """Expect the published 86.72 GB of its DeepSeek-V4-Flash within 10 %: a few matrices are in half precision."""
+    row = {"model": "DeepSeek-V4-Flash", "engine": "ds4", "model_gb": "-"}
+    planned = [
+        golden_model({**row, "format": form}) for form in ("q2", "IQ2_XXS and Q2_K experts, Q8 rest", "q4")
+    ]
+    sizes = [model.weight_bytes / 1e9 for model in planned if model is not None]
+    assert sizes[0] == sizes[1] == pytest.approx(86.72, rel=0.1)
+    assert sizes[2] > 1.5 * sizes[0]
 
 
 # ---- predicted speeds beside published ones; `python -m scripts.published` prints each row
