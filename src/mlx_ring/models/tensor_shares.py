@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -68,24 +69,12 @@ class TensorSizes:
     @property
     def divisibles(self) -> tuple[Divisible, ...]:
         """Divisible parts: KV heads, rows of MLPs, of experts and of the vocabulary, in this order."""
-        return (
-            Divisible("KV heads", self.kv_heads, self._heads_in_pack()),
-            Divisible(
-                "rows of the MLP", self.intermediate, _rows_in_pack(self.intermediate, self.group_size)
-            ),
-            Divisible("rows of an expert", self.experts, _rows_in_pack(self.experts, self.group_size)),
-            Divisible("tokens of the vocabulary", self.vocabulary, _rows_in_pack(self.vocabulary)),
-        )
+        return _divisibles(self)
 
     @property
     def most_ranks(self) -> int:
         """Most ranks that can have a share."""
         return min(kind.packs for kind in self.divisibles if kind.total)
-
-    def _heads_in_pack(self) -> int:
-        width = self.queries_per_kv_head * self.head_dim
-        group = _group_within(width * self.kv_heads, self.group_size)
-        return group // math.gcd(group, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +187,24 @@ def part_of_kv(shares: Sequence[TensorShare], rank: int, nbytes: int) -> int:
     they all decide alike if each counts its part.
     """
     return nbytes // shares[-1].kv_heads.end * len(shares[rank].kv_heads)
+
+
+@lru_cache(maxsize=64)
+def _divisibles(sizes: TensorSizes) -> tuple[Divisible, ...]:
+    """Return the divisible parts. Searches for plans ask for those of one model thousands of times."""
+    group_size = sizes.group_size
+    return (
+        Divisible("KV heads", sizes.kv_heads, _heads_in_pack(sizes)),
+        Divisible("rows of the MLP", sizes.intermediate, _rows_in_pack(sizes.intermediate, group_size)),
+        Divisible("rows of an expert", sizes.experts, _rows_in_pack(sizes.experts, group_size)),
+        Divisible("tokens of the vocabulary", sizes.vocabulary, _rows_in_pack(sizes.vocabulary)),
+    )
+
+
+def _heads_in_pack(sizes: TensorSizes) -> int:
+    width = sizes.queries_per_kv_head * sizes.head_dim
+    group = _group_within(width * sizes.kv_heads, sizes.group_size)
+    return group // math.gcd(group, width)
 
 
 def _check_proportions(proportions: Sequence[float]) -> None:

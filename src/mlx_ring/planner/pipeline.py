@@ -87,7 +87,7 @@ class Pipeline:
         self._cluster = cluster
         self._demand = demand
         self._token_s: dict[tuple[int, int | None], float] = {}
-        self._machines = ["+".join(dict.fromkeys(node.name for node in stage.nodes)) for stage in stages]
+        self._machines = [_machine_of(stage.nodes) for stage in stages]
 
     # ---- hops
 
@@ -204,6 +204,11 @@ class Pipeline:
             answer_tokens=request.answer_tokens,
             users=request.users,
         )
+
+
+def _machine_of(nodes: Sequence[NodeProfile]) -> str:
+    """Return the name of a stage's machine, or of its machines together. Stages of the same name share its time."""
+    return nodes[0].name if len(nodes) == 1 else "+".join(dict.fromkeys(node.name for node in nodes))
 
 
 # ---- bounds

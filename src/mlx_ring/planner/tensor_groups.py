@@ -42,6 +42,7 @@ class SharedModel:
         self.model = model
         self.demand = demand
         self.sizes = sizes
+        self.most_ranks = _PARTS if sizes is None else sizes.most_ranks
         self._forms = LoadedForms(model)
         self._ends_of: dict[NodeProfile, tuple[RankCosts, RankCosts]] = {}
         self._largest: dict[tuple[NodeProfile, bytes], Table] = {}
@@ -55,10 +56,6 @@ class SharedModel:
     def context_tokens(self) -> int:
         """Mean context of a stream."""
         return self.demand.mean_context_tokens
-
-    @property
-    def most_ranks(self) -> int:
-        return _PARTS if self.sizes is None else self.sizes.most_ranks
 
     def costs(self, node: NodeProfile, part: Fractions) -> RankCosts:
         return RankCosts(self.on(node), self.demand, node, part)
@@ -123,7 +120,10 @@ class RankGroup:
         self._stage_s: dict[tuple[int, int, int, int], Times[float]] = {}
         self._prefill_s: dict[tuple[int, int, int, int], float] = {}
         self._alone_s: dict[int, float] = {}
-        self.number_bytes = max(shared.on(member.node).model.number_bytes for member in members)
+        models = [shared.on(member.node).model for member in members]
+        self.number_bytes = max(model.number_bytes for model in models)
+        self.row_bytes = models[0].hidden_size * models[0].number_bytes
+        """Bytes of one row's activations, as rank 0 sends them."""
 
     def on(self, nodes: Sequence[NodeProfile], places: tuple[int, ...]) -> RankGroup:
         """Return the group on other machines that differ by name only, in the ring's order; both share computed times."""
@@ -252,8 +252,7 @@ class GroupStage:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row's activations, as rank 0 sends them."""
-        model = self.group.shared.on(self.group.nodes[0]).model
-        return model.hidden_size * model.number_bytes
+        return self.group.row_bytes
 
     def seconds(self, rows: int, context_tokens: int) -> Times[float]:
         """Return the seconds of a decode step."""
