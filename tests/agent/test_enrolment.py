@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from tests.eventually import eventually
 from tests.machines import ANSWER, NOW, Head, node_credentials, running_head
 from tests.port_attacks import Address, call, without_certificate
-from tests.processes import joining
+from tests.processes import give_profile, joining
 
 from mlx_ring.agent import enrolment
 from mlx_ring.agent.enrolment import join, renew, renew_if_due
@@ -675,9 +675,10 @@ def test_a_stranger_s_versions_neither_fill_the_log_nor_control_a_terminal(
 
 def test_a_token_is_not_in_the_list_of_processes_while_its_machine_computes(tmp_path: Path) -> None:
     async def act(head: Head) -> None:
-        token = head.token(uses=1)
+        token, state = head.token(uses=1), tmp_path / "node" / "state"
+        give_profile(state)
         with joining(str(head.address), "--token", token, folder=tmp_path / "node") as process:
-            joined = tmp_path / "node" / "state" / "node" / "certificate.pem"
+            joined = state / "node" / "certificate.pem"
             await asyncio.to_thread(eventually, joined.exists)
             itself = psutil.Process(process.pid)
             assert itself.is_running()
