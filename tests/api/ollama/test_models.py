@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import pytest
-from ollama import Client, ResponseError
 from tests.api.clients import Api, serving
 from tests.api.twins import TwinService
+from tests.lazily import lazily
+
+if TYPE_CHECKING:
+    import ollama
+else:
+    ollama = lazily("ollama")
 
 METADATA = {
     "model_type": "qwen3",
@@ -22,14 +28,14 @@ METADATA = {
 
 
 @pytest.fixture(scope="module")
-def client() -> Generator[Client]:
+def client() -> Generator[ollama.Client]:
     service = TwinService()
     service.metadata = dict(METADATA)
-    with serving(service) as url, closing(Client(url)) as client:
+    with serving(service) as url, closing(ollama.Client(url)) as client:
         yield client
 
 
-def test_models_are_listed_and_shown(client: Client) -> None:
+def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     (listed,) = client.list().models
     assert (listed.model, listed.size, listed.digest) == ("org/twin", 900, "ab12")
     assert listed.details is not None
@@ -59,13 +65,13 @@ def test_fields_that_ollama_s_own_client_always_sends_are_accepted_if_empty(api:
         assert (refused.status_code, f"'{field}' is not supported" in refused.text) == (400, True)
 
 
-def test_loaded_models_show_their_memory(client: Client) -> None:
+def test_loaded_models_show_their_memory(client: ollama.Client) -> None:
     (loaded,) = client.ps().models
     assert (loaded.model, loaded.size, loaded.context_length) == ("org/twin", 2 * (10 + 0), 4096)
     assert loaded.size_vram == 0
 
 
-def test_texts_are_embedded(client: Client) -> None:
+def test_texts_are_embedded(client: ollama.Client) -> None:
     answer = client.embed("twin", ["A", "BC"], dimensions=2)
     assert [len(vector) for vector in answer.embeddings] == [2, 2]
     assert answer.prompt_eval_count == 5
@@ -81,7 +87,7 @@ def test_text_over_the_context_is_truncated_or_refused(api: Api) -> None:
     assert "5001 tokens" in refused.json()["error"]
 
 
-def test_a_pull_shows_its_progress_and_fails_in_one_sentence(client: Client) -> None:
+def test_a_pull_shows_its_progress_and_fails_in_one_sentence(client: ollama.Client) -> None:
     assert client.pull("twin").status == "success", "a served model is here already"
     lines = list(client.pull("org/other", stream=True))
     assert [line.status for line in lines] == [
@@ -94,22 +100,22 @@ def test_a_pull_shows_its_progress_and_fails_in_one_sentence(client: Client) -> 
     assert all(re.fullmatch("sha256:[0-9a-f]{64}", line.digest or "") for line in lines[1:4])
     assert client.pull("org/other").status == "success"
     for streams in (True, False):
-        with pytest.raises(ResponseError, match="There is no model 'nobody/knows'"):
+        with pytest.raises(ollama.ResponseError, match="There is no model 'nobody/knows'"):
             list(client.pull("nobody/knows", stream=streams))
 
 
-def test_a_model_that_is_not_loaded_is_deleted(client: Client) -> None:
+def test_a_model_that_is_not_loaded_is_deleted(client: ollama.Client) -> None:
     assert client.delete("org/kept").status == "success"
-    with pytest.raises(ResponseError, match="is served by this server: unload it first"):
+    with pytest.raises(ollama.ResponseError, match="is served by this server: unload it first"):
         client.delete("org/twin")
 
 
-def test_requests_that_change_models_are_refused_with_a_reason(client: Client, api: Api) -> None:
+def test_requests_that_change_models_are_refused_with_a_reason(client: ollama.Client, api: Api) -> None:
     for call in (
         lambda: client.copy("twin", "other"),
         lambda: client.push("twin"),
     ):
-        with pytest.raises(ResponseError, match="make models or send them elsewhere"):
+        with pytest.raises(ollama.ResponseError, match="make models or send them elsewhere"):
             call()
     assert api.request("HEAD", "/api/blobs/sha256:ab12").status_code == 400
     assert set(api.get("/api/version").json()) == {"version", "mlx_ring"}

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from ollama import Client, Options, ResponseError
 from tests.api.clients import Api, serving
 from tests.api.twins import ANSWER_TEXT, MarkingTokenizer, TwinService
+from tests.lazily import lazily
 
 from mlx_ring.api.errors import error_info
 from mlx_ring.api.ollama.dialect import OLLAMA
 from mlx_ring.core.errors import StepFailed
+
+if TYPE_CHECKING:
+    import ollama
+else:
+    ollama = lazily("ollama")
 
 REASONING, CALL = "Let me see.", '{"name": "add", "arguments": {"a": 1}}'
 MESSAGES = [{"role": "user", "content": "Hello."}]
@@ -35,12 +40,12 @@ def reasoning_service() -> TwinService:
 
 
 @pytest.fixture(scope="module")
-def client() -> Generator[Client]:
-    with serving(TwinService()) as url, closing(Client(url)) as client:
+def client() -> Generator[ollama.Client]:
+    with serving(TwinService()) as url, closing(ollama.Client(url)) as client:
         yield client
 
 
-def test_chat_and_its_stream(client: Client) -> None:
+def test_chat_and_its_stream(client: ollama.Client) -> None:
     whole = client.chat("org/twin:latest", MESSAGES)
     assert (whole.message.content, whole.done, whole.done_reason) == (ANSWER_TEXT, True, "stop")
     pieces = list(client.chat("twin", MESSAGES, stream=True))
@@ -62,8 +67,8 @@ def test_chat_streams_json_lines_by_default(api: Api) -> None:
     assert lines[-1]["done_reason"] == "stop"
 
 
-def test_options_reach_the_sampler(client: Client) -> None:
-    options = Options(
+def test_options_reach_the_sampler(client: ollama.Client) -> None:
+    options = ollama.Options(
         num_predict=4, stop=["x"], seed=-1, temperature=0, repeat_last_n=-1, num_thread=4, num_ctx=4096
     )
     answer = client.chat("twin", MESSAGES, options=options)
@@ -74,8 +79,8 @@ def test_options_reach_the_sampler(client: Client) -> None:
     assert (stopped.message.content, stopped.done_reason) == ("Grüße", "stop")
 
 
-def test_logprobs_of_every_token_are_returned_on_request(client: Client) -> None:
-    five = Options(num_predict=5)
+def test_logprobs_of_every_token_are_returned_on_request(client: ollama.Client) -> None:
+    five = ollama.Options(num_predict=5)
     whole = client.chat("twin", MESSAGES, logprobs=True, top_logprobs=2, options=five)
     pieces = list(client.chat("twin", MESSAGES, stream=True, logprobs=True, top_logprobs=2, options=five))
     streamed = [scored for piece in pieces for scored in piece.logprobs or ()]
@@ -87,7 +92,7 @@ def test_logprobs_of_every_token_are_returned_on_request(client: Client) -> None
 
 def test_reasoning_and_whole_tool_calls_are_separate_from_content() -> None:
     service = reasoning_service()
-    with serving(service) as url, closing(Client(url)) as client:
+    with serving(service) as url, closing(ollama.Client(url)) as client:
         whole = client.chat("twin", MESSAGES, tools=[ADD], think=True)
         pieces = list(client.chat("twin", MESSAGES, tools=[ADD], think=True, stream=True))
     assert service.tokenizer.template_kwargs["enable_thinking"] is True
@@ -135,7 +140,7 @@ def test_tool_calls_and_results_reach_the_template(api: Api, name: str) -> None:
     ]
 
 
-def test_prompt_uses_the_chat_template_unless_raw(client: Client) -> None:
+def test_prompt_uses_the_chat_template_unless_raw(client: ollama.Client) -> None:
     assert client.generate("twin", "Hello.", system="Be kind.").response == ANSWER_TEXT
     pieces = list(client.generate("twin", "Hello.", stream=True, raw=True, options={"num_predict": 3}))
     assert "".join(piece.response or "" for piece in pieces) == "hij"
@@ -164,8 +169,8 @@ def test_request_without_input_loads_or_unloads_the_model(api: Api) -> None:
     assert api.service.state == "ready"
 
 
-def test_errors_have_ollamas_format_also_in_mid_stream(client: Client, api: Api) -> None:
-    with pytest.raises(ResponseError) as unknown:
+def test_errors_have_ollamas_format_also_in_mid_stream(client: ollama.Client, api: Api) -> None:
+    with pytest.raises(ollama.ResponseError) as unknown:
         client.chat("nobody", MESSAGES)
     assert unknown.value.status_code == 404
     assert "'nobody'" in unknown.value.error
