@@ -352,6 +352,57 @@ def test_the_present_split_serves_on_if_a_worker_cannot_load_in_the_pause(tmp_pa
         assert expected(server) == texts
 
 
+@pytest.mark.faults
+def test_no_worker_is_left_where_a_stage_is_placed_on_the_way_back_from_a_change(tmp_path: Path) -> None:
+    joined: dict[int, subprocess.Popen[str]] = {}
+    with stopping_at_steps() as hooks, ExitStack() as stack:
+        port, tokens = free_pair_of_ports(), list[str]()
+
+        def join(number: int) -> None:
+            flags = ("--spare-worker", "off")
+            machine = joining_head(port, tokens[0], tmp_path / f"node-{number}", *flags)
+            joined[number] = stack.enter_context(machine)
+
+        def read(line: str) -> None:
+            _, found, token = line.partition("--token ")
+            if found and not tokens:
+                tokens.append(token.split()[0])
+                join(1)
+                join(2)
+
+        stack.callback(end_head_members, tmp_path)
+        server = stack.enter_context(running_head("demo", 3, tmp_path, port, *NO_SECOND, on_line=read))
+        texts = expected(server)
+        lost = psutil.Process(joined[2].pid)
+        for process in (lost, *lost.children(recursive=True)):
+            process.kill()
+        eventually(lambda: nodes_in_use(server), lambda used: len(used) == 2)
+        server.wait_for_health(200)
+        makeshift = stages_of(server)
+        homes = [stage["node"] for stage in makeshift]
+        for stage in makeshift:
+            if homes.count(stage["node"]) == 2:
+                (hooks / f"drop-{stage['pid']}").touch()
+        join(3)
+        join(4)
+        eventually(
+            lambda: replan(server, dry_run=True)["proposal"],
+            lambda proposal: proposal is not None and len(proposal["planned"]["stages"]) == 4,
+            pause_s=1.0,
+        )
+        with asking(server, texts):
+            answer = server.http.post("/cluster/replan", json={"pause": True}, timeout=120)
+        assert answer.status_code >= 400
+        assert "No memory is left" in answer.text
+        after = stages_of(server)
+        assert [each["layers"] for each in after] == [each["layers"] for each in makeshift]
+        # Lost stages are placed again where workers of the next plan were.
+        assert len(nodes_in_use(server)) == 3
+        agents = [psutil.Process(joined[number].pid) for number in (1, 3, 4)]
+        workers = {worker.pid for agent in agents for worker in agent.children(recursive=True)}
+        assert workers <= {each["pid"] for each in after}
+
+
 def streamed(client: httpx.Client, number: int) -> str:
     """Return the text of a stream, with what ends it too early."""
     body, parts = body_of(number, TOKENS, stream=True), list[str]()

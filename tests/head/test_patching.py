@@ -225,6 +225,16 @@ def test_ranks_that_do_not_answer_are_replaced_too(model: Path) -> None:
     assert [agent.stopped for agent in agents] == [0, 1, 2], "nodes without a rank that stays end theirs"
 
 
+def test_a_machine_without_a_rank_that_stays_ends_what_it_has_before_it_gets_a_lost_one(model: Path) -> None:
+    """Start it where a worker of the next plan is left, as on the way back from a change."""
+    order = order_of(model)
+    agents = {node: _Agent() for node in "abc"}
+    remains = remains_of(order, [agents[node] for node in "abb"], [1], "abb")
+    placement, prepared = patched(order, remains, room_on(agents))
+    assert (nodes_of(placement), set(prepared)) == ("acb", {place(0), place(2)})
+    assert {node: agent.stopped for node, agent in agents.items()} == {"a": 0, "b": 0, "c": 1}
+
+
 class _Leaving(_Agent):
     """Agent of a node that leaves when its workers, or another's, are to be prepared; it does not answer."""
 

@@ -429,13 +429,12 @@ async def _prepare_left(
     staying = remains.places - lost
     if not staying:
         raise NotReady(f"No worker of {remains.instance} is left.")
-    in_use = {sites[place].node for place in staying}
-    cleared = [
-        site
-        for site in remains.placement.nodes
-        if site.node not in in_use | remains.silent_nodes and not remains.leaves_others
-    ]
-    earlier = make_hello(instance=remains.instance, epoch=remains.epoch, fencing_id=hello.fencing_id)
+    spared = {sites[place].node for place in staying} | remains.silent_nodes
+    # After a change was given up, workers of the next plan may run where lost ranks are started.
+    nodes = {site.node: site for site in (*placement.nodes, *remains.placement.nodes)}
+    cleared = [site for node, site in nodes.items() if node not in spared and not remains.leaves_others]
+    before = assignments[0].epoch - 1
+    earlier = make_hello(instance=remains.instance, epoch=before, fencing_id=hello.fencing_id)
     wait_until_left = None if presence is None else presence.wait_until_left
     stops = ((site.node, site.link.stop(remains.instance, _CLEAR_WAIT_S, earlier)) for site in cleared)
     clearing = asyncio.gather(*(unless_left(node, stop, wait_until_left) for node, stop in stops))
