@@ -33,7 +33,7 @@ from mlx_ring.head.status import ClusterView
 from mlx_ring.host.interfaces import TrustedInterface
 from mlx_ring.models.model_source import find_model
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, StepRatios
+from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
     Comparison,
@@ -432,6 +432,61 @@ def test_a_machine_that_is_back_gets_layers_without_a_gain_if_the_strategy_uses_
         assert "its strategy uses all machines" in caplog.text
         await head.look_for(300)
         assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_is_back_before_a_look_gets_layers_although_no_step_is_computed() -> None:
+    async def run() -> None:
+        head = Head("auto")
+        head.request = PlanRequest(Demand(4096, 1), strategy="uniform")
+        head.hosted.service.engine.step_times = lambda: StepTimes(())
+        (first, (second, _)) = stages_of(place(model_of(28), head.now, head.request))
+        head.loaded = first, (second, first[1])
+        await head.look_for(10)
+        assert not head.moves
+        await head.look_for(10)
+        assert head.moves == ["beside"]
+
+    asyncio.run(run())
+
+
+class TwoReplicas(Head):
+    """Proposals for two replicas, each on two machines of its own. One may lose one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = PlanRequest(Demand(4096, 1), strategy="uniform")
+        names = ("demo-1", "demo-2")
+        services = [
+            SimpleNamespace(info=SimpleNamespace(name=name), recoveries=SimpleNamespace(load_s=5.0))
+            for name in names
+        ]
+        self.hosted.replicas = [SimpleNamespace(service=service) for service in services]
+        nodes = machines(1, 1, 1, 1).nodes
+        self.used: list[tuple[NodeProfile, ...]] = [nodes[:2], nodes[2:]]
+        self.free: tuple[NodeProfile, ...] = ()
+
+    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
+        del hosted, machines
+        found = list[Compared]()
+        for replica, used in zip(self.hosted.replicas, self.used, strict=True):
+            loaded = stages_of(place(model_of(28), replace(self.now, nodes=used), self.request))
+            now = replace(self.now, nodes=(*used, *self.free))
+            found.append(Compared(replica, Present(self.request, loaded, now, now, "")))
+        return found
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_is_back_goes_to_the_replica_with_fewer_machines(lost: int) -> None:
+    async def run() -> None:
+        head = TwoReplicas()
+        assert await head.propose(cast("Any", head.hosted)) is None
+        stays, back = head.used[lost]
+        head.used[lost], head.free = (stays,), (back,)
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert (proposal.instance, proposal.unused) == (f"demo-{1 + lost}", [back.name])
 
     asyncio.run(run())
 

@@ -176,7 +176,7 @@ class Replanning:
             gain,
             (load_s or _USUAL_LOAD_S) + fetch_s,
             is_measured=is_measured,
-            has_changed=granted != watched.granted,
+            has_changed=granted != watched.granted or bool(better and better.found.unused),
         )
         if gain < LEAST_GAIN:
             # A machine that joined without a gain says nothing about later changes of speed.
@@ -256,7 +256,7 @@ class Replanning:
         return None if better is None or better.found.worth < _NOTICED_GAIN else better
 
     async def _compare(self, hosted: HostedModel, compared: Sequence[Compared]) -> Better | None:
-        """Compare in a thread, where the sizes of the layers are read, too. Return the replica with the largest gain."""
+        """Compare in a thread, where the sizes of the layers are read, too. Return the replica that gains most."""
         served, watched = hosted.served, self._of(hosted)
         before, had = watched.granted, with_loaded(watched.had, [now.loaded for _, now in compared])
         watched.had = had
@@ -290,7 +290,7 @@ class Replanning:
                     found += [] if better is None else [Better(replica, better)]
             if errors and not found:
                 raise errors[0]
-            return max(found, key=lambda better: better.found.worth, default=None)
+            return max(found, key=lambda better: better.found.merit, default=None)
 
         async with self._comparing:
             return await asyncio.to_thread(work)

@@ -113,6 +113,15 @@ class Comparison:
         return math.inf if self.unused else self.gain
 
     @property
+    def merit(self) -> tuple[float, ...]:
+        """Values that are larger for a better one. A machine that is back goes to the replica with the fewest machines."""
+        return (
+            self.worth,
+            -len({node for _, ranks in stages_of(self.planned) for node, _ in ranks}),
+            self.gain,
+        )
+
+    @property
     def gain(self) -> float:
         """Relative gain in speed: with 0.25, as much takes 1.25 times as long now. Infinite if the memory does not suffice."""
         return _gain(self.loaded, self.planned)
