@@ -231,7 +231,8 @@ class WeightStore:
         free = shutil.disk_usage(self.root).free
         return (
             f"{needed_bytes / 1e9:.2f} GB of weights do not fit {self.root}: it has {limit}, {used / 1e9:.2f} GB are "
-            f"kept and in use, and the disk has {free / 1e9:.2f} GB free, of which {_DISK_RESERVE_BYTES / 1e9:.2f} GB stay so. Free some space{remedy}."
+            f"kept and in use, and the disk has {free / 1e9:.2f} GB free, while {_DISK_RESERVE_BYTES / 1e9:.2f} GB must "
+            f"stay free. Free some space{remedy}."
             f"{'' if may_remove(self.root) else _CANNOT_EVICT}"
         )
 
