@@ -6,10 +6,13 @@ import contextlib
 import ctypes
 import os
 import pty
+import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -285,3 +288,106 @@ def test_a_stopped_terminal_stops_nothing() -> None:
             data += os.read(reading, 1 << 16)
     assert data.decode().strip() == LINE * LINES
     os.close(reading)
+
+
+@contextlib.contextmanager
+def printing_to(writing: int) -> Generator[None]:
+    """Print to one file as both standard streams do, without a wait for its reader."""
+    with (
+        os.fdopen(writing, "w") as stdout,
+        os.fdopen(os.dup(writing), "w") as stderr,
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        unblocked_output(),
+    ):
+        yield
+
+
+def test_lines_of_both_streams_keep_their_order_on_a_terminal() -> None:
+    reading, writing = pty.openpty()
+    expected = [str(number) for number in range(100)]
+    with printing_to(writing):
+        for number in range(0, 100, 2):
+            say(str(number))
+            sys.stderr.write(f"{number + 1}\n")
+        assert read_lines(reading, 100) == expected
+    os.close(reading)
+
+
+def test_lines_of_both_streams_keep_their_order_and_stay_whole_in_a_pipe_that_was_full() -> None:
+    reading, writing = os.pipe()
+    expected = [f"{number} {LINE}" for number in range(LINES)]
+    with printing_to(writing):
+        for number in range(0, LINES, 2):
+            say(expected[number])
+            sys.stderr.write(f"{expected[number + 1]}\n")
+        assert read_lines(reading, LINES) == expected
+    os.close(reading)
+
+
+def test_a_reader_that_leaves_is_an_error_of_both_streams() -> None:
+    reading, writing = os.pipe()
+    with printing_to(writing):
+        os.close(reading)
+        for stream in (sys.stdout, sys.stderr):
+            with pytest.raises(BrokenPipeError):
+                stream.write("lost\n")
+
+
+def test_a_text_that_is_longer_than_the_limit_is_kept_when_nothing_else_waits() -> None:
+    reading, writing = pty.openpty()
+    text = f"{LINE}\n" * 20_000
+    with printing_to(writing):
+        sys.stdout.write(text)
+        assert read_lines(reading, 20_000) == text.splitlines()
+    os.close(reading)
+
+
+def test_a_pipe_that_another_program_has_just_filled_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill a pipe that lets no writer wait, although `select` finds room in it."""
+    with printing_unblocked() as reading, os.fdopen(os.dup(reading), "rb") as filled:
+        os.set_blocking(sys.stdout.fileno(), False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(sys.stdout.fileno(), b"x" * 4096)
+        tried = threading.Event()
+        write = os.write
+
+        def find_room(_: list[int], writing: list[int], *_others: object) -> tuple[list[int], ...]:
+            return [], writing, []
+
+        def try_to_write(descriptor: int, data: bytes) -> int:
+            try:
+                return write(descriptor, data)
+            except BlockingIOError:
+                if threading.current_thread() is not threading.main_thread():
+                    tried.set()
+                raise
+
+        monkeypatch.setattr(os, "write", try_to_write)
+        with monkeypatch.context() as patched:
+            patched.setattr(select, "select", find_room)
+            say("kept")
+            assert tried.wait(10.0)
+        text = filled.read1(1 << 20)
+        while not text.endswith(b"\n"):
+            text += filled.read1(1 << 20)
+    assert text.strip(b"x") == b"kept\n"
+    os.close(reading)
+
+
+def test_a_process_that_ends_at_once_shows_its_last_line_in_a_terminal() -> None:
+    code = """if True:
+        from mlx_ring.host.process import exit_now, unblocked_output
+
+        with unblocked_output():
+            print("the last")
+            exit_now(3)
+    """
+    reading, writing = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=writing, timeout=60.0, check=False
+    )
+    assert (done.returncode, read_lines(reading, 1)) == (3, ["the last"])
+    os.close(reading)
+    os.close(writing)

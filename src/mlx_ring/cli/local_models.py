@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from mlx_ring.cli.head_client import API_KEY, CACERT, ServedNames, ask_head, hea
 from mlx_ring.cli.profile import BUSY
 from mlx_ring.core.errors import ConfigError, ExceedsMemory, RequestError
 from mlx_ring.core.folders import state_folder
-from mlx_ring.host.process import usable_memory
+from mlx_ring.host.process import exit_now, usable_memory
 from mlx_ring.models.config_limits import gigabytes
 from mlx_ring.models.model_source import (
     LocalModel,
@@ -99,7 +98,7 @@ def fetch_here(model: str, *, must_fit: bool = False, memory_bytes: int | None =
     except KeyboardInterrupt:
         print(f"\nStopped. `mlx-ring pull {model}` continues the download.", flush=True)
         # Threads of the fetch would hold the process until their files are complete.
-        os._exit(INTERRUPTED)
+        exit_now(INTERRUPTED)
 
 
 def memory_here(api_key: str | None = None, cacert: Path | None = None) -> int | None:

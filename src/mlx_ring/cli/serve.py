@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ from mlx_ring.core.logs import configure_logging
 from mlx_ring.core.traces import check_exporter
 from mlx_ring.host.addresses import listening_url
 from mlx_ring.host.machine import listen, node_name
-from mlx_ring.host.process import unblocked_output
+from mlx_ring.host.process import exit_now, unblocked_output
 from mlx_ring.host.running import kept_fresh, recorded
 from mlx_ring.models.model_source import must_be_fetched
 from mlx_ring.settings.config import Settings
@@ -103,8 +102,7 @@ def _leave_threads() -> None:
     """Exit without waiting for threads that still encode text for clients that are already refused."""
     if any(not each.daemon for each in threading.enumerate() if each is not threading.main_thread()):
         logging.shutdown()
-        sys.stdout.flush()
-        os._exit(0)
+        exit_now(0)
 
 
 def _leading(launch: Launch | None) -> contextlib.AbstractContextManager[None]:

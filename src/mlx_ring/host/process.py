@@ -25,11 +25,12 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import psutil
 
@@ -289,28 +290,84 @@ def may_raise_priority() -> bool:
 _MOST_KEPT_BYTES = 1 << 20
 _END_WAIT_S = 1.0
 """Longest wait at the end for a slow reader."""
+_FULL_PAUSE_S = 0.05
+"""Time until the next try to write where another program wrote first."""
+
+
+class _Waiting:
+    """Bytes that wait for the reader of one file, in the order in which they came, and the thread that writes them.
+
+    There may be 1 MiB of them. Then the oldest are dropped, and a line says so.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Held for all that is written, unless the thread writes it."""
+        self._kept: deque[tuple[UnblockedOutput, bytes]] = deque()
+        self._kept_bytes = self._dropped_lines = 0
+        self._is_writing = False
+        """True while the thread writes bytes that are no longer among the kept ones."""
+        self._thread: threading.Thread | None = None
+
+    def is_over(self) -> bool:
+        """Report whether all bytes are written."""
+        return not self._kept and not self._is_writing
+
+    def keep(self, output: UnblockedOutput, data: bytes) -> None:
+        """Let the thread write bytes to an output."""
+        self._kept.append((output, data))
+        self._kept_bytes += len(data)
+        while self._kept_bytes > _MOST_KEPT_BYTES and len(self._kept) > 1:
+            _, dropped = self._kept.popleft()
+            self._kept_bytes -= len(dropped)
+            self._dropped_lines += dropped.count(b"\n")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_kept, name="unread output", daemon=True)
+            self._thread.start()
+        self.changed.notify_all()
+
+    def _write_kept(self) -> None:
+        while True:
+            with self.changed:
+                self._is_writing = False
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self._kept)
+                output, data = self._kept.popleft()
+                self._kept_bytes -= len(data)
+                self._is_writing = True
+            try:
+                output.write_patiently(data)
+                self._report_dropped(output)
+            except OSError as error:
+                with self.changed:
+                    output.error = error
+                    self._kept = deque(each for each in self._kept if each[0] is not output)
+                    self._kept_bytes = sum(len(each) for _, each in self._kept)
+                    self._dropped_lines = 0
+
+    def _report_dropped(self, output: UnblockedOutput) -> None:
+        with self.changed:
+            dropped, self._dropped_lines = self._dropped_lines, 0
+        if dropped:
+            output.write_patiently(f"({dropped} lines are missing here: nobody read them)\n".encode())
 
 
 class UnblockedOutput(io.RawIOBase):
     """Output to a descriptor that never waits for a reader, as writes to a full pipe or a stopped terminal do.
 
-    Bytes that cannot be written at once are kept, 1 MiB of them at most, and written by a thread. Then the oldest are
-    dropped, and a line says so. An error of the thread is raised by the next write.
+    Bytes that cannot be written at once are kept, and written by a thread, whose error the next write raises.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        """Write to the descriptor of `stream`, which stays open."""
+    def __init__(self, stream: TextIO, others: Iterable[UnblockedOutput] = ()) -> None:
+        """Write to the descriptor of `stream`, which stays open; in one order with those of `others` to the same file."""
         self._stream = stream
         self._descriptor = stream.fileno()
         # `select` may find room for a byte in a terminal, where a write then waits for more.
         self._never_at_once = os.isatty(self._descriptor)
-        self._kept: deque[bytes] = deque()
-        self._kept_bytes = self._dropped_lines = 0
-        self._is_writing = False
-        """True while the thread writes bytes that are no longer among the kept ones."""
-        self._error: OSError | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self.error: OSError | None = None
+        """Error that the next write raises."""
+        same = (each for each in others if os.path.sameopenfile(each.fileno(), self._descriptor))
+        self._waiting = next((each._waiting for each in same), None) or _Waiting()  # noqa: SLF001 - of its own class
 
     def writable(self) -> bool:
         return True
@@ -324,68 +381,40 @@ class UnblockedOutput(io.RawIOBase):
     def write(self, data: ReadableBuffer, /) -> int:
         """Write or keep all of the bytes, and return their number. Raises `OSError` if they cannot be written any more."""
         given = bytes(data)
-        with self._changed:
-            if self._error is not None:
-                error, self._error = self._error, None
+        with self._waiting.changed:
+            if self.error is not None:
+                error, self.error = self.error, None
                 raise error
-            is_next = not self._kept and not self._is_writing and not self._never_at_once
+            is_next = self._waiting.is_over() and not self._never_at_once
             rest = self._write_at_once(given) if is_next else given
             if rest:
-                self._keep(rest)
+                self._waiting.keep(self, rest)
         return len(given)
 
     def _write_at_once(self, data: bytes) -> bytes:
         """Write what needs no wait, and return the rest."""
-        while data and select.select([], [self._descriptor], [], 0.0)[1]:
-            # A pipe with any room has room for so many bytes.
-            data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+        with contextlib.suppress(BlockingIOError):
+            while data and select.select([], [self._descriptor], [], 0.0)[1]:
+                data = self._write_some(data)
         return data
 
-    def _keep(self, data: bytes) -> None:
-        self._kept.append(data)
-        self._kept_bytes += len(data)
-        while self._kept_bytes > _MOST_KEPT_BYTES:
-            dropped = self._kept.popleft()
-            self._kept_bytes -= len(dropped)
-            self._dropped_lines += dropped.count(b"\n")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_kept, name="unread output", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
-
-    def _write_kept(self) -> None:
-        while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._kept)
-                data = self._kept.popleft()
-                self._kept_bytes -= len(data)
-                self._is_writing = True
-            try:
-                self._write_patiently(data)
-                self._report_dropped()
-            except OSError as error:
-                with self._changed:
-                    self._error = error
-                    self._kept.clear()
-                    self._kept_bytes = self._dropped_lines = 0
-
-    def _write_patiently(self, data: bytes) -> None:
+    def write_patiently(self, data: bytes) -> None:
+        """Write bytes, however long it takes until they are read."""
         while data:
             select.select([], [self._descriptor], [])  # a pipe may be one that lets nobody wait
-            data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+            try:
+                data = self._write_some(data)
+            except BlockingIOError:  # another program has filled it just now
+                time.sleep(_FULL_PAUSE_S)
 
-    def _report_dropped(self) -> None:
-        with self._changed:
-            dropped, self._dropped_lines = self._dropped_lines, 0
-        if dropped:
-            self._write_patiently(f"({dropped} lines are missing here: nobody read them)\n".encode())
+    def _write_some(self, data: bytes) -> bytes:
+        """Write as many bytes as a pipe with any room has room for, and return the others."""
+        return data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
 
     def finish(self) -> bool:
         """Wait a second at most until all bytes are written; return true if they are."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._kept and not self._is_writing, _END_WAIT_S)
+        with self._waiting.changed:
+            return self._waiting.changed.wait_for(self._waiting.is_over, _END_WAIT_S)
 
 
 @contextlib.contextmanager
@@ -396,7 +425,7 @@ def unblocked_output() -> Generator[None]:
     for name, stream in given.items():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a test's, or closed
             stream.flush()
-            outputs[name] = UnblockedOutput(stream)
+            outputs[name] = UnblockedOutput(stream, outputs.values())
             text = io.TextIOWrapper(outputs[name], stream.encoding, stream.errors, line_buffering=True)  # pyright: ignore[reportArgumentType] - it takes every write whole, as a buffered one does
             setattr(sys, name, text)
     try:
@@ -406,3 +435,13 @@ def unblocked_output() -> Generator[None]:
             # Later text would wait behind these bytes.
             if output.finish():
                 setattr(sys, name, given[name])
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without a wait for its threads, but with what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+            if isinstance(output := getattr(stream, "buffer", None), UnblockedOutput):
+                output.finish()
+    os._exit(code)
