@@ -30,12 +30,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import psutil
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 ROOT = Path("/")
 _GROUPS = Path("sys/fs/cgroup")
@@ -378,7 +375,7 @@ class UnblockedOutput(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Write or keep all of the bytes, and return their number. Raises `OSError` if they cannot be written any more."""
         given = bytes(data)
         with self._waiting.changed:
