@@ -85,6 +85,7 @@ REFUSED = [
     (["doctor", "a b"], "'a b' is no address of a head"),
     (["models", "preshard", "demo", "--out", "shards"], "Give exactly one of --stages, --layers and --plan"),
     (["node", "remove", "mini"], "There is no node 'mini': no machine has joined this cluster."),
+    (["node", "readmit", "mini"], "There is no node 'mini': no machine has joined this cluster."),
     (["token", "create", "--uses", "0"], "--uses is 0;"),
 ]
 """Arguments of commands that refuse their input after they have read their settings."""

@@ -257,8 +257,14 @@ def readmit_node(
 ) -> None:
     """End the quarantine of a node that failed repeatedly, and of its links. The next plan may use them."""
     from mlx_ring.cluster.quarantine import QuarantineList  # slow to import
+    from mlx_ring.cluster.security.records import Members
 
-    QuarantineList(cluster_folder(state_dir)).readmit(node)
+    folder = cluster_folder(state_dir)
+    try:
+        QuarantineList(folder).readmit(node)
+    except ConfigError:
+        Members(folder).require(node)
+        raise
     print(f"{node} and its links are readmitted: the next plan may use them.")
 
 

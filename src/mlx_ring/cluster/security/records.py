@@ -283,17 +283,14 @@ class Members:
         with self._file.change() as content:
             member = content.members.pop(node, None)
             if member is None:
-                known = ", ".join(sorted(content.members))
-                raise ConfigError(
-                    f"There is no node {node!r}: "
-                    + (
-                        f"the cluster's nodes are {known}."
-                        if known
-                        else "no machine has joined this cluster."
-                    )
-                )
+                raise _unknown(node, content.members)
             content.revoked = _valid([*content.revoked, *member.certificates], self._clock())
         return member
+
+    def require(self, node: str) -> None:
+        """Check that a node is known. Raises `ConfigError` if it is not."""
+        if node not in (known := self.list()):
+            raise _unknown(node, known)
 
     def revoked_serials(self) -> frozenset[str]:
         """Return the serial numbers that nodes must refuse too, for their `Revoked`, as they could last be read."""
@@ -315,6 +312,12 @@ def _check_key(member: KnownNode, peer: Peer, certificate: x509.Certificate) -> 
             f"There is a node {peer.node} with another key: if it is the same machine after a new set-up, run "
             f"`mlx-ring node remove {peer.node}` on the head first."
         )
+
+
+def _unknown(node: str, members: Iterable[str]) -> ConfigError:
+    known = ", ".join(sorted(members))
+    those = f"the cluster's nodes are {known}." if known else "no machine has joined this cluster."
+    return ConfigError(f"There is no node {node!r}: {those}")
 
 
 def _no_member(peer: Peer) -> str:
