@@ -203,6 +203,9 @@ def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
             for rate in node.rates
         ),
         costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
+        activation_s=node.activation_s * slower,
+        vector_s=node.vector_s * slower,
+        scan_s=node.scan_s * slower,
     )
 
 
