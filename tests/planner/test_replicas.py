@@ -67,6 +67,17 @@ def test_one_more_sequence_does_not_lower_the_throughput_of_replicas(names: tupl
     assert all(more >= fewer for fewer, more in pairwise(speeds))
 
 
+@pytest.mark.parametrize("sequences", [11, 15])
+def test_of_many_machines_each_gets_a_replica_although_few_get_one_more_sequence(sequences: int) -> None:
+    cluster = cluster_of(*(known_profile("m4-max-128", f"n{place}") for place in range(10)))
+    model, request = known_sizes("llama-8b", cluster), replace(THROUGHPUT, demand=Demand(1024, sequences))
+    chosen, each = (
+        total_tokens_per_s(place_replicas(model, cluster, request, count), sequences) for count in (None, 10)
+    )
+    ten = replace(request, demand=Demand(1024, 10))
+    assert chosen >= each > total_tokens_per_s(place_replicas(model, cluster, ten, None), 10)
+
+
 def test_machines_like_others_are_named_in_their_own_replica() -> None:
     cluster = cluster_of(*(node_of(f"n{place}", 2) for place in range(12)), link=LinkProfile(1e-4, 1e9))
     plans = place_replicas(model_of(28), cluster, replace(THROUGHPUT, demand=Demand(1024, 6)), None)

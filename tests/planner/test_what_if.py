@@ -18,7 +18,7 @@ from mlx_ring.planner.catalogue import (
 from mlx_ring.planner.cluster_file import cluster_of
 from mlx_ring.planner.known_models import find_known_model, popular_models
 from mlx_ring.planner.model_sizes import sizes_of
-from mlx_ring.planner.place import LoadedStages, place, plan_loaded
+from mlx_ring.planner.place import LoadedStages, place, plan_instances, plan_loaded
 from mlx_ring.planner.plan import Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, measured_node
 from mlx_ring.planner.replicas import place_replicas, total_tokens_per_s
@@ -185,6 +185,18 @@ def test_instances_on_one_machine_share_its_speed_while_they_compute_together() 
     lone = replace(request, demand=Demand(8192, 1), users=1)
     (one,), two = (plan_loaded(model, machines, lone, [stages] * count) for count in (1, 2))
     assert two[0].prediction.token_s == pytest.approx(one.prediction.token_s)
+
+
+@pytest.mark.parametrize("name", ["m4-max-128", "linux-desktop-64"])
+def test_two_instances_on_a_known_machine_are_no_faster_than_one(name: str) -> None:
+    """Expect that products one row after the other, and operations beside products, are shared as well."""
+    machines = known_cluster(name)
+    model = known_sizes("qwen3-30b-a3b", machines)
+    request = PlanRequest(Demand(2048, 32), users=32)
+    (one,), two = (plan_instances(model, machines, request, count) for count in (1, 2))
+    assert total_tokens_per_s(two, 32) <= total_tokens_per_s([one], 32)
+    assert two[0].prediction.first_token_s == pytest.approx(one.prediction.first_token_s, rel=0.01)
+    assert two[0].prediction.token_s >= one.prediction.token_s
 
 
 def test_ranges_of_measured_machines_have_their_own_accuracy() -> None:

@@ -13,14 +13,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, permutations, product
 
-import numpy as np
-
 from mlx_ring.core.errors import PlanError
 from mlx_ring.planner.pipeline import PipelineBounds
 from mlx_ring.planner.place import place_if_it_fits
 from mlx_ring.planner.plan import LeftOut, Plan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile
-from mlx_ring.planner.rank_costs import Kinds, kinds_of
+from mlx_ring.planner.rank_costs import alike_machines
 from mlx_ring.planner.request import PlanRequest
 from mlx_ring.planner.search import MOST_NODES, any_partition
 from mlx_ring.planner.stage_costs import StageTables
@@ -46,8 +44,8 @@ Division = list[tuple[int, ...]]
 """Places of each replica's machines."""
 Move = tuple[Division, Division]
 """Replicas that a move ends, and those that it makes."""
-Speeds = Callable[[Division, int, float], list[float]]
-"""Function that returns the throughput of each replica for a share of the sequences; none if all have too little together."""
+Speeds = Callable[[Division, float, float], list[float]]
+"""Function that returns the throughput of each replica with a mean number of sequences; none if all have too little together."""
 
 
 class ManyMachines:
@@ -57,7 +55,7 @@ class ManyMachines:
         self._model = model
         self._cluster = cluster
         self._request = request
-        self._kinds = _kinds(cluster)
+        self._kinds = alike_machines(cluster)
         self._kind_of = {place: number for number, kind in enumerate(self._kinds) for place in kind}
         self._first_ones = [cluster.nodes[kind[0]] for kind in self._kinds]
         """A machine of each kind."""
@@ -161,16 +159,16 @@ class ManyMachines:
         for count, moves in by_count.items():
             if not 0 < count <= self._request.demand.sequences:
                 continue
-            share = self._request.share(count)
-            bounds.compute(map(self._key, chain(division, *(made for _, made in moves))), share)
-            speeds = {members: self._bound(self._key(members), share) for members in division}
+            mean = self._request.demand.sequences / count
+            _compute(bounds, [*map(self._key, chain(division, *(made for _, made in moves)))], mean)
+            speeds = {members: self._bound(self._key(members), mean) for members in division}
             idle, whole = sum(not speed for speed in speeds.values()), sum(speeds.values())
             for ended, made in moves:
-                new = [self._bound(self._key(members), share) for members in made]
+                new = [self._bound(self._key(members), mean) for members in made]
                 if idle > sum(not speeds[members] for members in ended) or not all(new):
                     continue
                 speed = whole - sum(speeds[members] for members in ended) + sum(new)
-                best = max(best, (self._of_all(speed, share, count), (ended, made)), key=lambda one: one[0])
+                best = max(best, (speed, (ended, made)), key=lambda one: one[0])
         return best
 
     def _moves(self, division: Division) -> Iterator[Move]:
@@ -214,43 +212,42 @@ class ManyMachines:
         """Return the tokens per second of all replicas together; 0 if one does not hold its share, or if it is `least` at most."""
         if not 0 < len(division) <= self._request.demand.sequences:
             return 0.0
-        share = self._request.share(len(division))
-        found = speeds(division, share, least)
-        return self._of_all(sum(found), share, len(found)) if found and all(found) else 0.0
+        found = speeds(division, self._request.demand.sequences / len(division), least)
+        return sum(found) if all(found) else 0.0
 
-    def _speeds(self, division: Division, share: int, least: float) -> list[float]:
+    def _speeds(self, division: Division, mean: float, least: float) -> list[float]:
         """Return the throughput of each replica; none once all together surely have `least` at most."""
         keys = [self._key(members) for members in division]
         members_of, numbers = dict(zip(keys, division, strict=True)), Counter(keys)
-        bounds = dict(zip(keys, self._highest(division, share, least), strict=True))
+        bounds = dict(zip(keys, self._highest(division, mean, least), strict=True))
         most = sum(bounds[key] * number for key, number in numbers.items())
         speeds: dict[tuple[int, ...], float] = {}
         for key, number in numbers.items():
             if most <= least:
                 return []
-            speeds[key] = self._speed(members_of[key], share)
+            speeds[key] = self._speed(members_of[key], mean)
             if math.isfinite(most):
                 most -= number * max(0.0, bounds[key] - speeds[key])
         return [speeds[key] for key in keys]
 
-    def _highest(self, division: Division, share: int, _least: float) -> list[float]:
+    def _highest(self, division: Division, mean: float, _least: float) -> list[float]:
         """Return the bound of each replica's throughput."""
         keys = [self._key(members) for members in division]
         if self._bounds is not None:
-            self._bounds.compute(keys, share)
-        return [self._bound(key, share) for key in keys]
+            _compute(self._bounds, keys, mean)
+        return [self._bound(key, mean) for key in keys]
 
-    def _bound(self, key: tuple[int, ...], share: int) -> float:
+    def _bound(self, key: tuple[int, ...], mean: float) -> float:
         """Return a throughput that machines of these kinds cannot exceed: that of their plan if they have one."""
         if len(key) == 1:
-            return self._speed_alone(key[0], share) * _ROUNDING
+            return self._speed_alone(key[0], mean) * _ROUNDING
+        share = math.ceil(mean)
         if (key, share) in self._plans:
-            return _speed_of(self._plans[key, share]) * _ROUNDING
-        return math.inf if self._bounds is None else self._bounds.tokens_per_s(key, share) * _ROUNDING
-
-    def _of_all(self, speed: float, share: int, replicas: int) -> float:
-        """Return the tokens per second of the request's sequences, which may be fewer than all shares."""
-        return speed * self._request.demand.sequences / max(1, share * replicas)
+            return _speed_of(self._plans[key, share], mean) * _ROUNDING
+        if self._bounds is None:
+            return math.inf
+        fewer = self._bounds.tokens_per_s(key, share - 1) if mean < share else 0.0
+        return _between(self._bounds.tokens_per_s(key, share), fewer, mean) * _ROUNDING
 
     def _key(self, members: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(self._kind_of[place] for place in members))
@@ -265,15 +262,15 @@ class ManyMachines:
         found = self._division(sizes, self._request.share(max(1, len(self._cluster.nodes) // max(sizes))))
         share = self._request.share(max(1, min(len(found), sequences)))
         # Shares of the replicas that hold one are whole sequences, so together they do not exceed the sum of all.
-        speeds = speeds_of(found, share, least)
+        speeds = speeds_of(found, sequences / max(1, min(len(found), sequences)), least)
         fastest = sorted(
             ((speed, members) for speed, members in zip(speeds, found, strict=bool(speeds)) if speed),
             key=lambda one: -one[0],
         )[:sequences]
         if self._request.share(max(1, len(fastest))) > share:
             return 0.0, [], sizes
-        together = self._of_all(sum(speed for speed, _ in fastest), share, len(fastest))
-        return together, [members for _, members in fastest], sizes
+        division = [members for _, members in fastest]
+        return self._throughput(division, speeds_of, least), division, sizes
 
     def _division(self, sizes: Sequence[int], share: int) -> Division:
         """Return replicas of alike machines, and mixed ones of the rest; machines too small for any are left out."""
@@ -323,14 +320,17 @@ class ManyMachines:
             self._pipelines[key] = possible is not None
         return self._pipelines[key]
 
-    def _speed(self, members: tuple[int, ...], share: int) -> float:
+    def _speed(self, members: tuple[int, ...], mean: float) -> float:
         """Return the throughput of these machines as a replica, in tokens per second; 0 if it does not fit."""
         if len(members) == 1:
-            return self._speed_alone(self._kind_of[members[0]], share)
-        return _speed_of(self._plan(members, share))
+            return self._speed_alone(self._kind_of[members[0]], mean)
+        return _speed_of(self._plan(members, math.ceil(mean)), mean)
 
-    def _speed_alone(self, kind: int, share: int) -> float:
+    def _speed_alone(self, kind: int, mean: float) -> float:
         """Return the throughput of a machine as a replica, as its plan has it; 0 if it does not fit."""
+        share = math.ceil(mean)
+        if mean < share:
+            return _between(self._speed_alone(kind, share), self._speed_alone(kind, share - 1), mean)
         if (kind, share) not in self._alone:
             demand = replace(self._request.demand, sequences=share)
             times = StageTables(self._model, demand).seconds(
@@ -414,8 +414,20 @@ def _after(division: Division, move: Move) -> Division:
     return [*(members for members in division if members not in ended), *made]
 
 
-def _speed_of(plan: Plan | None) -> float:
-    return 0.0 if plan is None else plan.prediction.tokens_per_s
+def _speed_of(plan: Plan | None, mean: float) -> float:
+    if plan is None:
+        return 0.0
+    return _between(plan.prediction.tokens_per_s, plan.prediction.fewer_tokens_per_s, mean)
+
+
+def _between(speed: float, fewer: float, mean: float) -> float:
+    """Return the mean throughput of alike replicas, some of which have one sequence less; 0 if they do not hold the most."""
+    return speed - (math.ceil(mean) - mean) * (speed - fewer) if speed else 0.0
+
+
+def _compute(bounds: PipelineBounds, keys: Sequence[tuple[int, ...]], mean: float) -> None:
+    for share in {math.ceil(mean), math.floor(mean)}:
+        bounds.compute(keys, share)
 
 
 def _may_share(model: ModelProfile, cluster: ClusterProfile, request: PlanRequest) -> bool:
@@ -428,18 +440,6 @@ def _may_share(model: ModelProfile, cluster: ClusterProfile, request: PlanReques
 def _stand_in(place: int) -> str:
     """Return the name of a machine in a plan that is made once for all machines like it."""
     return f"\N{SYMBOL FOR NULL}{place}\N{SYMBOL FOR NULL}"
-
-
-def _kinds(cluster: ClusterProfile) -> Kinds:
-    """Return the machines in lists of those with the same profile and the same links."""
-    places = {node.name: place for place, node in enumerate(cluster.nodes)}
-    numbers: dict[object, int] = {}
-    links = np.zeros((len(places), len(places)))
-    for pair, link in cluster.links.items():
-        if pair <= places.keys():
-            one, other = (places[name] for name in pair)
-            links[one, other] = links[other, one] = 1 + numbers.setdefault(link, len(numbers))
-    return kinds_of([replace(node, name="") for node in cluster.nodes], links)
 
 
 def too_many_replicas(model: ModelProfile, cluster: ClusterProfile, count: int, fitting: int) -> str:

@@ -203,6 +203,9 @@ def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
             for rate in node.rates
         ),
         costs=costs.model_copy(update={name: value * slower for name, value in costs.model_dump().items()}),
+        activation_s=node.activation_s * slower,
+        vector_s=node.vector_s * slower,
+        scan_s=node.scan_s * slower,
     )
 
 
@@ -365,3 +368,15 @@ def sets_by_size(kinds: Kinds) -> list[list[int]]:
                 longer[size + more] += [members | bits for members in sets]
         found = longer
     return found
+
+
+def alike_machines(cluster: ClusterProfile) -> Kinds:
+    """Return the machines in lists of those with the same profile and the same links."""
+    places = {node.name: place for place, node in enumerate(cluster.nodes)}
+    numbers: dict[object, int] = {}
+    links = np.zeros((len(places), len(places)))
+    for pair, link in cluster.links.items():
+        if pair <= places.keys():
+            one, other = (places[name] for name in pair)
+            links[one, other] = links[other, one] = 1 + numbers.setdefault(link, len(numbers))
+    return kinds_of([replace(node, name="") for node in cluster.nodes], links)
