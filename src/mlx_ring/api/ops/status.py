@@ -379,7 +379,7 @@ class ProposalStatus(_Status):
     instance: str
     """Instance of the replica that would move."""
     way: Literal["beside", "ranges", "after"]
-    """`beside`: while the present one serves. In a pause: `ranges`, if workers load what they gain, or `after`, for all."""
+    """`beside` needs no pause. In one, workers change to what they gained (`ranges`), or all is loaded (`after`)."""
     why: str | None
     """Reason why answers would pause."""
     gain: float | None

@@ -586,7 +586,7 @@ export interface ProposalStatus {
   model: string;
   /** Instance of the replica that would move. */
   instance: string;
-  /** `beside`: while the present one serves. In a pause: `ranges`, if workers load what they gain, or `after`, for all. */
+  /** `beside` needs no pause. In one, workers change to what they gained (`ranges`), or all is loaded (`after`). */
   way: "beside" | "ranges" | "after";
   /** Reason why answers would pause. */
   why: string | null;
