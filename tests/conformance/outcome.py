@@ -33,7 +33,7 @@ from tests.conformance.pipelines import (
 
 from mlx_ring.models.architectures import Architecture
 from mlx_ring.rpc.protos.step_pb2 import Want
-from mlx_ring.worker.head_tap import find_heads
+from mlx_ring.worker.shard import find_heads
 
 WHOLE = [0, LAYERS]
 CUTS = ([0, 3, LAYERS], [0, 1, 5, LAYERS], [0, 2, 3, 4, LAYERS])

@@ -17,7 +17,9 @@ import grpc
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled, Suspects
+from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Sequence as EngineSequence
+from mlx_ring.engine.ways_back import MoveTimes
 from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
@@ -88,6 +90,10 @@ class Executor(Protocol):
 
     def export_kv(self, export: worker_pb2.ExportKv) -> None:
         """Let other workers read a sequence's KV on every rank, once the steps before have been executed."""
+        ...
+
+    def keep_left(self, sequences: Iterable[int]) -> None:
+        """Let ranks free the KV of the stages that they had before this epoch, except that of some sequences."""
         ...
 
     def send(self, step: step_pb2.Step) -> None:
@@ -173,20 +179,56 @@ class KvPlace:
         return range(max(self.layers.start, other.layers.start), min(self.layers.end, other.layers.end))
 
 
-def kv_sources(pairs: Iterable[tuple[KvPlace, KvPlace]], key: str) -> Iterator[worker_pb2.KvSource]:
-    """Yield what a reader needs of each source, with the key for it. The first of each pair reads from the second."""
-    for reader, source in pairs:
-        address, node = source.address_from(reader.node)
-        layers = reader.common(source)
-        yield worker_pb2.KvSource(
-            stage=reader.rank.stage,
-            rank=reader.rank.rank,
-            address=address,
-            node=node,
-            first_layer=layers.start,
-            end_layer=layers.stop,
-            key=key,
-        )
+@dataclass(frozen=True, slots=True)
+class KvOrigin:
+    """Ranks from which KV moves: those of another engine, or those of this one with the stages that they had before."""
+
+    places: Sequence[KvPlace]
+    """Places of their KV; empty if none moves."""
+    kv: Mapping[RankId, RankKv]
+    send: Callable[[worker_pb2.ExportKv], None]
+    error: Callable[[], RingError | None]
+    """Function that returns the reason why they no longer answer; None while they do."""
+    times: MoveTimes
+    """Times of moves to their engine."""
+    is_left: bool = False
+    """True if it is of the stages that the ranks had before."""
+
+    def export(self, key: str, sequence: int, length: int, nodes: Iterable[str], within_s: float) -> None:
+        """Let workers of some nodes read a sequence's first tokens, or with a length of 0 no longer."""
+        if self.error() is not None:
+            return
+        own = {place.node for place in self.places}
+        # Workers of a machine reach each other without a certificate.
+        readers = {*nodes, *([""] if own & {*nodes} else [])}
+        export = worker_pb2.ExportKv(key=key, sequence=sequence, length=length, within_s=within_s, left=self.is_left)
+        export.nodes.extend(sorted(readers))
+        self.send(export)
+
+    def pairs(self, places: Iterable[KvPlace]) -> list[tuple[KvPlace, KvPlace]]:
+        """Return ranks with those of the origin that have some of their layers, and the same heads."""
+        return [
+            (reader, source)
+            for reader in places
+            for source in self.places
+            if reader.rank.rank == source.rank.rank and reader.common(source)
+        ]
+
+    def sources(self, places: Iterable[KvPlace], key: str) -> Iterator[worker_pb2.KvSource]:
+        """Yield what each rank needs to read its layers, with the key for it."""
+        for reader, source in self.pairs(places):
+            is_own = self.is_left and reader.node == source.node
+            address, node = ("", "") if is_own else source.address_from(reader.node)
+            layers = reader.common(source)
+            yield worker_pb2.KvSource(
+                stage=reader.rank.stage,
+                rank=reader.rank.rank,
+                address=address,
+                node=node,
+                first_layer=layers.start,
+                end_layer=layers.stop,
+                key=key,
+            )
 
 
 @dataclass(slots=True)
@@ -289,6 +331,9 @@ class GrpcExecutor:
 
     def export_kv(self, export: worker_pb2.ExportKv) -> None:
         self._send_to_all(worker_pb2.StepsRequest(export=export))
+
+    def keep_left(self, sequences: Iterable[int]) -> None:
+        self._send_to_all(worker_pb2.StepsRequest(keep_left=worker_pb2.KeepLeft(sequences=sequences)))
 
     def send(self, step: step_pb2.Step) -> None:
         self._send_to_all(worker_pb2.StepsRequest(step=step))

@@ -1,5 +1,8 @@
 """KV that moves from the ranks of one engine to those of another one, when requests move and both serve.
 
+If the workers of one instance change to another split, they keep the KV of their stages before, and the ranks of the next
+engine read it in the same way: first that of interrupted requests. It counts as used until it has moved.
+
 So does the prefix cache: without it, each conversation would be computed again from its first token on.
 
 Every rank of the target reads its layers from those ranks of the source that have them, whatever the two cuts are. KV of
@@ -22,7 +25,7 @@ from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, fetch_ids, is_moved
-from mlx_ring.engine.executor import Executor, KvPlace, kv_sources
+from mlx_ring.engine.executor import Executor, KvOrigin, KvPlace
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Match, Tokens
 from mlx_ring.engine.resumption import Candidate, choose_way
@@ -146,11 +149,11 @@ class KvMoves:
 
     # ---- the target
 
-    async def bring(self, source: KvMoves, sequence: EngineSequence) -> Moved:
+    async def bring(self, source: KvOrigin, sequence: EngineSequence) -> Moved:
         """Move KV of a sequence's known tokens here, if that is predicted to be faster than to compute it.
 
         Args:
-            source: moves of the engine that runs the sequence.
+            source: ranks that have it.
             sequence: the sequence there.
         """
         length, known = sequence.computed, sequence.length
@@ -176,15 +179,15 @@ class KvMoves:
         back.arrive(self.clock())
         return Moved(length)
 
-    async def bring_kept(self, source: KvMoves) -> None:
+    async def bring_kept(self, source: KvOrigin, texts: Iterable[Text]) -> None:
         """Move KV of ended sequences here, the last used first, as far as there is room.
 
         It moves where that is predicted to be faster than to compute it, and only for a limited time. The rest is computed
         once a prompt begins with it.
         """
-        began, texts, failures, before = self.clock(), 0, 0, self._scheduler.kv.moved_tokens
-        for sequence, tokens, reached in source._scheduler.kv.cache.texts():
-            if self._error() is not None or source._error() is not None or failures == _MOST_FAILURES:
+        began, arrived, failures, before = self.clock(), 0, 0, self._scheduler.kv.moved_tokens
+        for sequence, tokens, reached in texts:
+            if self._error() is not None or source.error() is not None or failures == _MOST_FAILURES:
                 break
             start = self._movable_from(source, tokens, reached)
             if start is None or not self._scheduler.kv.budget.has_room(len(tokens)):
@@ -199,12 +202,12 @@ class KvMoves:
                 # It is none if others have computed the tokens meanwhile.
                 failures += self._movable_from(source, tokens, reached) is not None
             else:
-                texts += 1
-        if texts:
-            moved = texts, self._scheduler.kv.moved_tokens - before, self.clock() - began
+                arrived += 1
+        if arrived:
+            moved = arrived, self._scheduler.kv.moved_tokens - before, self.clock() - began
             log.info("Moved KV of ended sequences (%d): %d tokens in %.2f s", *moved)
 
-    def _movable_from(self, source: KvMoves, tokens: Tokens, reached: int) -> int | None:
+    def _movable_from(self, source: KvOrigin, tokens: Tokens, reached: int) -> int | None:
         """Return the number of a sequence's first tokens that need not move; None if too few others can."""
         match = self._match(tokens)
         start = 0 if match is None else match.length
@@ -219,7 +222,7 @@ class KvMoves:
 
     async def _move(
         self,
-        source: KvMoves,
+        source: KvOrigin,
         sequence: int,
         tokens: Tokens,
         start: int,
@@ -246,7 +249,7 @@ class KvMoves:
             self._scheduler.kv.moved_tokens += len(tokens) - start
         return problem
 
-    async def _bring_pieces(self, text: _Text, source: KvMoves) -> str:
+    async def _bring_pieces(self, text: _Text, source: KvOrigin) -> str:
         """Let the ranks read the missing tokens of a text, and keep them; return the reason of a failure."""
         pieces = text.pieces(self._token_bytes)
         read = [self._read(text, source, next(pieces))]
@@ -266,7 +269,7 @@ class KvMoves:
                 self._end(text, fetch)
         return "" if text.arrived == len(text.tokens) else "the time for it is over"
 
-    def _read(self, text: _Text, source: KvMoves, piece: tuple[int, int]) -> _Fetch:
+    def _read(self, text: _Text, source: KvOrigin, piece: tuple[int, int]) -> _Fetch:
         """Let the ranks read a piece of a text."""
         start, end = piece
         usual_s = max(_LEAST_WITHIN_S, _WITHIN * self._predict_s(source, end - start))
@@ -275,7 +278,7 @@ class KvMoves:
         fetch = _Fetch(next(self._ids), start, end, within_s, {*self._executor.ranks}, result)
         self._fetches[fetch.id] = fetch
         wanted = worker_pb2.FetchKv(id=fetch.id, start=start, end=end, within_s=within_s)
-        wanted.sources.extend(kv_sources(self._pairs(source), text.key))
+        wanted.sources.extend(source.sources(self.places, text.key))
         self._executor.fetch_kv(wanted)
         return fetch
 
@@ -400,51 +403,72 @@ class KvMoves:
 
     # ---- the source
 
-    def export(self, key: str, sequence: int, length: int, nodes: Iterable[str], within_s: float) -> None:
-        """Let workers of some nodes read a sequence's first tokens, or with a length of 0 no longer."""
-        if self._error() is not None:
-            return
-        own = {place.node for place in self.places}
-        # Workers of a machine reach each other without a certificate.
-        readers = {*nodes, *([""] if own & {*nodes} else [])}
-        export = worker_pb2.ExportKv(key=key, sequence=sequence, length=length, within_s=within_s)
-        export.nodes.extend(sorted(readers))
-        self._executor.export_kv(export)
+    @property
+    def origin(self) -> KvOrigin:
+        """Ranks of this engine, for another one to which KV moves."""
+        return KvOrigin(self.places, self._kv, self._executor.export_kv, self._error, self._times)
 
-    # ---- both
+    @property
+    def texts(self) -> Sequence[Text]:
+        """Ended sequences whose KV is cached, the last used first."""
+        return self._scheduler.kv.cache.texts()
 
-    def _objection(self, source: KvMoves, reached: int) -> str:
+    # ---- stages that the ranks had before
+
+    async def bring_left(
+        self, left: LeftStages, running: Iterable[EngineSequence], is_wanted: Callable[[EngineSequence], bool]
+    ) -> None:
+        """Move KV of interrupted sequences from the stages that the ranks had before; the rest of it stays there.
+
+        Args:
+            left: these stages.
+            running: the sequences, in the order in which they are to continue.
+            is_wanted: returns False once a sequence need not continue.
+        """
+        source, sequences = self._origin_of(left), [*running]
+        lengths = {each.id: each.computed for each in sequences}
+        lengths |= {sequence: len(tokens) for sequence, tokens, _ in left.texts}
+        self._left = dict(lengths) if source.places else {}
+        self._token_shares = self._left_shares(source)
+        self._hold_left()
+        for sequence in sequences:
+            if self._error() is None and sequence.id in self._left and is_wanted(sequence):
+                await self.bring(source, sequence)
+            self._give_up(sequence.id)
+
+    async def bring_rest(self, left: LeftStages) -> None:
+        """Move KV of ended sequences from the stages that the ranks had before, and free all that is left there."""
+        source = self._origin_of(left)
+        try:
+            for text in left.texts:
+                ...
+        finally:
+            self._left.clear()
+            self._hold_left()
+
+    def _objection(self, source: KvOrigin, reached: int) -> str:
         """Return the reason why KV of a sequence that held `reached` tokens cannot move; empty if it can."""
-        ranks = [*self._kv.values(), *source._kv.values()]
+        ranks = [*self._kv.values(), *source.kv.values()]
         if not self._scheduler.policy.prefix_cache:
             return "the prefix cache is off"
         if any(rank.recurrent for rank in ranks):
             return "the model has recurrent layers"
         if any(rank.slack and reached > rank.exact_length for rank in ranks):
             return "sliding layers have dropped tokens"
-        for ours, theirs in self._pairs(source):
+        for ours, theirs in source.pairs(self.places):
             if ours.shares != theirs.shares and max(len(ours.shares), len(theirs.shares)) > 1:
                 return "ranks have other shares of the heads there"
             if not theirs.address_from(ours.node)[0]:
                 return f"workers of {ours.node} do not reach those of {theirs.node}"
         return ""
 
-    def _pairs(self, source: KvMoves) -> list[tuple[KvPlace, KvPlace]]:
-        """Return the ranks here with those of the source that have some of their layers, and the same heads."""
-        return [
-            (ours, theirs)
-            for ours in self.places
-            for theirs in source.places
-            if ours.rank.rank == theirs.rank.rank and ours.common(theirs)
-        ]
-
-    def _predict_s(self, source: KvMoves, tokens: int) -> float:
+    def _predict_s(self, source: KvOrigin, tokens: int) -> float:
         """Return the predicted time of a move of some tokens."""
-        return self._times.predict_s(self._link_use(source, tokens), source._times)
+        return self._times.predict_s(self._link_use(source, tokens), source.times)
 
-    def _measure(self, source: KvMoves, tokens: int, taken_s: float) -> None:
-        self._times.measure(self._link_use(source, tokens), taken_s, source._times)
+    def _measure(self, source: KvOrigin, tokens: int, taken_s: float) -> None:
+        self._times.measure(self._link_use(source, tokens), taken_s, source.times)
 
-    def _link_use(self, source: KvMoves, tokens: int) -> LinkUse:
-        bytes_per_token = {rank: kv.bytes_per_first_token for rank, kv in source._kv.items()}
-        return link_use(self._pairs(source), bytes_per_token, tokens)
+    def _link_use(self, source: KvOrigin, tokens: int) -> LinkUse:
+        bytes_per_token = {rank: kv.bytes_per_first_token for rank, kv in source.kv.items()}
+        return link_use(source.pairs(self.places), bytes_per_token, tokens)

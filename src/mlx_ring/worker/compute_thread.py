@@ -31,10 +31,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, NoReturn, TypeVar
 
-from mlx_ring.core.errors import LinkLost, RingError, ServingError
+from mlx_ring.core.errors import LinkLost, NotReady, RingError, ServingError
 from mlx_ring.rpc.protos import worker_pb2
 
 Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -260,17 +261,31 @@ def end_process(error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def complete(done: Future[None], work: Callable[[], None]) -> None:
-    """Do work, and put its end or its error into `done`."""
+_LOOK_S = 0.5
+"""Time between two looks at whether a result is still wanted."""
+
+
+def complete(done: Future[Result], work: Callable[[], Result]) -> None:
+    """Do work, and put its result or its error into `done`."""
     try:
-        work()
+        result = work()
     except RingError as error:
         done.set_exception(error)
     except Exception as error:
         log.exception("A job failed")
         done.set_exception(ServingError(f"{type(error).__name__}: {error}"))
     else:
-        done.set_result(None)
+        done.set_result(result)
+
+
+def await_while(done: Future[Result], is_wanted: Callable[[], bool]) -> Result:
+    """Return the result of work once it is done. Raises `NotReady` if it is no longer wanted before, or the work's error."""
+    while True:
+        try:
+            return done.result(_LOOK_S)
+        except TimeoutError:
+            if not is_wanted():
+                raise NotReady("The reader has left.") from None
 
 
 def group_failure(error: Exception) -> Exception:

@@ -280,6 +280,7 @@ class StageHolder:
 
     def _settle(self, halt: Halt, until_step: int) -> None:
         """Execute the steps that other ranks of the group have begun, and finish. Runs on the compute thread."""
+        self._transfers.keep_left(())
         if self._runner is not None:
             for step, arrived_us in halt.take_held(until_step):
                 self._answer(self._runner.take(step, arrived_us, halt.begin))
@@ -390,9 +391,10 @@ class StageHolder:
         release_memory()
 
     def _enter(self, stage: NextStage, assignment: worker_pb2.StageAssignment, opened: OpenedLinks) -> None:
-        """Have another stage from now on, without the KV of the present one. Runs on the compute thread."""
+        """Have another stage from now on, and keep the KV of the present one apart. Runs on the compute thread."""
         stage.assignment.CopyFrom(assignment)
         built = stage.enter(opened)
+        self._transfers.leave()
         self._drop_present()
         self._transfers.attach(built.store, assignment, built.model.cache_numbers)
         built.runner.use_transfers(self._transfers)

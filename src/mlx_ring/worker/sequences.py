@@ -270,7 +270,7 @@ class SequenceTable:
             if self._refused.pop(sequence, None) is not None:
                 continue
             self._open.pop(sequence, None)
-            if sequence in found or not self._kv.has(sequence):
+            if sequence in found or sequence not in self._kv.sequences:
                 failed[sequence] = ProtocolError(f"Sequence {sequence} is not open here.")
             else:
                 found[sequence] = None

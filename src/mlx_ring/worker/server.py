@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import grpc
@@ -164,6 +164,9 @@ class WorkerServer(StageHolder):
         stream = StepStream()
         with self._lock:
             check_hello(hello, self.hello(self._head), "the head")
+            if hello.fencing_id != self._head:
+                # An earlier head wanted it.
+                self._jobs.put(partial(self._transfers.keep_left, ()))
             before = self._stream
             if before is not None and self._request and has_collective_link(self._request.assignment):
                 # Steps of the earlier head would stay in the collective on some stages and not on others.
@@ -213,6 +216,8 @@ class WorkerServer(StageHolder):
                         self._fetch(stream, request.fetch)
                     case "export":
                         self._jobs.put(partial(self._export, stream, request.export))
+                    case "keep_left":
+                        self._jobs.put(partial(self._keep_left, stream, request.keep_left.sequences))
                     case "prepare":
                         self._prepare(stream, request.prepare)
                     case "drop_grammar":
@@ -247,6 +252,11 @@ class WorkerServer(StageHolder):
         with self._lock:
             if stream is self._stream:
                 self._transfers.export(export)
+
+    def _keep_left(self, stream: StepStream, sequences: Collection[int]) -> None:
+        """Free KV of the stage before, except some, unless another head has taken over. Runs on the compute thread."""
+        if stream is self._stream:
+            self._transfers.keep_left(sequences)
 
     def read_kv(self, request: worker_pb2.ReadKvRequest, context: grpc.ServicerContext) -> Iterator[Frame]:
         """Send KV to a worker of another instance that the head has named."""
@@ -293,7 +303,7 @@ class WorkerServer(StageHolder):
             phase=self._phase,
             rss_bytes=own_memory(),
             weight_bytes=self._held_weight_bytes,
-            kv_bytes=runner.kv_bytes if runner else 0,
+            kv_bytes=(runner.kv_bytes if runner else 0) + self._transfers.left_bytes,
             device_memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
             device=device_name(),

@@ -23,7 +23,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_ring.core.errors import ModelUnsupported, PlanError
 from mlx_ring.core.types import MemberRange
 from mlx_ring.models.tensor_shares import SPLIT_FAMILIES, TensorShare, splittable
-from mlx_ring.worker.head_tap import override
 
 _MATRICES = ("weight", "scales", "biases")
 """Matrices of a layer, quantized or not: (outputs, inputs), and (experts, outputs, inputs)."""
@@ -346,3 +345,13 @@ def _sum(module: nn.Module, group: Group) -> None:
     override(module, "__call__", make)
     # With it, native kernels compute parts and sums of several layers in one operation.
     cast("Any", type(module)).sums = sums
+
+
+def override(module: nn.Module, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Give the module a subclass of its class, whose method `name` is `make(the old one)`.
+
+    The module itself stays in its place. Attributes, the paths of its parameters and `isinstance` remain
+    valid, which a wrapper around it would break.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {name: make(getattr(kind, name))})

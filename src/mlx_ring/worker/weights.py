@@ -44,8 +44,8 @@ from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.weights_manifest import may_have_weights_of, with_weights_of
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.worker.head_tap import find_heads, override
-from mlx_ring.worker.shard import StageModel, simplify_rotations
+from mlx_ring.worker.shard import StageModel, find_heads, simplify_rotations
+from mlx_ring.worker.tensor import override
 
 if TYPE_CHECKING:
     from mlx_ring.worker.gguf_weights import GgufWeights

@@ -191,7 +191,7 @@ class RelinkReply(_message.Message):
     def __init__(self, failure: _Optional[_Union[_step_pb2.Failure, _Mapping]] = ..., begun_step: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
-    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar", "fetch", "export")
+    __slots__ = ("hello", "step", "kv_limit", "prepare", "drop_grammar", "fetch", "export", "keep_left")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KV_LIMIT_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class StepsRequest(_message.Message):
     DROP_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LEFT_FIELD_NUMBER: _ClassVar[int]
     hello: _hello_pb2.Hello
     step: _step_pb2.Step
     kv_limit: int
@@ -206,7 +207,8 @@ class StepsRequest(_message.Message):
     drop_grammar: int
     fetch: FetchKv
     export: ExportKv
-    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ..., fetch: _Optional[_Union[FetchKv, _Mapping]] = ..., export: _Optional[_Union[ExportKv, _Mapping]] = ...) -> None: ...
+    keep_left: KeepLeft
+    def __init__(self, hello: _Optional[_Union[_hello_pb2.Hello, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., kv_limit: _Optional[int] = ..., prepare: _Optional[_Union[PrepareGrammar, _Mapping]] = ..., drop_grammar: _Optional[int] = ..., fetch: _Optional[_Union[FetchKv, _Mapping]] = ..., export: _Optional[_Union[ExportKv, _Mapping]] = ..., keep_left: _Optional[_Union[KeepLeft, _Mapping]] = ...) -> None: ...
 
 class StepsReply(_message.Message):
     __slots__ = ("hello", "done", "failure", "prepared", "fetched")
@@ -319,18 +321,26 @@ class PeerPart(_message.Message):
     def __init__(self, node: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ExportKv(_message.Message):
-    __slots__ = ("key", "sequence", "length", "within_s", "nodes")
+    __slots__ = ("key", "sequence", "length", "within_s", "nodes", "left")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     key: str
     sequence: int
     length: int
     within_s: float
     nodes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., sequence: _Optional[int] = ..., length: _Optional[int] = ..., within_s: _Optional[float] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+    left: bool
+    def __init__(self, key: _Optional[str] = ..., sequence: _Optional[int] = ..., length: _Optional[int] = ..., within_s: _Optional[float] = ..., nodes: _Optional[_Iterable[str]] = ..., left: _Optional[bool] = ...) -> None: ...
+
+class KeepLeft(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("key", "model_digest", "first_layer", "end_layer", "start", "end")

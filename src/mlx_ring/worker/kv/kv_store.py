@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -81,8 +81,10 @@ class KVStore:
         self._growth.limit_bytes = limit_bytes
         self._banks.fit()
 
-    def has(self, sequence: int) -> bool:
-        return sequence in self._rows
+    @property
+    def sequences(self) -> Collection[int]:
+        """Ids of all sequences."""
+        return self._rows.keys()
 
     def length(self, sequence: int) -> int:
         """Return the number of committed tokens."""

@@ -1,9 +1,12 @@
-"""Keys and values from worker to worker, when requests move to another instance of their model.
+"""Keys and values from worker to worker, when requests move to another instance of their model, or its split changes.
 
 The head lets workers of the other instance read a sequence, with a secret key and for some time. Each of them asks every
 worker that has some of its layers, and receives parts: some tokens of these layers. A part is copied between two steps of
 the worker that serves it. It is copied when the one before it is being sent, so that little memory is needed there. The
 reader keeps all parts until the head adopts them for a sequence.
+
+A worker that gets another stage keeps the keys and values of the one before, as long as the head wants some of them. The
+workers of the next stages read them in the same way. What a worker has itself is copied when it is adopted.
 
 Nothing here fails a step. A reader that does not get everything answers why, and keeps nothing.
 """
@@ -13,8 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,16 +27,16 @@ import mlx.core as mx
 from mlx_ring.core.errors import NotReady, PeerRefused, ProtocolError, RingError, StepFailed
 from mlx_ring.core.types import fetches_of
 from mlx_ring.rpc.channels import keep_alive, open_channel
-from mlx_ring.rpc.failures import channel_error, error_to_failure, failure_to_error
+from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.frames import Bytes, Frame
 from mlx_ring.rpc.links import WireTensor
 from mlx_ring.rpc.methods import READ_KV
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
 from mlx_ring.rpc.tls.credentials import ChannelTrust
 from mlx_ring.rpc.tls.peers import node_name
-from mlx_ring.worker.compute_thread import complete
+from mlx_ring.worker.compute_thread import await_while, complete
 from mlx_ring.worker.kv.kv_store import KVStore
-from mlx_ring.worker.tensors import dtype_by_name, from_wire, to_wire
+from mlx_ring.worker.tensors import failed_kv_frame, join_parts, kv_frame, read_kv_part, to_wire, token_bytes
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,16 @@ class _Export:
     until_s: float
     """Time of its end on `time.monotonic`'s clock."""
     nodes: frozenset[str]
+    left: bool
+    """True if it is of the stage before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Keys and values of a stage's layers."""
+
+    kv: KVStore
+    layers: range
 
 
 @dataclass(slots=True)
@@ -77,6 +89,8 @@ class _Fetch:
     answer: Answer
     sources: int
     """Number of sources that have not delivered everything."""
+    own: dict[int, str] = field(default_factory=dict[int, str])
+    """Key of what this worker has itself, of the stage before, by layer."""
     parts: dict[int, list[tuple[int, Part]]] = field(default_factory=dict[int, "list[tuple[int, Part]]"])
     """Number of tokens and arrays of each part, by layer."""
     calls: list[Callable[[], object]] = field(default_factory=list["Callable[[], object]"])
@@ -96,6 +110,9 @@ class KvTransfers:
         """
         self._on_compute, self._trust = on_compute, trust
         self._kv: KVStore | None = None
+        self._left: _Stage | None = None
+        self.left_bytes = 0
+        """Bytes of KV of the stage before; other threads may read it."""
         self._layers, self._place, self._model_digest = range(0), (0, 0), ""
         self._unmovable = ""
         """Reason why nothing can be moved from or to the stage; empty if it can."""
@@ -122,6 +139,22 @@ class KvTransfers:
         self.reset()
         self._kv, self._layers = None, range(0)
 
+    def leave(self) -> None:
+        """Serve the present stage as the one before, until the head wants none of it. Runs on the compute thread."""
+        if self._kv is not None and not self._unmovable:
+            self._left, self.left_bytes = _Stage(self._kv, self._layers), self._kv.nbytes
+
+    def keep_left(self, sequences: Collection[int]) -> None:
+        """Free all sequences of the stage before, but these. Runs on the compute thread."""
+        if self._left is None:
+            return
+        kv = self._left.kv
+        kv.free(*({*kv.sequences} - {*sequences}))
+        self.left_bytes = kv.nbytes
+        if not kv.sequences:
+            self._left, self.left_bytes = None, 0
+            log.info("The KV of the stage before is freed")
+
     def reset(self, epoch: int | None = None) -> None:
         """Forget everything for a new head, or, because all sequences are freed, all but the fetches of other epochs."""
         with self._lock:
@@ -141,7 +174,8 @@ class KvTransfers:
             self._exports.pop(export.key, None)
             if export.sequence and len(self._exports) < _MOST_EXPORTS:
                 self._exports[export.key] = _Export(
-                    export.sequence, export.length, now + export.within_s, frozenset(export.nodes)
+                    *(export.sequence, export.length, now + export.within_s, frozenset(export.nodes)),
+                    left=export.left,
                 )
             self._changed.notify_all()
 
@@ -159,13 +193,13 @@ class KvTransfers:
             is_free = self._readers < _MOST_READERS
             self._readers += is_free
         if not is_free:
-            yield _failed(NotReady(f"{_MOST_READERS} workers read KV here already."))
+            yield failed_kv_frame(NotReady(f"{_MOST_READERS} workers read KV here already."))
             return
         try:
             yield from self._serve(request, caller, is_active)
         except RingError as error:
             log.warning("KV is not sent to %s: %s", caller or "another worker of this machine", error)
-            yield _failed(error)
+            yield failed_kv_frame(error)
         finally:
             with self._lock:
                 self._readers -= 1
@@ -177,17 +211,17 @@ class KvTransfers:
         if caller not in export.nodes:
             raise PeerRefused(f"{caller or 'This machine'} may not read this sequence.")
         kv, layers = self._check(request, export)
-        token_bytes = sum(map(_token_bytes, map(kv.kinds, layers)))
-        step = max(1, _PART_BYTES // max(1, token_bytes))
+        nbytes = sum(map(token_bytes, map(kv.kinds, layers)))
+        step = max(1, _PART_BYTES // max(1, nbytes))
         ranges = [(at, min(at + step, request.end)) for at in range(request.start, request.end, step)]
         parts = [self._copy(request.key, export, kv, layers, each) for each in ranges[:1]]
         for number, tokens in enumerate(ranges):
-            arrays = _wait(parts.pop(), is_active)
+            arrays = await_while(parts.pop(), is_active)
             # The next part is copied while this one is sent.
             parts = [
                 self._copy(request.key, export, kv, layers, each) for each in ranges[number + 1 : number + 2]
             ]
-            yield _frame(tokens, arrays)
+            yield kv_frame(tokens, arrays)
 
     def _await_export(self, key: str, is_active: Callable[[], bool]) -> _Export:
         end_s = time.monotonic() + _EXPORT_WAIT_S
@@ -200,38 +234,41 @@ class KvTransfers:
 
     def _check(self, request: worker_pb2.ReadKvRequest, export: _Export) -> tuple[KVStore, Sequence[int]]:
         """Return the store, and the numbers of the requested layers in it."""
+        stage = self._stage_of(export)
+        if request.model_digest != self._model_digest:
+            raise ProtocolError("The reader serves another model.")
+        wanted = range(request.first_layer, request.end_layer)
+        if not wanted or any(layer not in stage.layers for layer in wanted):
+            raise ProtocolError(f"This worker has layers {stage.layers}, not {wanted}.")
+        if not request.start < request.end <= export.length:
+            raise ProtocolError(f"Tokens [{request.start}, {request.end}) of {export.length} were requested.")
+        return stage.kv, [layer - stage.layers.start for layer in wanted]
+
+    def _stage_of(self, export: _Export) -> _Stage:
+        """Return the stage whose sequence may be read."""
+        if export.left:
+            if (left := self._left) is None:
+                raise NotReady("The KV of the stage before was freed.")
+            return left
         if self._kv is None:
             raise NotReady("This worker has not loaded a stage yet.")
         if self._unmovable:
             raise ProtocolError(f"KV cannot be moved: {self._unmovable}.")
-        if request.model_digest != self._model_digest:
-            raise ProtocolError("The reader serves another model.")
-        wanted = range(request.first_layer, request.end_layer)
-        if not wanted or any(layer not in self._layers for layer in wanted):
-            raise ProtocolError(f"This worker has layers {self._layers}, not {wanted}.")
-        if not request.start < request.end <= export.length:
-            raise ProtocolError(f"Tokens [{request.start}, {request.end}) of {export.length} were requested.")
-        return self._kv, [layer - self._layers.start for layer in wanted]
+        return _Stage(self._kv, self._layers)
 
     def _copy(
         self, key: str, export: _Export, kv: KVStore, layers: Sequence[int], tokens: tuple[int, int]
     ) -> Future[Sequence[WireTensor]]:
         """Let the compute thread copy a part."""
         copied: Future[Sequence[WireTensor]] = Future()
-        done: Future[None] = Future()
 
-        def copy() -> None:
+        def copy() -> Sequence[WireTensor]:
             if self._exports.get(key) is not export:
                 raise PeerRefused("The head no longer allows to read this sequence.")
             copies = [array for layer in layers for array in kv.layer_content(export.sequence, layer, tokens)]
-            copied.set_result([to_wire(array) for array in copies])
+            return [to_wire(array) for array in copies]
 
-        def end(done: Future[None]) -> None:
-            if (error := done.exception()) is not None:
-                copied.set_exception(error)
-
-        done.add_done_callback(end)
-        self._on_compute(partial(complete, done, copy))
+        self._on_compute(partial(complete, copied, copy))
         return copied
 
     # ---- fetch
@@ -239,15 +276,20 @@ class KvTransfers:
     def fetch(self, wanted: worker_pb2.FetchKv, answer: Answer) -> None:
         """Read this rank's layers from others in the background, and answer once all are there, or one is not."""
         sources = [each for each in wanted.sources if (each.stage, each.rank) == self._place]
-        fetch = _Fetch(wanted.start, wanted.end, answer, len(sources))
-        self._close_others(sources)
+        others = [each for each in sources if each.address]
+        own = {layer: each.key for each in sources if not each.address for layer in layers_of(each)}
+        fetch = _Fetch(wanted.start, wanted.end, answer, len(others), own)
+        self._close_others(others)
         with self._lock:
             self._fetches[wanted.id] = fetch
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_MOST_READERS, "kv-fetch")
         if problem := self._objection(wanted, sources):
             self._drop(wanted.id, fetch, problem)
-        for source in () if problem else sources:
+        elif not others:
+            fetch.is_answered = True
+            answer(1, "")
+        for source in () if problem else others:
             self._threads.submit(self._read_from, wanted, source, fetch)
 
     def _objection(self, wanted: worker_pb2.FetchKv, sources: Sequence[worker_pb2.KvSource]) -> str:
@@ -256,11 +298,11 @@ class KvTransfers:
             return "this worker has not loaded a stage yet"
         if self._unmovable:
             return self._unmovable
-        given = [layer for each in sources for layer in range(each.first_layer, each.end_layer)]
+        given = [layer for each in sources for layer in layers_of(each)]
         if sorted(given) != [*self._layers] or wanted.start >= wanted.end:
             return f"the sources have layers {sorted(given)}, tokens [{wanted.start}, {wanted.end})"
-        token_bytes = sum(_token_bytes(self._kv.kinds(number)) for number in range(len(self._layers)))
-        nbytes = token_bytes * (wanted.end - wanted.start)
+        per_token = sum(token_bytes(self._kv.kinds(number)) for number in range(len(self._layers)))
+        nbytes = per_token * (wanted.end - wanted.start)
         if nbytes > _MOST_FETCHED_BYTES:
             return f"it is {nbytes / 1e9:.1f} GB, more than the limit of {_MOST_FETCHED_BYTES / 1e9:.1f} GB"
         return ""
@@ -331,29 +373,14 @@ class KvTransfers:
             raise failure_to_error(part.failure)
         if part.start != at or not at < part.end <= fetch.end:
             raise ProtocolError(f"tokens [{part.start}, {part.end}) came after {at}")
-        if zlib.crc32(payload) != part.checksum:
-            raise ProtocolError(f"the checksum of tokens [{part.start}, {part.end}) is wrong")
-        tokens, place, found = part.end - part.start, 0, dict[int, Part]()
-        rest = [(each.dtype, tuple(each.shape)) for each in part.arrays]
-        for layer in range(source.first_layer, source.end_layer):
-            kinds = [] if self._kv is None else self._kv.kinds(layer - self._layers.start)
-            expected = [(dtype, (heads, tokens, width)) for dtype, heads, width in kinds]
-            if rest[: len(expected)] != expected:
-                raise ProtocolError(
-                    f"layer {layer} is {_described(rest[: len(expected)])} there, {_described(expected)} here"
-                )
-            rest = rest[len(expected) :]
-            sizes = [_token_bytes([kind]) * tokens for kind in kinds]
-            ends = [place + sum(sizes[: number + 1]) for number in range(len(sizes))]
-            found[layer] = tuple(payload[end - size : end] for end, size in zip(ends, sizes, strict=True))
-            place = ends[-1] if ends else place
-        if rest or place != len(payload):
-            raise ProtocolError(f"{len(payload)} bytes came for {place}")
+        kv, start = self._kv, self._layers.start
+        kinds = {layer: [] if kv is None else kv.kinds(layer - start) for layer in layers_of(source)}
+        found = read_kv_part(part, payload, kinds)
         with self._lock:
             if fetch.is_answered:
                 raise NotReady("the fetch has ended")
             for layer, arrays in found.items():
-                fetch.parts.setdefault(layer, []).append((tokens, arrays))
+                fetch.parts.setdefault(layer, []).append((part.end - part.start, arrays))
         return part.end
 
     def _drop(self, id_: int, fetch: _Fetch, problem: str) -> None:
@@ -392,59 +419,30 @@ class KvTransfers:
         first, end = (len(layers) * each // parts for each in (adopt.part, adopt.part + 1))
         for number, layer in layers[first:end]:
             found, kinds = fetch.parts.pop(layer, []), kv.kinds(number)
-            arrays = [
-                _joined([(tokens, part[place]) for tokens, part in found], kind)
-                for place, kind in enumerate(kinds)
-            ]
+            if (key := fetch.own.get(layer)) is not None:
+                arrays = self._own_content(key, layer, (adopt.start, adopt.length))
+            else:
+                arrays = [
+                    join_parts([(tokens, part[place]) for tokens, part in found], kind)
+                    for place, kind in enumerate(kinds)
+                ]
             if arrays:
                 heads = (0, arrays[0].shape[0])
                 kv.write(adopt.sequence, number, heads, (adopt.start, adopt.length), arrays)
         if is_last:
             kv.adopt(adopt.sequence, adopt.length)
-            log.info("Took over tokens [%d, %d) from others, in %d steps", adopt.start, adopt.length, parts)
+            log.info("Took over tokens [%d, %d), in %d steps", adopt.start, adopt.length, parts)
+
+    def _own_content(self, key: str, layer: int, tokens: tuple[int, int]) -> Sequence[mx.array]:
+        """Return copies of what this worker has of a layer since it had another stage. Runs on the compute thread."""
+        with self._lock:
+            export = self._exports.get(key)
+        left = self._left
+        if export is None or not export.left or left is None or layer not in left.layers:
+            raise StepFailed(f"The KV of layer {layer} of the stage before was freed.")
+        return left.kv.layer_content(export.sequence, layer - left.layers.start, tokens)
 
 
-Kind = tuple[str, int, int]
-"""Type, heads and width of an array of a layer."""
-
-
-def _token_bytes(kinds: Sequence[Kind]) -> int:
-    return sum(heads * width * dtype_by_name(dtype).size for dtype, heads, width in kinds)
-
-
-def _joined(parts: Sequence[tuple[int, Bytes]], kind: Kind) -> mx.array:
-    """Return an array of all parts' tokens. Runs on the compute thread."""
-    dtype, heads, width = kind
-    arrays = [
-        from_wire(WireTensor(dtype, (heads, tokens, width), memoryview(data))) for tokens, data in parts
-    ]
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=1)
-
-
-def _described(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{dtype} {shape}" for dtype, shape in kinds) or "empty"
-
-
-def _wait(copied: Future[Sequence[WireTensor]], is_active: Callable[[], bool]) -> Sequence[WireTensor]:
-    """Wait for a copy as long as the caller does."""
-    while True:
-        try:
-            return copied.result(_LOOK_S)
-        except TimeoutError:
-            if not is_active():
-                raise NotReady("The reader has left.") from None
-
-
-def _frame(tokens: tuple[int, int], arrays: Sequence[WireTensor]) -> Frame:
-    payload = b"".join(array.data for array in arrays)
-    part = worker_pb2.KvPart(
-        start=tokens[0],
-        end=tokens[1],
-        arrays=[worker_pb2.KvArray(dtype=array.dtype, shape=array.shape) for array in arrays],
-        checksum=zlib.crc32(payload),
-    )
-    return Frame(worker_pb2.FrameHeader(kv=part), payload)
-
-
-def _failed(error: RingError) -> Frame:
-    return Frame(worker_pb2.FrameHeader(kv=worker_pb2.KvPart(failure=error_to_failure(error))))
+def layers_of(source: worker_pb2.KvSource) -> range:
+    """Return the layers that a rank reads from a source."""
+    return range(source.first_layer, source.end_layer)
