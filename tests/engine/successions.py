@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from itertools import count, pairwise
+from typing import Any
 
 from tests.engine.engines import BYTES, LIMITS, PLAIN
 from tests.engine.twin import Draw, TwinExecutor
 from tests.engine.twin_rank import NextToken, Reach, anywhere, hash_token
 
 from mlx_ring.core.engine_stats import Meter, Policy, StepTotals
-from mlx_ring.core.errors import RingError, WorkerLost
+from mlx_ring.core.errors import NodeDrained, RingError, WorkerLost
 from mlx_ring.core.generation import Delta, GenerateRequest, RequestStream
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.left_kv import LeftKv, LeftStages
 from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
-from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
+from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, kept_message
+from mlx_ring.engine.resumption import LeftKv as LeftSequence
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.takeover import HeldRequests
 
@@ -51,7 +57,7 @@ class Succession:
         self.engine: Engine | None = None
         self._in_progress: InProgress = {}
         self._lost_ranks: Sequence[RankId] = ()
-        self._left: dict[LiveRequest, LeftKv] = {}
+        self._left: dict[LiveRequest, LeftSequence] = {}
         self._kept_ids = count(FIRST_KEPT)
         self.before: TwinExecutor | None = None
         """Ranks of the last instance, if they may serve again."""
@@ -67,9 +73,14 @@ class Succession:
         """Grammars that ranks of the instance have compiled, by id."""
 
     def load(
-        self, tp_sizes: Sequence[int] = (1, 1), limits: Limits = LIMITS, *, kept: Kept | None = None
+        self,
+        tp_sizes: Sequence[int] = (1, 1),
+        limits: Limits = LIMITS,
+        *,
+        kept: Kept | None = None,
+        takes_over: bool = True,
     ) -> Engine:
-        """Load an instance, which takes the requests that wait."""
+        """Load an instance, which takes the requests that wait unless `takes_over` is False."""
         self._epoch += 1
         twin = TwinExecutor(
             tp_sizes,
@@ -98,8 +109,47 @@ class Succession:
             clock=self._clock,
             kept=kept,
         )
-        self.engine.take_over(self.held.take())
+        if takes_over:
+            self.engine.take_over(self.held.take())
         return self.engine
+
+    async def change_stages(
+        self, tp_sizes: Sequence[int], *, limits: Limits = LIMITS, keeping: AbstractSet[RankId] | None = None
+    ) -> LeftKv:
+        """Let the ranks change to other stages. The requests continue once KV of those before has moved.
+
+        Args:
+            tp_sizes: the number of ranks of each stage.
+            limits: limits of the model.
+            keeping: ranks that keep their KV; None: all.
+
+        Returns:
+            The move of the rest.
+        """
+        assert self.engine is not None
+        self.engine.pause()
+        while self.proceed(0):
+            pass
+        left = LeftStages(self.engine.moves.origin, self.engine.moves.texts)
+        self.lose(NodeDrained("They change to another split."))
+        before, lives = self.before, [*self._left]
+        assert before is not None
+        engine = self.load(tp_sizes, limits, takes_over=False)
+        assert self.twin is not None
+        before._listener, self.twin.left = None, before  # pyright: ignore[reportPrivateUsage] - as once its engine has ended
+        ranks = frozenset(before.ranks) if keeping is None else keeping
+        moving = LeftKv(engine.moves, replace(left, ranks=ranks, lives=lives))
+        await self.during(moving.bring_running())
+        engine.take_over(self.held.take())
+        return moving
+
+    async def during(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let the ranks work during a move."""
+        moving = asyncio.create_task(work)
+        while not moving.done():
+            self.proceed(0)
+            await asyncio.sleep(0)
+        await moving
 
     def _hold(self, lives: Iterable[LiveRequest], loss: RingError) -> None:
         interrupted = list(lives)

@@ -59,6 +59,11 @@ def answer_all(
     return answers, cached
 
 
+async def bring_kept(source: Succession, target: Succession) -> None:
+    moves = engine_of(source).moves
+    await engine_of(target).moves.bring_kept(moves.origin, moves.texts)
+
+
 def first_tokens(succession: Succession) -> list[int]:
     """Return the first token of each text in the prefix cache, the last used one first."""
     return [tokens[0] for _, tokens, _ in engine_of(succession)._scheduler.kv.cache.texts()]
@@ -276,7 +281,7 @@ def test_later_pieces_do_not_wait_for_steps_of_the_source(monkeypatch: pytest.Mo
             return await take(self, text, fetch)
 
         monkeypatch.setattr(KvMoves, "_take_parts", take_parts)
-        moving = asyncio.create_task(engine_of(target).moves.bring_kept(engine_of(source).moves))
+        moving = asyncio.create_task(bring_kept(source, target))
         for _ in range(500):
             target.proceed(0)
             await asyncio.sleep(0)

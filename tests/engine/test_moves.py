@@ -26,7 +26,7 @@ from tests.examples import examples
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
 from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.engine.executor import KvPlace, kv_sources
+from mlx_ring.engine.executor import KvPlace
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.scheduler import Scheduler
@@ -301,22 +301,22 @@ def test_time_of_a_move_is_that_of_the_busiest_machine_and_is_learnt() -> None:
     target = moves_of([2, 7, 8], ["c", "d", "b"], kv=kv, clock=lambda: now)
 
     def predict_s() -> float:
-        return target._predict_s(source, 50)
+        return target._predict_s(source.origin, 50)
 
     # d reads 2 layers from a and 3 from b; b also reads one layer within the machine, which is ten times as fast.
     assert predict_s() == pytest.approx(0.02 + 50 * 5e6 / 1e8)
     for _ in range(20):
-        target._measure(source, 50, 0.02 + 2 * 2.5)
+        target._measure(source.origin, 50, 0.02 + 2 * 2.5)
     assert predict_s() == pytest.approx(0.02 + 2 * 2.5, rel=1e-3)
     now = 601.0
     assert predict_s() == pytest.approx(0.02 + 2.5)
-    assert moves_of([8], ["d"], kv=kv)._predict_s(target, 0) == pytest.approx(0.02)
+    assert moves_of([8], ["d"], kv=kv)._predict_s(target.origin, 0) == pytest.approx(0.02)
 
 
 def test_time_and_pieces_of_a_move_count_sliding_layers() -> None:
     kv = RankKv(1 << 40, 1_000_000, bytes_per_sequence=120_000_000, slack=8, exact_length=40)
     source, target = moves_of([8], ["a"], kv=kv, bytes_per_s=1e8), moves_of([8], ["b"], kv=kv)
-    assert target._predict_s(source, 25) == pytest.approx(0.02 + 25 * 4e6 / 1e8)
+    assert target._predict_s(source.origin, 25) == pytest.approx(0.02 + 25 * 4e6 / 1e8)
     assert target._token_bytes == 4_000_000
 
 
@@ -335,7 +335,7 @@ def test_kv_that_cannot_move_is_named(
     source: dict[str, Any], target: dict[str, Any], reached: int, reason: str
 ) -> None:
     ours, theirs = moves_of([8], ["a"], **target), moves_of([4, 8], ["a", "b"], **source)
-    assert ours._objection(theirs, reached or 40) == reason
+    assert theirs.origin.objection(ours.places, ours.origin.kv, reached or 40) == reason
 
 
 def test_slow_link_lets_tokens_be_computed_and_the_choice_is_recorded() -> None:
@@ -343,7 +343,7 @@ def test_slow_link_lets_tokens_be_computed_and_the_choice_is_recorded() -> None:
     source = moves_of([8], ["a"], kv=kv, bytes_per_s=1e3)
     target = moves_of([8], ["b"], kv=kv)
     target._meter.measured["prefill 0/1"] = [1.0, 0.0, 0.001, 0.0, 0.0]
-    moved = asyncio.run(target.bring(source, sequence_of(40)))
+    moved = asyncio.run(target.bring(source.origin, sequence_of(40)))
     assert moved.tokens == 0
     assert moved.back is not None
     assert (moved.back.way, moved.back.seconds) == ("recompute", pytest.approx(0.04))
@@ -354,7 +354,7 @@ def test_each_rank_reads_from_the_ranks_that_have_its_layers_and_heads() -> None
     target = moves_of([2, 7, 8], ["a", "c", "b"], shares=(2.0, 1.0))
     found = [
         (each.stage, each.rank, each.address, each.first_layer, each.end_layer)
-        for each in kv_sources(target._pairs(source), "key")
+        for each in source.origin.sources(target.places, "key")
     ]
     expected = [
         (0, "unix:worker", 0, 2),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tests.engine.twin_rank import HeldSequence, NextToken, Reach, TwinRank, anywhere, hash_token
@@ -91,6 +91,8 @@ class TwinExecutor:
         self.owners: set[bytes] = set()
         """Owners whose KV stays on disks; empty: all."""
         self.kv_places: Sequence[KvPlace] = ()
+        self.left: TwinExecutor | None = None
+        """Ranks with the stages that these had before."""
         self.fails_moves = ""
         """Reason why the ranks fail to fetch KV from another twin; empty if they do not."""
         self.sent: list[step_pb2.Step] = []
@@ -134,9 +136,28 @@ class TwinExecutor:
 
     def export_kv(self, export: worker_pb2.ExportKv) -> None:
         if export.sequence:
-            _EXPORTS[export.key] = (self, export, len(self.sent))
+            source = self.left if export.left else self
+            assert source is not None
+            _EXPORTS[export.key] = (source, export, 0 if export.left else len(self.sent))
         else:
             _EXPORTS.pop(export.key, None)
+
+    def keep_left(self, sequences: Iterable[int]) -> None:
+        assert self.left is not None
+        wanted = {*sequences}
+        for rank in self.left._ranks.values():
+            rank.held = {sequence: held for sequence, held in rank.held.items() if sequence in wanted}
+
+    def _place(self, source: worker_pb2.KvSource) -> TwinRank:
+        """Return the rank from which another one reads its own layers."""
+        if self._listener is not None:
+            return self._ranks[RankId(*map(int, source.address.split("/")))]
+        # It had another stage before, so that its address says nothing about it.
+        return next(
+            self._ranks[place.rank]
+            for place in self.kv_places
+            if place.layers.start <= source.first_layer < place.layers.end and place.rank.rank == source.rank
+        )
 
     def _report_moved(self, rank: TwinRank, wanted: worker_pb2.FetchKv) -> None:
         """Report that a rank has the tokens of all its sources, once these have executed the steps before."""
@@ -150,7 +171,7 @@ class TwinExecutor:
                 problem = "the export has ended"
                 break
             source, export, steps = _EXPORTS[each.key]
-            place = source._ranks[RankId(*map(int, each.address.split("/")))]
+            place = source._place(each)
             if place.executed < steps and source._listener is not None:
                 asyncio.get_running_loop().call_soon(self._report_moved, rank, wanted)
                 return

@@ -19,7 +19,7 @@ from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled, Suspects
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Sequence as EngineSequence
-from mlx_ring.engine.ways_back import MoveTimes
+from mlx_ring.engine.ways_back import LinkUse, MoveTimes, link_use
 from mlx_ring.rpc.channels import keep_alive, open_aio_channel
 from mlx_ring.rpc.failures import channel_error, failure_to_error
 from mlx_ring.rpc.hello import check_hello
@@ -201,7 +201,9 @@ class KvOrigin:
         own = {place.node for place in self.places}
         # Workers of a machine reach each other without a certificate.
         readers = {*nodes, *([""] if own & {*nodes} else [])}
-        export = worker_pb2.ExportKv(key=key, sequence=sequence, length=length, within_s=within_s, left=self.is_left)
+        export = worker_pb2.ExportKv(
+            key=key, sequence=sequence, length=length, within_s=within_s, left=self.is_left
+        )
         export.nodes.extend(sorted(readers))
         self.send(export)
 
@@ -229,6 +231,25 @@ class KvOrigin:
                 end_layer=layers.stop,
                 key=key,
             )
+
+    def objection(self, readers: Iterable[KvPlace], kv: Mapping[RankId, RankKv], reached: int) -> str:
+        """Return the reason why ranks with this memory cannot read a sequence that held `reached` tokens; empty if they can."""
+        ranks = [*kv.values(), *self.kv.values()]
+        if any(rank.recurrent for rank in ranks):
+            return "the model has recurrent layers"
+        if any(rank.slack and reached > rank.exact_length for rank in ranks):
+            return "sliding layers have dropped tokens"
+        for ours, theirs in self.pairs(readers):
+            if ours.shares != theirs.shares and max(len(ours.shares), len(theirs.shares)) > 1:
+                return "ranks have other shares of the heads there"
+            if not theirs.address_from(ours.node)[0]:
+                return f"workers of {ours.node} do not reach those of {theirs.node}"
+        return ""
+
+    def link_use(self, readers: Iterable[KvPlace], tokens: int) -> LinkUse:
+        """Return the use of links if ranks read some tokens."""
+        bytes_per_token = {rank: each.bytes_per_first_token for rank, each in self.kv.items()}
+        return link_use(self.pairs(readers), bytes_per_token, tokens)
 
 
 @dataclass(slots=True)

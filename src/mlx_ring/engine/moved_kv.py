@@ -1,7 +1,6 @@
 """KV that moves from the ranks of one engine to those of another one, when requests move and both serve.
 
-If the workers of one instance change to another split, they keep the KV of their stages before, and the ranks of the next
-engine read it in the same way: first that of interrupted requests. It counts as used until it has moved.
+In the same way, `left_kv.py` moves KV of the stages that an engine's ranks had before.
 
 So does the prefix cache: without it, each conversation would be computed again from its first token on.
 
@@ -16,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,7 @@ from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import RankId, fetch_ids, is_moved
 from mlx_ring.engine.executor import Executor, KvOrigin, KvPlace
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Match, Tokens
+from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Match, Text, Tokens
 from mlx_ring.engine.resumption import Candidate, choose_way
 from mlx_ring.engine.rows import (
     adopt_operation,
@@ -38,7 +37,7 @@ from mlx_ring.engine.rows import (
 )
 from mlx_ring.engine.scheduler import Scheduler
 from mlx_ring.engine.sequence import Sequence as EngineSequence
-from mlx_ring.engine.ways_back import LinkUse, MoveTimes, in_seconds, link_use
+from mlx_ring.engine.ways_back import MoveTimes, in_seconds
 from mlx_ring.rpc.protos import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -51,6 +50,8 @@ _PIECE_BYTES = 128 << 20
 """About the size of a piece on the rank with most. Two of them are in memory besides the KV."""
 _ANSWER_S = 5.0
 """Time for ranks to report that they have given up."""
+_LEFT = 1 << 50
+"""Account of the KV of stages that the ranks had before, far from ids of sequences."""
 _NOT_KEPT = "a worker could not keep it, or its memory was needed"
 _LOOK_S, _STEP_LOOK_S = 0.25, 0.002
 """Time between two looks at the engine during a fetch, and while ranks execute a step."""
@@ -213,7 +214,9 @@ class KvMoves:
         start = 0 if match is None else match.length
         if len(tokens) - start < LEAST_TOKENS or not (self.places and source.places):
             return None
-        if not (objection := self._objection(source, reached)):
+        is_off = not self._scheduler.policy.prefix_cache
+        objection = "the prefix cache is off" if is_off else source.objection(self.places, self._kv, reached)
+        if not objection:
             return start
         if objection not in self._refused:
             self._refused.add(objection)
@@ -413,62 +416,35 @@ class KvMoves:
         """Ended sequences whose KV is cached, the last used first."""
         return self._scheduler.kv.cache.texts()
 
-    # ---- stages that the ranks had before
+    def has_room(self, tokens: int) -> bool:
+        """Return True if a text of so many tokens could be kept without evicting another one."""
+        return self._scheduler.kv.budget.has_room(tokens)
 
-    async def bring_left(
-        self, left: LeftStages, running: Iterable[EngineSequence], is_wanted: Callable[[EngineSequence], bool]
+    def keep_left(
+        self, sequences: Collection[int], tokens: int, give_up: Callable[[int | None], None]
     ) -> None:
-        """Move KV of interrupted sequences from the stages that the ranks had before; the rest of it stays there.
+        """Let ranks keep the KV of some sequences of the stages that they had before, and free the rest.
 
         Args:
-            left: these stages.
-            running: the sequences, in the order in which they are to continue.
-            is_wanted: returns False once a sequence need not continue.
+            sequences: ids of the sequences.
+            tokens: tokens here that take as much memory.
+            give_up: called if some of that memory is needed.
         """
-        source, sequences = self._origin_of(left), [*running]
-        lengths = {each.id: each.computed for each in sequences}
-        lengths |= {sequence: len(tokens) for sequence, tokens, _ in left.texts}
-        self._left = dict(lengths) if source.places else {}
-        self._token_shares = self._left_shares(source)
-        self._hold_left()
-        for sequence in sequences:
-            if self._error() is None and sequence.id in self._left and is_wanted(sequence):
-                await self.bring(source, sequence)
-            self._give_up(sequence.id)
-
-    async def bring_rest(self, left: LeftStages) -> None:
-        """Move KV of ended sequences from the stages that the ranks had before, and free all that is left there."""
-        source = self._origin_of(left)
-        try:
-            for text in left.texts:
-                ...
-        finally:
-            self._left.clear()
-            self._hold_left()
-
-    def _objection(self, source: KvOrigin, reached: int) -> str:
-        """Return the reason why KV of a sequence that held `reached` tokens cannot move; empty if it can."""
-        ranks = [*self._kv.values(), *source.kv.values()]
-        if not self._scheduler.policy.prefix_cache:
-            return "the prefix cache is off"
-        if any(rank.recurrent for rank in ranks):
-            return "the model has recurrent layers"
-        if any(rank.slack and reached > rank.exact_length for rank in ranks):
-            return "sliding layers have dropped tokens"
-        for ours, theirs in source.pairs(self.places):
-            if ours.shares != theirs.shares and max(len(ours.shares), len(theirs.shares)) > 1:
-                return "ranks have other shares of the heads there"
-            if not theirs.address_from(ours.node)[0]:
-                return f"workers of {ours.node} do not reach those of {theirs.node}"
-        return ""
+        if self._error() is not None:
+            return
+        kv = self._scheduler.kv
+        kv.arriving.pop(_LEFT, None)
+        if sequences:
+            kv.budget.charge(_LEFT, tokens)
+            kv.arriving[_LEFT] = give_up
+        else:
+            kv.budget.hand_over(_LEFT)
+        self._executor.keep_left(sequences)
+        self._send(self.clock())
 
     def _predict_s(self, source: KvOrigin, tokens: int) -> float:
         """Return the predicted time of a move of some tokens."""
-        return self._times.predict_s(self._link_use(source, tokens), source.times)
+        return self._times.predict_s(source.link_use(self.places, tokens), source.times)
 
     def _measure(self, source: KvOrigin, tokens: int, taken_s: float) -> None:
-        self._times.measure(self._link_use(source, tokens), taken_s, source.times)
-
-    def _link_use(self, source: KvOrigin, tokens: int) -> LinkUse:
-        bytes_per_token = {rank: kv.bytes_per_first_token for rank, kv in source.kv.items()}
-        return link_use(source.pairs(self.places), bytes_per_token, tokens)
+        self._times.measure(source.link_use(self.places, tokens), taken_s, source.times)

@@ -23,6 +23,8 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.rpc.protos import step_pb2
 
 Tokens = tuple[int, ...]
+Text = tuple[int, Tokens, int]
+"""Cached sequence, its tokens, and the most that it ever held."""
 _Run = TypeVar("_Run", Tokens, bytes)
 
 
@@ -228,7 +230,7 @@ class PrefixCache:
         """Return the sequences that could be evicted."""
         return (sequence for sequence in self._kept if sequence != spare)
 
-    def texts(self) -> list[tuple[int, Tokens, int]]:
+    def texts(self) -> list[Text]:
         """Return the cached sequences with their tokens and the most that each ever held, the last used first."""
         return [(each, self._index.tokens(each), reached) for each, reached in reversed(self._kept.items())]
 

@@ -304,12 +304,7 @@ async def move_requests(source: Source, target: Target) -> int:
 
     await _warm_up(movable, source, target)
     try:
-        # Tokens of steps in flight would be lost, and computed again.
-        source.pause()
-        while not source.is_settled:
-            await asyncio.sleep(_LOOK_S)
-            # A suspicion that has ended may have resumed it.
-            source.pause()
+        await settle(source)
         moved = movable()
         for live in moved:
             source.release(live)
@@ -328,10 +323,23 @@ async def move_requests(source: Source, target: Target) -> int:
     return len(moved)
 
 
+async def settle(source: Source) -> None:
+    """Pause an engine, and wait for the answers to all steps: tokens of steps in flight would be lost, and computed again."""
+    try:
+        source.pause()
+        while not source.is_settled:
+            await asyncio.sleep(_LOOK_S)
+            # A suspicion that has ended may have resumed it.
+            source.pause()
+    except BaseException:
+        source.resume()
+        raise
+
+
 async def _bring_kept(source: Source, target: Target) -> None:
     """Move the prefix cache, unless the model's files were replaced meanwhile."""
     if source.limits.model == target.limits.model:
-        await target.moves.bring_kept(source.moves)
+        await target.moves.bring_kept(source.moves.origin, source.moves.texts)
 
 
 async def _warm_up(movable: Callable[[], Sequence[LiveRequest]], source: Source, target: Target) -> None:
@@ -360,7 +368,7 @@ async def _bring(
     live: LiveRequest, movable: Callable[[], Sequence[LiveRequest]], source: Source, target: Target
 ) -> int:
     """Move the KV of a request's known tokens to an engine, or let it compute them; return their number."""
-    moved = await target.moves.bring(source.moves, live.sequence)
+    moved = await target.moves.bring(source.moves.origin, live.sequence)
     if moved.tokens or live not in movable():
         return moved.tokens
     known = tuple(live.sequence.tokens)

@@ -29,6 +29,7 @@ from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
 from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv
+from mlx_ring.engine.takeover import settle
 from mlx_ring.head.instance import Epoch, Instance, stop_workers
 from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.kv_memory import KvShares
@@ -258,11 +259,13 @@ class Replica:
             raise
         try:
             await reshaping.load()
+            await settle(engine := self.service.engine)
             running.check_serves()
         except BaseException:
             await reshaping.abandon()
             raise
-        self._reshaping, reshaping.paused_requests = reshaping, len(self.service.engine.requests())
+        reshaping.leave(engine)
+        self._reshaping, reshaping.paused_requests = reshaping, len(engine.requests())
         running.drain(frozenset(), why)
         return reshaping
 
@@ -388,7 +391,7 @@ class Replica:
         early: EarlyPlan,
         reshaping: Reshaping | None,
     ) -> Epoch | None:
-        """Return the epoch that follows a lost one, of its plan or, without KV, the next one; None if all workers have ended."""
+        """Return the epoch that follows a lost one, of its plan or the next one; None if all workers have ended."""
         if reshaping is None:
             return remains and await self._patch(order, epoch, remains, early)
         patched: Epoch | None = None
@@ -397,7 +400,8 @@ class Replica:
                 patched = await self._patch(order, epoch, reshaping.left(remains), early)
         finally:  # also if the server ends meanwhile
             await (reshaping.abandon() if patched is None else reshaping.close())
-        return None if patched is None else replace(patched, kept={}, reshaping=reshaping)
+        left = patched and reshaping.left_kv(patched.prepared or {}, self._left)
+        return patched and replace(patched, kept={}, reshaping=reshaping, left=left)
 
     async def _patch(self, order: Order, epoch: Epoch, remains: Remains, early: EarlyPlan) -> Epoch | None:
         """Replace the lost ranks, unless all answer again. If that is impossible, stop the others and return None."""

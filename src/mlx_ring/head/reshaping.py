@@ -2,7 +2,8 @@
 
 Workers keep their process, weights and compiled code. Those of machines with room load while the present plan serves,
 and so do new workers of other machines. Then the present epoch ends, and its workers are linked as the next plan's, as
-after a loss. Those without room load in between, once they have dropped what they lose. KV is computed again.
+after a loss. Those without room load in between, once they have dropped what they lose. The others keep the KV of their
+present stage, which the ranks of the next plan read (`engine/left_kv.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Source
 from mlx_ring.cluster.deployment import Site, StartedWorkers, blaming, close_sites, start_on, together
 from mlx_ring.core.errors import PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.types import RankId
+from mlx_ring.engine.engine import Engine
+from mlx_ring.engine.left_kv import LeftStages
+from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, Room, sites_of
 from mlx_ring.head.placing import Order, Placement, replica_request
@@ -133,6 +137,7 @@ class Reshaping:
         self.late: dict[RankId, int] = {}
         """Bytes that ranks load in the pause, because their machine has no room for them beside the present stage."""
         self._loaded: dict[RankId, int] = {}
+        self._left: LeftStages | None = None
         self.paused_requests = 0
         """Requests that were running or waiting when the pause began."""
         self.problem: RingError | None = None
@@ -260,6 +265,22 @@ class Reshaping:
         await close_sites(self._plan.room.sites)
 
     # ---- in the pause
+
+    def leave(self, engine: Engine) -> None:
+        """Remember the KV of the present engine, whose workers change their stages next."""
+        self._left = LeftStages(engine.moves.origin, engine.moves.texts)
+
+    def left_kv(self, prepared: Container[RankId], lives: Iterable[LiveRequest]) -> LeftStages | None:
+        """Return the KV that the workers of some ranks of the next plan keep of the present one, also of interrupted requests.
+
+        Those that load in the pause drop it.
+        """
+        staying = {
+            self._staying[site.node]
+            for place, site in sites_of(self.placement).items()
+            if place in prepared and place not in self.late and site.node in self._staying
+        }
+        return self._left and replace(self._left, ranks=staying, lives=[*lives])
 
     def left(self, remains: Remains) -> Remains:
         """Return what is left of the present plan as ranks of the next one, of which none is loaded anew if all answer."""

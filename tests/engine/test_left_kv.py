@@ -1,0 +1,211 @@
+"""KV of the stages that ranks had before they changed to another split."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.default_settings import make_policy
+from tests.engine.moving import LARGE, adopted, rows_of
+from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
+from tests.engine.test_moved_cache import ENDED, answer_all, answer_to, continued, first_tokens, starting_with
+from tests.engine.twin import TwinExecutor
+from tests.engine.twin_rank import KV_BYTES_PER_TOKEN
+
+from mlx_ring.core.generation import GenerateRequest, RequestStream
+from mlx_ring.core.types import RankId
+from mlx_ring.engine.kv_budget import RankKv
+from mlx_ring.engine.left_kv import LeftKv
+
+pytestmark = pytest.mark.usefixtures("moves_in_small_parts")
+
+RUNNING = starting_with(202, 30, max_tokens=20)
+ANSWER = answer_to(RUNNING)
+NEXT = [*map(continued, ENDED)]
+NEXT_ANSWERS = [*map(answer_to, NEXT)]
+
+
+def instance(kv: RankKv | None = None, **policy: Any) -> Succession:
+    """Return a loaded instance of two stages, whose KV moves."""
+    succession = Succession(policy=make_policy(num_speculative_tokens=0, prefill_chunk=8, **policy), kv=kv)
+    succession.moves_kv = True
+    succession.load(limits=LARGE)
+    return succession
+
+
+def held_before(succession: Succession) -> int:
+    """Return the sequences that some rank still holds of its stage before."""
+    assert succession.twin is not None
+    assert succession.twin.left is not None
+    return sum(map(len, succession.twin.left.held().values()))
+
+
+def begin(succession: Succession, request: GenerateRequest, tokens: int) -> tuple[RequestStream, list[int]]:
+    """Begin an answer, and return its stream and so many of its tokens."""
+    (stream,) = succession.submit(request)
+    return stream, tokens_of(run_to(succession, stream, tokens))
+
+
+def test_answers_and_conversations_continue_without_being_computed_again() -> None:
+    async def run() -> None:
+        succession = instance()
+        answer_all(succession, ENDED)
+        stream, before = begin(succession, RUNNING, 3)
+        moving = await succession.change_stages((1, 1, 1), limits=LARGE)
+        before += tokens_of(stream.take())
+        await succession.during(moving.bring_rest())
+        succession.finish()
+        assert [*before, *tokens_of(stream.take())] == ANSWER
+        # The last delivered token is drawn again, and what follows is new.
+        assert min(start for start, _ in rows_of(succession)) == 30 + len(before) - 2
+        answers, cached = answer_all(succession, NEXT)
+        assert answers == NEXT_ANSWERS
+        assert cached == [43, 27]
+        assert held_before(succession) == 0
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_ranks_read_their_own_kv_without_a_message() -> None:
+    async def run() -> set[tuple[int, str, int, int]]:
+        succession = instance()
+        stream, _ = begin(succession, RUNNING, 3)
+        found = set[tuple[int, str, int, int]]()
+        fetch = TwinExecutor.fetch_kv
+
+        def watch(twin: Any, wanted: Any) -> None:
+            found.update(
+                (each.stage, each.address, each.first_layer, each.end_layer) for each in wanted.sources
+            )
+            fetch(twin, wanted)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TwinExecutor, "fetch_kv", watch)
+            await succession.change_stages((1, 1, 1), limits=LARGE)
+        succession.finish()
+        assert stream.take()
+        return found
+
+    # Machines 0 and 1 had the layers [0, 6) and [6, 12), and have [0, 4) and [4, 8) now.
+    assert asyncio.run(run()) == {(0, "", 0, 4), (1, "0/0", 4, 6), (1, "", 6, 8), (2, "1/0", 8, 12)}
+
+
+@pytest.mark.parametrize("why", ["a rank lost its KV", "the prefix cache is off", "the ranks cannot read it"])
+def test_everything_is_computed_again_if_kv_cannot_move(why: str) -> None:
+    async def run() -> None:
+        succession = instance(prefix_cache=why != "the prefix cache is off")
+        answer_all(succession, ENDED)
+        stream, before = begin(succession, RUNNING, 3)
+        keeping = frozenset({RankId(0, 0)}) if why == "a rank lost its KV" else None
+        with pytest.MonkeyPatch.context() as patch:
+            if why == "the ranks cannot read it":
+                patch.setattr(TwinExecutor, "keep_left", _free_all)
+            moving = await succession.change_stages((1, 1, 1), limits=LARGE, keeping=keeping)
+            await succession.during(moving.bring_rest())
+        succession.finish()
+        assert [*before, *tokens_of(stream.take())] == ANSWER
+        assert min(start for start, _ in rows_of(succession)) == 0
+        assert held_before(succession) == 0
+        assert adopted(succession) == []
+        answers, cached = answer_all(succession, NEXT)
+        assert answers == NEXT_ANSWERS
+        assert cached == [0, 0]
+
+    asyncio.run(run())
+
+
+def _free_all(twin: Any, _sequences: Any) -> None:
+    for rank in twin.left._ranks.values():
+        rank.held.clear()
+
+
+def answers_to(requests: Iterable[GenerateRequest]) -> list[list[int]]:
+    """Return the answers of an instance that is never lost."""
+
+    async def run() -> list[list[int]]:
+        return answer_all(instance(), requests)[0]
+
+    return asyncio.run(run())
+
+
+def next_turn(request: GenerateRequest) -> GenerateRequest:
+    (answer,) = answers_to([request])
+    return replace(request, prompt_tokens=(*request.prompt_tokens, *answer, 65, 66))
+
+
+def long_text(first: int, tokens: int) -> GenerateRequest:
+    request = starting_with(first, 2, max_tokens=4)
+    return replace(request, prompt_tokens=(first, *(65 + number % 40 for number in range(tokens - 1))))
+
+
+LONG = [long_text(number, 600) for number in range(203, 207)]
+FOUR_TEXTS = RankKv(4 * 768 * KV_BYTES_PER_TOKEN, KV_BYTES_PER_TOKEN)
+"""Memory that holds four of them, with no room for a further one."""
+
+
+def test_what_was_used_longest_ago_is_given_up_where_memory_is_short() -> None:
+    turns = [next_turn(LONG[3]), next_turn(LONG[0])]
+    expected = answers_to(turns)
+
+    async def run() -> None:
+        succession = instance(FOUR_TEXTS)
+        answer_all(succession, LONG)
+        assert first_tokens(succession) == [206, 205, 204, 203]
+        moving = await succession.change_stages((1, 1, 1), limits=LARGE)
+        await succession.during(moving.bring_rest())
+        assert first_tokens(succession) == [206, 205, 204]
+        assert held_before(succession) == 0
+        answers, cached = answer_all(succession, turns)
+        assert answers == expected
+        assert cached == [603, 0]
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_request_gets_the_memory_of_what_is_left_at_once() -> None:
+    large, turn = long_text(210, 1800), next_turn(LONG[3])
+    answer, expected = answers_to([large, turn])
+
+    async def run() -> None:
+        succession = instance(FOUR_TEXTS)
+        answer_all(succession, LONG)
+        moving = await succession.change_stages((1, 1, 1), limits=LARGE)
+        assert held_before(succession) > 0
+        (stream,) = succession.submit(large)
+        succession.finish()
+        assert tokens_of(stream.take()) == answer
+        await succession.during(moving.bring_rest())
+        answers, _ = answer_all(succession, [turn])
+        assert answers == [expected]
+        assert held_before(succession) == 0
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_request_that_has_ended_meanwhile_is_not_moved() -> None:
+    other = starting_with(203, 30, max_tokens=20)
+
+    async def run() -> None:
+        succession = instance()
+        stream, before = begin(succession, RUNNING, 3)
+        gone, _ = begin(succession, other, 3)
+        bring = LeftKv.bring_running
+
+        async def leave_first(moving: LeftKv) -> None:
+            await gone.aclose()
+            await bring(moving)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LeftKv, "bring_running", leave_first)
+            await succession.change_stages((1, 1, 1), limits=LARGE)
+        assert len({adopt.sequence for adopt in adopted(succession)}) == 1
+        succession.finish()
+        assert [*before, *tokens_of(stream.take())] == ANSWER
+
+    asyncio.run(run())
