@@ -21,8 +21,10 @@ from tests.end_to_end.test_drain import (
     STREAMS,
     TOKENS,
     Streams,
+    ask,
     body_of,
     expected,
+    moved_tokens,
     nodes,
     nodes_in_use,
 )
@@ -264,8 +266,27 @@ def test_workers_load_only_the_layers_that_they_gain_and_no_answer_changes(tmp_p
         for used, promised in memory:
             assert used["weight_bytes"] == pytest.approx(promised["weight_bytes"], rel=0.05)
         assert 0 < moved["loaded_bytes"] < 0.8 * sum(used["weight_bytes"] for used, _ in memory)
+        assert moved_tokens(server) > 0
         assert expected(server) == texts
         assert replan(server, dry_run=True)["proposal"] is None
+
+
+def test_conversation_at_rest_continues_on_other_stages_without_being_computed(tmp_path: Path) -> None:
+    """Let nothing else move: what that took might make it slower to move this than to compute it."""
+    with growing_cluster(tmp_path) as (server, join):
+        resting = "They talk for hours. " * 200
+        text, computed = ask(server, resting)
+        assert computed > 1024
+        join()
+        assert replan(server)["moved"]["way"] == "ranges"
+        assert len(stages_of(server)) == 3
+        assert eventually(lambda: moved_tokens(server), lambda tokens: tokens > 0) >= computed
+        assert ask(server, resting) == (text, 1)
+        # Nothing is left of the stages before.
+        (instance,) = server.status()["instances"]
+        cached = server.http.get("/cache/stats").json()["prefix_cache"]
+        assert cached["entries"] == 1
+        assert all(stage["memory"]["used"]["kv_bytes"] > 0 for stage in instance["stages"])
 
 
 def test_a_machine_that_was_lost_gets_its_layers_again_and_no_answer_changes(tmp_path: Path) -> None:

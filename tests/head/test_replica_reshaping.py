@@ -33,7 +33,13 @@ class ChangingInstance(FakeInstance):
 
     async def run(self, ready: Callable[[float], None]) -> None:
         engine = SimpleNamespace(
-            error=None, requests=lambda: [1, 2], lose=print, oldest_unanswered=lambda: None
+            error=None,
+            requests=lambda: [1, 2],
+            lose=print,
+            oldest_unanswered=lambda: None,
+            pause=lambda: None,
+            resume=lambda: None,
+            is_settled=True,
         )
         if self._epoch.reshaping is not None and self._epoch.reshaping.problem is not None:
             self.is_dropped = True
@@ -70,8 +76,14 @@ class FakeReshaping:
         if self._problem is not None:
             raise self._problem
 
+    def leave(self, engine: object) -> None:
+        self.calls.append("leave")
+
     def left(self, remains: Remains) -> Remains:
         return replace(remains, epoch=7)
+
+    def left_kv(self, _prepared: object, _lives: object) -> None:
+        return None
 
     def back(self, remains: Remains, _now: Placement) -> Remains:
         return remains
@@ -126,7 +138,7 @@ def test_workers_change_their_stages_and_the_present_ones_stay_if_that_cannot_be
     if fault == "load":
         assert (reshaping.calls, replica.service.info.epoch) == (["load", "abandon"], 1)
     else:
-        assert reshaping.calls == ["load", "abandon" if fault else "close"]
+        assert reshaping.calls == ["load", "leave", "abandon" if fault else "close"]
         assert reshaping.paused_requests == 2
     # The number 2 was that of workers that were started for the change.
     assert [remains.epoch for remains in machines.remains] == ([] if fault else [7])
@@ -166,7 +178,7 @@ def test_all_workers_go_back_to_their_stages_if_one_cannot_load_its_next_one(
     assert [(each.epoch, each.lost) for each in machines.remains] == [(7, set()), (1, set())]
     assert not machines.remains[1].leaves_others
     assert [call for call in machines.calls if call.startswith("patch")] == ["patch 8 None", "patch 9 None"]
-    assert (reshaping.calls, machines.loads) == (["load", "close"], 1)
+    assert (reshaping.calls, machines.loads) == (["load", "leave", "close"], 1)
     assert [*map(type, machines.failures)] == [NodeDrained], "no machine is blamed"
     assert not meter.losses
 
@@ -211,4 +223,4 @@ def test_new_workers_end_if_the_server_is_stopped_while_stages_change(
         await asyncio.wait([running])
 
     asyncio.run(run())
-    assert reshaping.calls == ["load", "abandon"]
+    assert reshaping.calls == ["load", "leave", "abandon"]

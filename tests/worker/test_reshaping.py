@@ -20,6 +20,7 @@ from tests.worker.stages import PROMPT, chunk, open_sequence, want
 from tests.worker.test_server import LocalCall
 from tests.worker.test_weights import write_quantized_model
 
+from mlx_ring.core.errors import RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.model_source import find_model
@@ -184,9 +185,9 @@ class Worker:
             self.epoch += 1
         return found[0].failure.kind
 
-    def greet(self) -> None:
-        """Open the head's stream of steps for the present epoch."""
-        hello = make_hello(instance="demo-1", epoch=self.epoch, fencing_id=1)
+    def greet(self, head: int = 1) -> None:
+        """Open a head's stream of steps for the present epoch."""
+        hello = make_hello(instance="demo-1", epoch=self.epoch, fencing_id=head)
         requests = queue.SimpleQueue[worker_pb2.StepsRequest]()
         requests.put(worker_pb2.StepsRequest(hello=hello))
         self._answers = self.server.steps(iter(requests.get, None), cast("Any", LocalCall()))
@@ -205,6 +206,50 @@ class Worker:
             rows=[chunk(step, 0, PROMPT, want(), want(step_pb2.Want.LOGITS))],
         )
         self.server._jobs.put(lambda: self.server.execute(stream, made, 0))
+
+    def keep_left(self, *sequences: int) -> None:
+        """Free what it has of the stage before, but some sequences."""
+        stream = self.server._stream
+        assert stream is not None
+        self.server._jobs.put(lambda: self.server._keep_left(stream, sequences))
+        self.run()
+
+    def change(self, before: tuple[int, int], after: tuple[int, int], steps: int) -> None:
+        """Execute steps on one stage, and change to another one."""
+        for layers in (before, after):
+            progress = self.ask(layers, worker_pb2.LoadRequest.BESIDE)
+            self.run()
+            assert last_report(progress).ready
+            assert [self.relink(layers, commit=commit) for commit in (False, True)] == ["", ""]
+            self.greet()
+            for step in range(1, steps + 1) if layers == before else ():
+                self.execute(step)
+                self.run()
+                self.answer()
+
+    def adopt(self, sequence: int, destination: int, layers: tuple[int, int]) -> str:
+        """Read a sequence of the stage before for a sequence of the present one; return why that failed."""
+        transfers, answers = self.server._transfers, list[str]()
+        source = worker_pb2.KvSource(stage=0, first_layer=layers[0], end_layer=layers[1], key="key")
+        transfers.export(
+            worker_pb2.ExportKv(key="key", sequence=sequence, length=len(PROMPT), within_s=60, left=True)
+        )
+        wanted = worker_pb2.FetchKv(id=1, sources=[source], start=0, end=len(PROMPT), within_s=60)
+        transfers.fetch(wanted, lambda blocks, problem: answers.append(problem if not blocks else ""))
+        if answers != [""]:
+            return answers[0]
+        assert self.server._built is not None
+        store = self.server._built.store
+        store.open(destination, 64)
+        try:
+            for part in (0, 1):
+                adopt = step_pb2.Adopt(
+                    sequence=destination, fetch=1, length=len(PROMPT), moved=True, part=part, parts=2
+                )
+                transfers.adopt(store, adopt)
+        except RingError as error:
+            return str(error)
+        return ""
 
     def answer(self) -> step_pb2.StepDone:
         done = next(self._answers).done
@@ -285,8 +330,12 @@ def test_a_worker_computes_steps_while_it_loads_what_it_gains(
     assert [worker.relink((0, 5), commit=commit) for commit in (False, True)] == ["", ""]
     status = worker.server.status(worker_pb2.StatusRequest(), cast("Any", LocalCall()))
     assert (status.hello.epoch, status.hello.plan_digest, status.phase) == (2, "plan 0-5", "ready")
-    assert (status.kv_bytes, status.sequences) == (0, 0)
+    # The KV of the stage before counts until the head wants none of it.
+    assert status.sequences == 0
+    assert status.kv_bytes == worker.server._transfers.left_bytes > 0
     worker.greet()
+    worker.keep_left()
+    assert worker.server.status(worker_pb2.StatusRequest(), cast("Any", LocalCall())).kv_bytes == 0
     worker.execute(1)
     worker.run()
     request = worker_pb2.LoadRequest(
@@ -301,6 +350,45 @@ def test_a_worker_computes_steps_while_it_loads_what_it_gains(
         rows=[chunk(1, 0, PROMPT, want(), want(step_pb2.Want.LOGITS))],
     )
     assert worker.answer().results == fresh.runner.run(step, 0).results
+
+
+def test_a_worker_reads_what_it_kept_of_the_stage_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(write_random_model(tmp_path / "model", QWEN3), monkeypatch)
+    worker.change((0, 4), (0, 2), steps=3)
+    left = worker.server._transfers._left
+    assert left is not None
+    assert {*left.kv.sequences} == {1, 2, 3}
+    assert worker.adopt(2, 7, (0, 2)) == ""
+    assert worker.server._built is not None
+    store, tokens = worker.server._built.store, (0, len(PROMPT))
+    assert store.length(7) == len(PROMPT)
+    for layer in (0, 1):
+        pairs = zip(
+            store.layer_content(7, layer, tokens), left.kv.layer_content(2, layer, tokens), strict=True
+        )
+        assert all(mx.array_equal(ours, theirs) for ours, theirs in pairs)
+    worker.keep_left(2, 3)
+    assert {*left.kv.sequences} == {2, 3}
+    assert worker.adopt(1, 8, (0, 2)) == "Sequence 1 is not open here."
+    worker.keep_left()
+    assert (worker.server._transfers._left, worker.server._transfers.left_bytes) == (None, 0)
+    assert "was freed" in worker.adopt(2, 9, (0, 2))
+
+
+def test_kv_of_the_stage_before_is_freed_with_the_next_epoch_and_for_another_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_random_model(tmp_path / "model", QWEN3)
+    relinked, taken_over = (Worker(folder, monkeypatch) for _ in range(2))
+    for worker in (relinked, taken_over):
+        worker.change((0, 4), (0, 2), steps=1)
+        assert worker.server._transfers._left is not None
+    assert relinked.relink((0, 2), commit=False) == ""
+    assert relinked.server._transfers._left is None
+    taken_over.greet(head=2)
+    assert taken_over.server._transfers._left is None
 
 
 def test_a_worker_frees_the_layers_that_it_loses_before_it_loads_others(

@@ -428,7 +428,7 @@ class KvMoves:
         Args:
             sequences: ids of the sequences.
             tokens: tokens here that take as much memory.
-            give_up: called if some of that memory is needed.
+            give_up: called if some of that memory is needed, so that nothing waits for it.
         """
         if self._error() is not None:
             return
@@ -440,7 +440,6 @@ class KvMoves:
         else:
             kv.budget.hand_over(_LEFT)
         self._executor.keep_left(sequences)
-        self._send(self.clock())
 
     def _predict_s(self, source: KvOrigin, tokens: int) -> float:
         """Return the predicted time of a move of some tokens."""
