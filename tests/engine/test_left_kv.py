@@ -194,11 +194,11 @@ def test_request_that_has_ended_meanwhile_is_not_moved() -> None:
     async def run() -> None:
         succession = instance()
         stream, before = begin(succession, RUNNING, 3)
-        gone, _ = begin(succession, other, 3)
+        ended, _ = begin(succession, other, 3)
         bring = LeftKv.bring_running
 
         async def leave_first(moving: LeftKv) -> None:
-            await gone.aclose()
+            await ended.aclose()
             await bring(moving)
 
         with pytest.MonkeyPatch.context() as patch:

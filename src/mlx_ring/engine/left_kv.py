@@ -1,8 +1,8 @@
 """KV of the stages that an engine's ranks had before: their workers have changed to another split of the layers.
 
 The ranks read it as if another instance still had it, each its own layers. First comes that of interrupted requests, before
-they continue, then that of ended ones. What has not been read counts as used memory. If that is needed, it is given up, the
-text that was used longest ago first.
+they continue, then that of ended ones. Until it has been read, it counts as used memory. If that is needed, the text that was
+used longest ago is given up first.
 """
 
 from __future__ import annotations

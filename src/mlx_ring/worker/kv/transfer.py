@@ -6,7 +6,7 @@ the worker that serves it. It is copied when the one before it is being sent, so
 reader keeps all parts until the head adopts them for a sequence.
 
 A worker that gets another stage keeps the keys and values of the one before, as long as the head wants some of them. The
-workers of the next stages read them in the same way. What a worker has itself is copied when it is adopted.
+workers of the next stages read them in the same way. A worker copies its own when they are adopted.
 
 Nothing here fails a step. A reader that does not get everything answers why, and keeps nothing.
 """
