@@ -25,8 +25,7 @@ from tests.examples import examples
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import NotReady
-from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.engine.executor import KvPlace
+from mlx_ring.core.types import KvPlace, LayerRange, RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.scheduler import Scheduler

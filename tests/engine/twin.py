@@ -20,8 +20,8 @@ import numpy as np
 from tests.engine.twin_rank import HeldSequence, NextToken, Reach, TwinRank, anywhere, hash_token
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError
-from mlx_ring.core.types import LayerRange, RankId
-from mlx_ring.engine.executor import KvPlace, Listener, sampling_ranks
+from mlx_ring.core.types import KvPlace, LayerRange, RankId
+from mlx_ring.engine.executor import Listener, sampling_ranks
 from mlx_ring.rpc.failures import error_to_failure
 from mlx_ring.rpc.protos import step_pb2, tensor_pb2, worker_pb2
 from mlx_ring.rpc.protos.step_pb2 import Want

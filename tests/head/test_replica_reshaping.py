@@ -76,7 +76,7 @@ class FakeReshaping:
         if self._problem is not None:
             raise self._problem
 
-    def leave(self, engine: object) -> None:
+    def leave(self, _engine: object) -> None:
         self.calls.append("leave")
 
     def left(self, remains: Remains) -> Remains:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Literal, NamedTuple, get_args
@@ -234,3 +234,22 @@ Way = Literal["recompute", "kept", "disk", "peers", "replica", "wait", "move"]
 `move`: workers of another instance, which still serve, send their KV.
 """
 WAYS: tuple[Way, ...] = get_args(Way)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlace:
+    """KV of one rank, and the ways to its worker."""
+
+    rank: RankId
+    layers: LayerRange
+    shares: tuple[float, ...]
+    """Shares of all ranks of its stage."""
+    node: str
+    address_from: Callable[[str], tuple[str, str]]
+    """Function that returns the worker's address for workers of a node, and the owner of the certificate there."""
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Measured throughput to other nodes."""
+
+    def common(self, other: KvPlace) -> range:
+        """Return the layers that both ranks have."""
+        return range(max(self.layers.start, other.layers.start), min(self.layers.end, other.layers.end))

@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from mlx_ring.core.errors import ProtocolError, RingError, ServingError, WorkerLost, WorkerStuck
-from mlx_ring.core.types import LayerRange, RankId
+from mlx_ring.core.types import KvPlace, RankId
 from mlx_ring.engine.admission import GRAMMAR_WITHIN_S, Grammars, Settled, Suspects
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.sequence import Sequence as EngineSequence
@@ -158,25 +158,6 @@ class RankAddress:
     address: str
     node: str = ""
     """Node whose certificate answers there; empty on this machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvPlace:
-    """KV of one rank, and the ways to its worker."""
-
-    rank: RankId
-    layers: LayerRange
-    shares: tuple[float, ...]
-    """Shares of all ranks of its stage."""
-    node: str
-    address_from: Callable[[str], tuple[str, str]]
-    """Function that returns the worker's address for workers of a node, and the owner of the certificate there."""
-    bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Measured throughput to other nodes."""
-
-    def common(self, other: KvPlace) -> range:
-        """Return the layers that both ranks have."""
-        return range(max(self.layers.start, other.layers.start), min(self.layers.end, other.layers.end))
 
 
 @dataclass(frozen=True, slots=True)

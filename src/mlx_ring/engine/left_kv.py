@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from mlx_ring.core.types import RankId
-from mlx_ring.engine.executor import KvOrigin, KvPlace
+from mlx_ring.core.types import KvPlace, RankId
+from mlx_ring.engine.executor import KvOrigin
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.moved_kv import KvMoves

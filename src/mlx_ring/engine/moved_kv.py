@@ -23,8 +23,8 @@ from itertools import pairwise
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import RingError
 from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import RankId, fetch_ids, is_moved
-from mlx_ring.engine.executor import Executor, KvOrigin, KvPlace
+from mlx_ring.core.types import KvPlace, RankId, fetch_ids, is_moved
+from mlx_ring.engine.executor import Executor, KvOrigin
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, Extent, Match, Text, Tokens
 from mlx_ring.engine.resumption import Candidate, choose_way

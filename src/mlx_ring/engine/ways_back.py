@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.generation import WayBack, WaysBack
-from mlx_ring.core.types import BLOCK_TOKENS, RankId, Way
+from mlx_ring.core.types import BLOCK_TOKENS, KvPlace, RankId, Way
 from mlx_ring.engine.prefix_cache import LEAST_TOKENS, TOKEN_BYTES, SavedText, Tokens, shared_length
 from mlx_ring.engine.resumption import (
     Candidate,
@@ -24,9 +24,6 @@ from mlx_ring.engine.resumption import (
 from mlx_ring.engine.rows import Restore, release
 from mlx_ring.engine.sequence import Sequence
 from mlx_ring.rpc.protos import step_pb2, worker_pb2
-
-if TYPE_CHECKING:  # it imports gRPC, and simulations need none
-    from mlx_ring.engine.executor import KvPlace
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import TypeVar
 from mlx_ring.cluster.deployment import GroupRoute, Site, Trusting, WorkerPlace, group_routes, route_between
 from mlx_ring.cluster.layer_split import Cut, make_assignments, shaping_settings
 from mlx_ring.core.errors import ModelUnsupported, PlanError
-from mlx_ring.core.types import CpuWeights, LayerRange, RankId
-from mlx_ring.engine.executor import KvPlace
+from mlx_ring.core.types import CpuWeights, KvPlace, LayerRange, RankId
 from mlx_ring.engine.in_flight import Predict, StepSize
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.models.tensor_shares import read_tensor_sizes, share_out
