@@ -132,7 +132,7 @@ class Succession:
             pass
         left = LeftStages(self.engine.moves.origin, self.engine.moves.texts)
         self.lose(NodeDrained("They change to another split."))
-        before, lives = self.before, [*self._left]
+        before, lives = self.before, self._left
         assert before is not None
         engine = self.load(tp_sizes, limits, takes_over=False)
         assert self.twin is not None

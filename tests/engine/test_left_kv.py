@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.default_settings import make_policy
 from tests.engine.moving import LARGE, adopted, rows_of
-from tests.engine.successions import Succession, check_nothing_is_left, run_to, tokens_of
+from tests.engine.successions import LOSS, Succession, check_nothing_is_left, run_to, tokens_of
 from tests.engine.test_moved_cache import ENDED, answer_all, answer_to, continued, first_tokens, starting_with
 from tests.engine.twin import TwinExecutor
 from tests.engine.twin_rank import KV_BYTES_PER_TOKEN
@@ -203,6 +203,36 @@ def test_request_that_has_ended_meanwhile_is_not_moved() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LeftKv, "bring_running", leave_first)
+            await succession.change_stages((1, 1, 1), limits=LARGE)
+        assert len({adopt.sequence for adopt in adopted(succession)}) == 1
+        succession.finish()
+        assert [*before, *tokens_of(stream.take())] == ANSWER
+
+    asyncio.run(run())
+
+
+def test_request_that_another_replica_took_over_and_lost_gets_no_kv_of_a_sequence_with_its_number() -> None:
+    async def run() -> None:
+        succession = instance()
+        stream, before = begin(succession, RUNNING, 3)
+        begin(succession, starting_with(203, 60, max_tokens=20), 3)
+        before += tokens_of(stream.take())
+        other = instance()
+        answer_all(other, ENDED[:1])
+        bring = LeftKv.bring_running
+
+        async def take_over_first(moving: LeftKv) -> None:
+            lives = succession.held.take()
+            assert other.engine is not None
+            # Its number there is that of the other request here.
+            other.engine.take_over(lives[:1])
+            before.extend(tokens_of(run_to(other, stream, 2)))
+            other.lose()
+            succession.held.hold([*other.held.take(), *lives[1:]], LOSS)
+            await bring(moving)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LeftKv, "bring_running", take_over_first)
             await succession.change_stages((1, 1, 1), limits=LARGE)
         assert len({adopt.sequence for adopt in adopted(succession)}) == 1
         succession.finish()

@@ -8,9 +8,9 @@ used longest ago is given up first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mlx_ring.core.types import KvPlace, RankId
 from mlx_ring.engine.executor import KvOrigin
@@ -18,6 +18,7 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.prefix_cache import Text
+from mlx_ring.engine.resumption import LeftKv as LeftSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class LeftStages:
     """Ended sequences, the last used first."""
     ranks: AbstractSet[RankId] = frozenset()
     """Ranks of that engine whose workers keep their KV."""
-    lives: Sequence[LiveRequest] = ()
-    """Interrupted requests."""
+    lives: Mapping[LiveRequest, LeftSequence] = field(default_factory=dict[LiveRequest, LeftSequence])
+    """Interrupted requests, with what that engine left of each."""
 
 
 class LeftKv:
@@ -39,12 +40,14 @@ class LeftKv:
     def __init__(self, moves: KvMoves, left: LeftStages) -> None:
         """Let the ranks keep what can move; they free the rest."""
         self._moves, self._texts = moves, left.texts
-        self._lives = [live for live in left.lives if live.left is not None]
+        self._lives = [
+            (live, each, live.sequence.id) for live, each in left.lives.items() if live.left is each
+        ]
         places = [*_present_places(left, moves.places)]
         origin = moves.origin
         self._origin = replace(left.origin, places=places, send=origin.send, error=origin.error, is_left=True)
         has_all = _layers(moves.places) <= _layers(places)
-        lengths = {live.sequence.id: live.sequence.computed for live in self._lives}
+        lengths = {sequence: live.sequence.computed for live, _, sequence in self._lives}
         lengths |= {sequence: len(tokens) for sequence, tokens, _ in self._texts}
         self._lengths = lengths if has_all else dict[int, int]()
         """Tokens of each sequence that the ranks keep, the first to be given up last."""
@@ -65,14 +68,13 @@ class LeftKv:
 
     async def bring_running(self) -> None:
         """Move KV of the interrupted requests, in their order."""
-        for live in self._lives:
-            sequence, left = live.sequence, live.left
-            # Another replica may have taken it over, or its client may have left.
-            if sequence.id in self._lengths and left is not None and not live.has_ended:
-                moved = await self._moves.bring(self._origin, sequence)
+        for live, left, sequence in self._lives:
+            # Another replica may have taken it over, and lost it too, or its client may have left.
+            if sequence in self._lengths and live.left is left and not live.has_ended:
+                moved = await self._moves.bring(self._origin, live.sequence)
                 if moved.back is not None:
                     moved.back.arrive(None)
-            self._give_up(sequence.id)
+            self._give_up(sequence)
 
     async def bring_rest(self) -> None:
         """Move KV of ended sequences, and let the ranks free all that is left."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from mlx_ring.cluster.agent_link import STOP_WAIT_S, Source
@@ -22,6 +22,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.left_kv import LeftStages
 from mlx_ring.engine.live_request import LiveRequest
+from mlx_ring.engine.resumption import LeftKv
 from mlx_ring.head.kv_memory import KvShares, KvUser, Reservation
 from mlx_ring.head.patching import Remains, Room, sites_of
 from mlx_ring.head.placing import Order, Placement, replica_request
@@ -270,7 +271,7 @@ class Reshaping:
         """Remember the KV of the present engine, whose workers change their stages next."""
         self._left = LeftStages(engine.moves.origin, engine.moves.texts)
 
-    def left_kv(self, prepared: Container[RankId], lives: Iterable[LiveRequest]) -> LeftStages | None:
+    def left_kv(self, prepared: Container[RankId], lives: Mapping[LiveRequest, LeftKv]) -> LeftStages | None:
         """Return the KV that the workers of some ranks of the next plan keep of the present one, also of interrupted requests.
 
         Those that load in the pause drop it.
@@ -280,7 +281,7 @@ class Reshaping:
             for place, site in sites_of(self.placement).items()
             if place in prepared and place not in self.late and site.node in self._staying
         }
-        return self._left and replace(self._left, ranks=staying, lives=[*lives])
+        return self._left and replace(self._left, ranks=staying, lives=lives)
 
     def left(self, remains: Remains) -> Remains:
         """Return what is left of the present plan as ranks of the next one, of which none is loaded anew if all answer."""
