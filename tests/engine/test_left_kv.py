@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.left_kv import LeftKv
+from mlx_ring.rpc.protos import worker_pb2
 
 pytestmark = pytest.mark.usefixtures("moves_in_small_parts")
 
@@ -28,9 +30,12 @@ NEXT = [*map(continued, ENDED)]
 NEXT_ANSWERS = [*map(answer_to, NEXT)]
 
 
-def instance(kv: RankKv | None = None, **policy: Any) -> Succession:
+def instance(
+    kv: RankKv | None = None, clock: Callable[[], float] = time.monotonic, **policy: Any
+) -> Succession:
     """Return a loaded instance of two stages, whose KV moves."""
-    succession = Succession(policy=make_policy(num_speculative_tokens=0, prefill_chunk=8, **policy), kv=kv)
+    chosen = make_policy(num_speculative_tokens=0, prefill_chunk=8, **policy)
+    succession = Succession(policy=chosen, kv=kv, clock=clock)
     succession.moves_kv = True
     succession.load(limits=LARGE)
     return succession
@@ -237,5 +242,65 @@ def test_request_that_another_replica_took_over_and_lost_gets_no_kv_of_a_sequenc
         assert len({adopt.sequence for adopt in adopted(succession)}) == 1
         succession.finish()
         assert [*before, *tokens_of(stream.take())] == ANSWER
+
+    asyncio.run(run())
+
+
+def test_answer_that_does_not_fit_beside_its_own_kv_is_computed_again() -> None:
+    request = replace(long_text(210, 1700), sampling=RUNNING.sampling)
+    (answer,) = answers_to([request])
+
+    async def run() -> None:
+        succession = instance(FOUR_TEXTS)
+        stream, before = begin(succession, request, 3)
+        await succession.change_stages((1, 1, 1), limits=LARGE)
+        # The ranks have freed it, and could copy nothing.
+        assert held_before(succession) == 0
+        assert adopted(succession) == []
+        succession.finish()
+        assert [*before, *tokens_of(stream.take())] == answer
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
+def test_requests_wait_for_one_failed_move_and_not_for_each() -> None:
+    requests = [starting_with(first, 30, max_tokens=20) for first in (202, 203, 204, 205)]
+    ends = [answer_to(request)[-3:] for request in requests]
+    now = 0.0
+    tried, fetch = list[int](), TwinExecutor.fetch_kv
+
+    def fail(twin: TwinExecutor, wanted: worker_pb2.FetchKv) -> None:
+        """Fail after a long time."""
+        nonlocal now
+        if wanted.sources:
+            tried.append(wanted.id)
+            now, twin.fails_moves = now + 15.0, "the other machine does not answer"
+        fetch(twin, wanted)
+
+    async def run() -> None:
+        succession = instance(clock=lambda: now)
+        streams = [begin(succession, request, 3)[0] for request in requests]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TwinExecutor, "fetch_kv", fail)
+            await succession.change_stages((1, 1, 1), limits=LARGE)
+        assert len(tried) == 1
+        assert held_before(succession) == 0
+        succession.finish()
+        assert [tokens_of(stream.take())[-3:] for stream in streams] == ends
+
+    asyncio.run(run())
+
+
+def test_request_that_needs_all_of_its_tokens_computed_is_not_moved() -> None:
+    request = replace(RUNNING, prompt_logprobs=0)
+    assert request.computes_all
+
+    async def run() -> None:
+        succession = instance()
+        begin(succession, request, 3)
+        await succession.change_stages((1, 1, 1), limits=LARGE)
+        assert adopted(succession) == []
+        assert held_before(succession) == 0
 
     asyncio.run(run())

@@ -174,6 +174,8 @@ class KvOrigin:
     """Times of moves to their engine."""
     is_left: bool = False
     """True if it is of the stages that the ranks had before."""
+    has: Callable[[int], bool] = bool
+    """Function that returns False once a sequence, of an id that is never 0, was given up there."""
 
     def export(self, key: str, sequence: int, length: int, nodes: Iterable[str], within_s: float) -> None:
         """Let workers of some nodes read a sequence's first tokens, or with a length of 0 no longer."""

@@ -20,6 +20,9 @@ from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.prefix_cache import Text
 from mlx_ring.engine.resumption import LeftKv as LeftSequence
 
+_MOST_FAILED_S = 5.0
+"""Time in failed moves after which the other interrupted requests are computed again."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeftStages:
@@ -45,7 +48,9 @@ class LeftKv:
         ]
         places = [*_present_places(left, moves.places)]
         origin = moves.origin
-        self._origin = replace(left.origin, places=places, send=origin.send, error=origin.error, is_left=True)
+        self._origin = replace(
+            left.origin, places=places, send=origin.send, error=origin.error, is_left=True, has=self._keeps
+        )
         has_all = _layers(moves.places) <= _layers(places)
         lengths = {sequence: live.sequence.computed for live, _, sequence in self._lives}
         lengths |= {sequence: len(tokens) for sequence, tokens, _ in self._texts}
@@ -58,6 +63,9 @@ class LeftKv:
         tokens = math.ceil(sum(self._lengths.values()) * self._share)
         self._moves.keep_left(self._lengths, tokens, self._give_up_last)
 
+    def _keeps(self, sequence: int) -> bool:
+        return sequence in self._lengths
+
     def _give_up(self, sequence: int) -> None:
         """Let the ranks free a sequence."""
         if self._lengths.pop(sequence, None) is not None:
@@ -67,11 +75,15 @@ class LeftKv:
         self._give_up([*self._lengths][-1])
 
     async def bring_running(self) -> None:
-        """Move KV of the interrupted requests, in their order."""
+        """Move KV of the interrupted requests, in their order. All of them wait for it, so failures end it soon."""
+        failed_s = 0.0
         for live, left, sequence in self._lives:
+            is_wanted = failed_s < _MOST_FAILED_S and not live.sequence.request.computes_all
             # Another replica may have taken it over, and lost it too, or its client may have left.
-            if sequence in self._lengths and live.left is left and not live.has_ended:
+            if is_wanted and sequence in self._lengths and live.left is left and not live.has_ended:
+                began = self._moves.clock()
                 moved = await self._moves.bring(self._origin, live.sequence)
+                failed_s += 0.0 if moved.tokens else self._moves.clock() - began
                 if moved.back is not None:
                     moved.back.arrive(None)
             self._give_up(sequence)

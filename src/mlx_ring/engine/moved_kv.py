@@ -1,8 +1,7 @@
 """KV that moves from the ranks of one engine to those of another one, when requests move and both serve.
 
-In the same way, `left_kv.py` moves KV of the stages that an engine's ranks had before.
-
-So does the prefix cache: without it, each conversation would be computed again from its first token on.
+So does the prefix cache: without it, each conversation would be computed again from its first token on. `left_kv.py` moves
+KV of the stages that an engine's ranks had before in the same way.
 
 Every rank of the target reads its layers from those ranks of the source that have them, whatever the two cuts are. KV of
 what two texts begin with moves once. It moves if that is predicted to be faster than to compute it. A long text comes in
@@ -85,6 +84,8 @@ class _Text:
     """True if it evicts nothing, and is evicted first."""
     end_s: float
     """Time on the engine's clock from which on no more pieces are read."""
+    is_there: Callable[[], bool]
+    """Function that returns False once its source was given up."""
     entry: int = 0
     """Id of its KV; 0 until there is room for it."""
     is_offered: bool = False
@@ -235,7 +236,8 @@ class KvMoves:
     ) -> str:
         """Move a sequence's tokens from `start` on within `most_s`; return the reason if some have not arrived."""
         began = self.clock()
-        text = _Text(tokens, secrets.token_hex(16), start, start, is_oldest, began + most_s)
+        ends = began + most_s, partial(source.has, sequence)
+        text = _Text(tokens, secrets.token_hex(16), start, start, is_oldest, *ends)
         # Once for all pieces, because it waits for the source's steps.
         source.export(text.key, sequence, len(tokens), {place.node for place in self.places}, most_s)
         try:
@@ -311,9 +313,8 @@ class KvMoves:
         if fetch is not None and not fetch.result.done():
             fetch.owed_by.discard(rank)
             if not fetched.blocks:
-                fetch.result.set_result(
-                    fetched.problem or f"worker {rank.rank} of stage {rank.stage} gave up"
-                )
+                problem = fetched.problem or f"worker {rank.rank} of stage {rank.stage} gave up"
+                fetch.result.set_result(problem)
             elif not fetch.owed_by:
                 fetch.result.set_result("")
         return is_moved(fetched.id)
@@ -357,7 +358,7 @@ class KvMoves:
         # With the first piece, ranks allocate the memory of all tokens.
         parts = parts_of(len(piece if text.arrived > text.start else text.tokens) * self._token_bytes)
         for part in range(parts):
-            if not self._is_arriving(text):
+            if not (self._is_arriving(text) and text.is_there()):
                 return _NOT_KEPT
             # The next step takes all operations along. Rows of answers go out between the parts.
             step = self._scheduler.in_flight.sent + 1
