@@ -172,6 +172,20 @@ def test_what_was_used_longest_ago_is_given_up_where_memory_is_short() -> None:
     asyncio.run(run())
 
 
+def test_text_that_does_not_fit_beside_itself_is_given_up_and_not_others() -> None:
+    async def run() -> None:
+        succession = instance(FOUR_TEXTS)
+        answer_all(succession, [LONG[0], long_text(210, 1700)])
+        assert first_tokens(succession) == [210, 203]
+        moving = await succession.change_stages((1, 1, 1), limits=LARGE)
+        await succession.during(moving.bring_rest())
+        assert first_tokens(succession) == [203]
+        assert held_before(succession) == 0
+        check_nothing_is_left(succession)
+
+    asyncio.run(run())
+
+
 def test_request_gets_the_memory_of_what_is_left_at_once() -> None:
     large, turn = long_text(210, 1800), next_turn(LONG[3])
     answer, expected = answers_to([large, turn])

@@ -100,6 +100,12 @@ class LeftKv:
         """Yield the texts that the ranks keep. Each is freed once the next one is wanted."""
         for text in self._texts:
             sequence, tokens, _ = text
+            # It is here twice until it has been copied. Others are given up for it only if that is enough.
+            if not self._moves.has_room(
+                len(tokens) + math.ceil(len(tokens) * self._share), without_left=True
+            ):
+                self._give_up(sequence)
+                continue
             while len(self._lengths) > 1 and not self._moves.has_room(len(tokens)):
                 self._give_up_last()
             if sequence in self._lengths:

@@ -417,17 +417,16 @@ class KvMoves:
         """Ended sequences whose KV is cached, the last used first."""
         return self._scheduler.kv.cache.texts()
 
-    def has_room(self, tokens: int) -> bool:
-        """Return True if a text of so many tokens could be kept without evicting another one."""
-        return self._scheduler.kv.budget.has_room(tokens)
+    def has_room(self, tokens: int, *, without_left: bool = False) -> bool:
+        """Return True if so many tokens could be kept without evicting a text, or if all that `keep_left` keeps were freed."""
+        budget, without = self._scheduler.kv.budget, (_LEFT,) if without_left else ()
+        return budget.fits(tokens, -1, without=without, spare_blocks=budget.awaited_blocks)
 
-    def keep_left(
-        self, sequences: Collection[int], tokens: int, give_up: Callable[[int | None], None]
-    ) -> None:
+    def keep_left(self, ids: Collection[int], tokens: int, give_up: Callable[[int | None], None]) -> None:
         """Let ranks keep the KV of some sequences of the stages that they had before, and free the rest.
 
         Args:
-            sequences: ids of the sequences.
+            ids: the sequences.
             tokens: tokens here that take as much memory.
             give_up: called if some of that memory is needed, so that nothing waits for it.
         """
@@ -435,12 +434,12 @@ class KvMoves:
             return
         kv = self._scheduler.kv
         kv.arriving.pop(_LEFT, None)
-        if sequences:
+        if ids:
             kv.budget.charge(_LEFT, tokens)
             kv.arriving[_LEFT] = give_up
         else:
             kv.budget.hand_over(_LEFT)
-        self._executor.keep_left(sequences)
+        self._executor.keep_left(ids)
 
     def _predict_s(self, source: KvOrigin, tokens: int) -> float:
         """Return the predicted time of a move of some tokens."""
