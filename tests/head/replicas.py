@@ -126,7 +126,12 @@ class FakeInstance:
 
 
 def make_replica(
-    machines: FakeMachines, meter: Meter, room: FakeRoom | None = None, hold: Hold | None = None
+    machines: FakeMachines,
+    meter: Meter,
+    room: FakeRoom | None = None,
+    hold: Hold | None = None,
+    *,
+    replaces: str = "",
 ) -> Replica:
     folder = SimpleNamespace(num_layers=4)
     watcher = SimpleNamespace(planned=print, loading=print)
@@ -143,4 +148,5 @@ def make_replica(
         tracing=None,
         hold=hold,
         room=FakeRoom() if room is None else room,
+        replaces=replaces,
     )

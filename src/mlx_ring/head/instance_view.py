@@ -386,8 +386,9 @@ class InstanceService:
 
         A later reason replaces an earlier one.
         """
-        # Unloading a model or ending the server is not an error.
-        log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
+        if error is not self._lost:
+            # Unloading a model or ending the server is not an error.
+            log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
         owed = None if self._engine is None else self._engine.oldest_unanswered()
         self.recoveries.record_loss(error, 0.0 if owed is None else owed.waited_s)

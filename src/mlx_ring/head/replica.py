@@ -16,9 +16,7 @@ from mlx_ring.cluster.deployment import close_sites
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
 from mlx_ring.core.errors import (
-    GroupStuck,
     NodeDrained,
-    NodeLost,
     NotReady,
     PlanError,
     RingError,
@@ -37,7 +35,7 @@ from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.reshaping import Reshaping
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.step_down import may_step_down
+from mlx_ring.head.step_down import FirstLoads
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
 
@@ -136,11 +134,13 @@ class Replica:
                 loaded again.
 
         Raises:
-            RingError: the first instance could not be loaded.
+            RingError: the first instance could not be loaded, also if that was tried again after the loss of a worker.
         """
         pause_s = _FIRST_PAUSE_S
+        first_loads = FirstLoads(self._served.names[0], self._settings, is_beside=bool(self._replaces))
         while True:
             self._begun_s, is_adopted, lacks_room = time.time(), False, False
+            started = time.monotonic()
             freed = self._room.freed
             try:
                 order = Order(
@@ -164,11 +164,10 @@ class Replica:
                 if is_adopted and not self._retries:
                     log.warning("The workers of an earlier head cannot be adopted: %s", error)
                     continue
-                steps_down = isinstance(error, GroupStuck) and may_step_down(self._settings)
                 if isinstance(error, WorkerLost | WorkerStuck) and not self._retries:
                     self._retries = others_serve()
-                if not self._retries and not steps_down and not isinstance(error, NodeLost):
-                    raise
+                if not self._retries:
+                    first_loads.check(error, time.monotonic() - started)
                 self.service.lose(error)
                 if self._hold is not None:
                     # Those that wait already give up with the newest reason.
