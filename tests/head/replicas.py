@@ -31,6 +31,8 @@ class FakeMachines:
         self.calls: list[str] = []
         self.plan = object()
         self.returned = asyncio.Event()
+        self.ended: list[str] = []
+        """Instances whose end was reported."""
         self.remains: list[Remains] = []
         """Ranks that were to be patched."""
         self.is_slow = False
@@ -134,7 +136,7 @@ def make_replica(
     replaces: str = "",
 ) -> Replica:
     folder = SimpleNamespace(num_layers=4)
-    watcher = SimpleNamespace(planned=print, loading=print)
+    watcher = SimpleNamespace(planned=print, loading=print, ended=machines.ended.append)
     return Replica(
         Settings.model_validate({"model": "demo"}),
         cast("Any", SimpleNamespace(folder=folder, names=("demo",))),

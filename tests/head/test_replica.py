@@ -276,6 +276,7 @@ def test_the_first_load_is_repeated_after_the_loss_of_a_worker(monkeypatch: pyte
     machines = run_first_loads(2, monkeypatch)
     assert machines.loads == 3
     assert [error and error.node for error in machines.failures] == ["n2", "n2"]
+    assert machines.ended[:2] == ["demo-1", "demo-2"]
 
 
 def test_the_first_load_ends_with_the_reason_after_three_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ class Watcher(Protocol):
         """Report the loading progress of a worker."""
         ...
 
+    def ended(self, instance: str) -> None:
+        """Report that an instance has ended, which may not have served."""
+        ...
+
 
 class Replica:
     """Replica of a model, which runs until it is cancelled."""
@@ -140,8 +144,7 @@ class Replica:
         first_loads = FirstLoads(self._served.names[0], self._settings, is_beside=bool(self._replaces))
         while True:
             self._begun_s, is_adopted, lacks_room = time.time(), False, False
-            started = time.monotonic()
-            freed = self._room.freed
+            started, freed = time.monotonic(), self._room.freed
             try:
                 order = Order(
                     self._served,
@@ -156,7 +159,10 @@ class Replica:
                 self._order = order
                 epoch = await self._machines.next_epoch(order)
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
-                await self._run(order, epoch, ready)
+                try:
+                    await self._run(order, epoch, ready)
+                finally:
+                    self._watcher.ended(epoch.instance)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0
             except RingError as error:
@@ -179,9 +185,8 @@ class Replica:
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             limit_s = self._recoveries.pause_s
             longest_s = max(pause_s, limit_s)
-            log.warning(
-                "Loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
-            )
+            wait = f" in {longest_s:g} s" if longest_s else ""
+            log.warning("Loading %s again%s", self._served.names[0], wait)
             await asyncio.sleep(limit_s)
             changed = (freed.wait(),) if lacks_room else ()
             await self._wait_for_change(longest_s - limit_s, *changed)
