@@ -253,15 +253,21 @@ class KilledInstance(FakeInstance):
         await super().run(ready)
 
 
-def run_first_loads(killed: int, monkeypatch: pytest.MonkeyPatch, *, replaces: str = "") -> FakeMachines:
+def run_first_loads(
+    killed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    replaces: str = "",
+    machines: FakeMachines | None = None,
+) -> FakeMachines:
     """Run a replica until it serves, whose worker dies in so many loads. Raise the error that ends it."""
     monkeypatch.setattr(subject, "Instance", KilledInstance)
     monkeypatch.setattr(KilledInstance, "killed", killed)
-    machines = FakeMachines()
+    here = FakeMachines() if machines is None else machines
 
     async def run() -> None:
         ready = asyncio.Event()
-        replica = make_replica(machines, Meter(), replaces=replaces)
+        replica = make_replica(here, Meter(), replaces=replaces)
         running = asyncio.create_task(replica.run(lambda _: ready.set(), lambda: False))
         await run_tasks_until(lambda: running.done() or ready.is_set())
         if running.done():
@@ -269,7 +275,7 @@ def run_first_loads(killed: int, monkeypatch: pytest.MonkeyPatch, *, replaces: s
         running.cancel()
 
     asyncio.run(run())
-    return machines
+    return here
 
 
 def test_the_first_load_is_repeated_after_the_loss_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +283,25 @@ def test_the_first_load_is_repeated_after_the_loss_of_a_worker(monkeypatch: pyte
     assert machines.loads == 3
     assert [error and error.node for error in machines.failures] == ["n2", "n2"]
     assert machines.ended[:2] == ["demo-1", "demo-2"]
+
+
+class LateMachines(FakeMachines):
+    """Machines of which the last one is started after an hour."""
+
+    now_s = 0.0
+
+    async def next_epoch(self, order: Any) -> Epoch:
+        self.now_s += 3600.0
+        return await super().next_epoch(order)
+
+
+def test_the_first_load_is_repeated_although_machines_were_awaited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = LateMachines()
+    clock = SimpleNamespace(time=lambda: machines.now_s, monotonic=lambda: machines.now_s)
+    monkeypatch.setattr(subject, "time", clock)
+    assert run_first_loads(1, monkeypatch, machines=machines).loads == 2
 
 
 def test_the_first_load_ends_with_the_reason_after_three_losses(monkeypatch: pytest.MonkeyPatch) -> None:

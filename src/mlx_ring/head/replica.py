@@ -15,14 +15,7 @@ from typing import Protocol
 from mlx_ring.cluster.deployment import close_sites
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import (
-    NodeDrained,
-    NotReady,
-    PlanError,
-    RingError,
-    WorkerLost,
-    WorkerStuck,
-)
+from mlx_ring.core.errors import NodeDrained, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
@@ -159,6 +152,8 @@ class Replica:
                 self._order = order
                 epoch = await self._machines.next_epoch(order)
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
+                # The machines may have been awaited for long.
+                started = time.monotonic()
                 try:
                     await self._run(order, epoch, ready)
                 finally:
