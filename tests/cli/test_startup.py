@@ -152,6 +152,22 @@ def test_a_long_name_leaves_room_for_the_figures_of_a_load(
     assert any("-0dec8a, stage 0 " in frame and "23.4/39.7 GB" in frame for frame in frames), frames
 
 
+def test_bars_of_an_instance_that_was_lost_in_its_load_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    placement = cast("Placement", SimpleNamespace(plan=None, ranges=[LayerRange(0, 1)]))
+    with StartupMessages() as messages:
+        bars = messages._progress
+        assert bars is not None
+        messages.planned("demo-1", placement)
+        messages.ended("demo-1")
+        assert (bars.tasks, bars.live.is_started) == ([], False)
+        # The next epoch may have the same name, if it replaces only the lost workers.
+        for _ in range(2):
+            messages.planned("demo-2", placement)
+        assert [task.description for task in bars.tasks] == ["demo-2, stage 0"]
+        assert bars.live.is_started
+
+
 def test_bars_end_and_the_cursor_is_shown_although_the_output_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,8 @@ class FakeMachines:
         self.calls: list[str] = []
         self.plan = object()
         self.returned = asyncio.Event()
+        self.ended: list[str] = []
+        """Instances whose end was reported."""
         self.remains: list[Remains] = []
         """Ranks that were to be patched."""
         self.is_slow = False
@@ -126,10 +128,15 @@ class FakeInstance:
 
 
 def make_replica(
-    machines: FakeMachines, meter: Meter, room: FakeRoom | None = None, hold: Hold | None = None
+    machines: FakeMachines,
+    meter: Meter,
+    room: FakeRoom | None = None,
+    hold: Hold | None = None,
+    *,
+    replaces: str = "",
 ) -> Replica:
     folder = SimpleNamespace(num_layers=4)
-    watcher = SimpleNamespace(planned=print, loading=print)
+    watcher = SimpleNamespace(planned=print, loading=print, ended=machines.ended.append)
     return Replica(
         Settings.model_validate({"model": "demo"}),
         cast("Any", SimpleNamespace(folder=folder, names=("demo",))),
@@ -143,4 +150,5 @@ def make_replica(
         tracing=None,
         hold=hold,
         room=FakeRoom() if room is None else room,
+        replaces=replaces,
     )

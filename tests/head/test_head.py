@@ -171,6 +171,28 @@ def test_agent_and_workers_end_with_a_killed_head(tiny_model: Path, tmp_path: Pa
         assert server.all_ended()
 
 
+def test_server_serves_although_a_worker_was_killed_in_the_first_load(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    def workers() -> list[psutil.Process]:
+        running = (each for each in psutil.Process().children(recursive=True) if command_of(each))
+        return [
+            each for each in running if "mlx_ring.worker" in command_of(each) and each.cwd() == str(tmp_path)
+        ]
+
+    def kill_first() -> None:
+        eventually(workers)[0].kill()
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_first)
+        with serving(tiny_model, folder=tmp_path) as server:
+            killed.result()
+            assert ask(server).status_code == 200
+    log = (tmp_path / "logs" / "head.log").read_text()
+    assert log.count("ended by signal 9 (SIGKILL) while the instance was loaded") == 1
+    assert log.count(" again in 1 s") == 1
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_answer_continues_when_a_worker_ends_or_hangs_which_is_named_and_replaced(
     fault: signal.Signals, tiny_model: Path, two_stages: Server

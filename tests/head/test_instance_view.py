@@ -15,7 +15,7 @@ from tests.engine.engines import make_request, scripted
 from tests.engine.successions import LOSS, Succession, run_to
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady
+from mlx_ring.core.errors import NodeDrained, NotReady
 from mlx_ring.core.generation import RequestStream
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.head.instance_view import (
@@ -298,6 +298,23 @@ def test_a_model_refuses_only_if_all_its_replicas_were_lost_too_often() -> None:
     assert model._refusal is None
     model.replicas.pop()
     assert model._refusal is not None
+
+
+def test_a_loss_is_logged_once_and_an_end_on_purpose_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    service = InstanceService(4, 0, Recoveries("demo", Meter()))
+    with caplog.at_level(logging.INFO):
+        for error in (
+            LOSS,
+            LOSS,
+            NodeDrained("n2 is needed for something else."),
+            NotReady("It is unloaded."),
+        ):
+            service.lose(error)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("ERROR", str(LOSS)),
+        ("INFO", "n2 is needed for something else."),
+        ("INFO", "It is unloaded."),
+    ]
 
 
 def test_each_load_start_and_loss_wakes_those_that_wait_for_one() -> None:

@@ -4,146 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from itertools import combinations
-from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.eventually import run_tasks_until
-from tests.planner.clusters import cluster_of, model_of, node_of, shared_model
-from tests.planner.test_replan import REQUEST, Clock, loaded_on, machines
-from tests.profiles import made_up_profile
+from tests.head.replanning_heads import LOOK_S, FakeHosted, Head, equal_layers, remembered
+from tests.planner.clusters import model_of
+from tests.planner.test_replan import REQUEST, machines
 
-from mlx_ring.api.ops.status import ProposalStatus
-from mlx_ring.api.service import Moved
-from mlx_ring.cluster.membership import Member, Membership
-from mlx_ring.cluster.quarantine import HungBackend
-from mlx_ring.core.errors import Conflict, PlanError, RingError
-from mlx_ring.core.types import LayerRange
-from mlx_ring.engine.step_times import StageTimes, StepTimes
+from mlx_ring.cluster.membership import Membership
+from mlx_ring.core.errors import Conflict, PlanError
 from mlx_ring.head import replanning as subject
-from mlx_ring.head.moves import Choose
-from mlx_ring.head.replanning import Better, Compared, Present, ReplanMode, Replanning
+from mlx_ring.head.replanning import Compared, Replanning
 from mlx_ring.head.status import ClusterView
-from mlx_ring.host.interfaces import TrustedInterface
-from mlx_ring.models.model_source import find_model
 from mlx_ring.planner.place import place
-from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile, StepRatios
 from mlx_ring.planner.replan import (
-    LEAST_GAIN,
     Comparison,
-    Situation,
     StageChange,
-    compare,
-    describe,
     needs_pause,
     pause_s,
-    stages_of,
 )
-from mlx_ring.planner.request import Demand, PlanRequest
-from mlx_ring.rpc.link_profile import UNREACHABLE, LinkProfile
-from mlx_ring.settings.settings_sources import load_settings
-
-LOOK_S = 10.0
+from mlx_ring.rpc.link_profile import LinkProfile
 
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sizes_of(*_: object) -> ModelProfile:
-        return model_of(28)
-
-    monkeypatch.setattr(subject, "sizes_of", sizes_of)
-
-
-class FakeHosted:
-    """Model on two equal machines, whose steps are measured at each look."""
-
-    model_id = "demo"
-
-    def __init__(self) -> None:
-        self.settings: Any = SimpleNamespace(
-            strategy="auto",
-            tp=1,
-            tp_shares=(),
-            resume="on",
-            link="grpc",
-            backend="auto",
-            link_step_down="implicit",
-        )
-        self.served: Any = SimpleNamespace(folder=None, names=["demo"])
-        self.state, self.open_requests = "ready", 0
-        self.steps = 0
-        self.service: Any = SimpleNamespace(
-            info=SimpleNamespace(name="demo-1"),
-            engine=SimpleNamespace(step_times=self.times),
-            recoveries=SimpleNamespace(load_s=5.0),
-            placement=None,
-        )
-        self.replicas: list[Any] = [SimpleNamespace(service=self.service, placement=None)]
-        self.instances = [self.service]
-        self.is_moving = False
-
-    def times(self) -> StepTimes:
-        self.steps += 1
-        return StepTimes((StageTimes(self.steps, (), ()),))
-
-
-class Head(Replanning):
-    """Proposals for one model, whose machines change by hand."""
-
-    def __init__(self, mode: ReplanMode = "ask", problem: RingError | None = None) -> None:
-        self.hosted, self.problem, self.moves = FakeHosted(), problem, list[str]()
-        self.refusal, self.is_comparable = "", True
-        self.clock = Clock()
-        models = cast("Any", [self.hosted])
-        super().__init__(mode, lambda: cast("Any", self), lambda: models, cast("Any", self), self.clock)
-        self.now = self.beside = machines(1, 1)
-        self.request = REQUEST
-        self.loaded = loaded_on(self.now)
-
-    def _why_not(self, hosted: Any) -> str:
-        del hosted
-        return "" if self.is_comparable else "it is loading"
-
-    def cluster_view(self) -> ClusterView:
-        return ClusterView("node-0")
-
-    def present(self) -> Present:
-        return Present(self.request, self.loaded, self.now, self.beside, self.refusal)
-
-    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
-        del hosted, machines
-        return [Compared(self.hosted.replicas[0], self.present())]
-
-    async def split_again(self, hosted: FakeHosted, choose: Choose, *, may_pause: bool) -> Moved | None:
-        choice = await choose()
-        if choice is None:
-            return None
-        if choice.refusal is not None:
-            raise choice.refusal
-        assert choice.replica is hosted.replicas[0]
-        way = choice.way
-        self.moves.append(way)
-        if self.problem is not None and not may_pause:
-            raise self.problem
-        found = compare(Situation(model_of(28), *self.present()))
-        assert found is not None
-        self.loaded = stages_of(found.planned)
-        self.hosted.service.info.name += "1"
-        return Moved("demo", way, 2, 1.0)
-
-    def change(self, now: ClusterProfile, beside: ClusterProfile | None = None) -> None:
-        self.now, self.beside = now, beside or now
-
-    async def look_for(self, seconds: float) -> None:
-        for _ in range(int(seconds / LOOK_S)):
-            await self.look(cast("Any", self.hosted))
-            self.clock.now += LOOK_S
+    monkeypatch.setattr(subject, "sizes_of", equal_layers)
 
 
 def test_a_lasting_gain_is_proposed_while_it_lasts_and_logged_once(
@@ -254,98 +144,6 @@ def test_workers_change_their_stages_by_themselves_if_the_pause_is_short(
     assert "after a pause in which only layers that move are loaded: layers of" in caplog.text
 
 
-def yielding_to(share: float) -> ClusterProfile:
-    """Return two equal machines of which the second one's user leaves it a share of its speed, on a fast link."""
-    first, second = machines(1, 1 / share).nodes
-    cluster = cluster_of(first, replace(second, speed_share=share))
-    return replace(cluster, links={}, usual_link=LinkProfile(500e-6, 1e10))
-
-
-def layers_of(head: Head) -> list[int]:
-    return [len(span) for span, _ in head.loaded]
-
-
-def test_a_machine_that_yields_gets_fewer_layers_and_has_them_back_afterwards() -> None:
-    """Let no steps be measured, because nobody asks while the user works."""
-
-    async def run() -> None:
-        head = Head("auto")
-        head.hosted.service.engine.step_times = StepTimes
-        await head.look_for(60)
-        equal = layers_of(head)
-        head.change(yielding_to(0.25))
-        await head.look_for(20)
-        assert head.moves == ["beside"]
-        assert sum(layers_of(head)) == sum(equal)
-        assert layers_of(head)[1:] < equal[1:]
-        await head.look_for(600)
-        assert head.moves == ["beside"]
-        # Giving them back needs four times the patience.
-        head.change(yielding_to(1.0))
-        await head.look_for(40)
-        assert head.moves == ["beside"]
-        await head.look_for(10)
-        assert head.moves == ["beside", "beside"]
-        assert layers_of(head) == equal
-        await head.look_for(600)
-        assert len(head.moves) == 2
-
-    asyncio.run(run())
-
-
-def test_a_user_who_comes_before_the_first_look_counts_at_once() -> None:
-    async def run() -> None:
-        head = Head("auto")
-        head.hosted.service.engine.step_times = StepTimes
-        head.change(yielding_to(0.25))
-        await head.look_for(20)
-        assert head.moves == ["beside"]
-
-    asyncio.run(run())
-
-
-def test_a_user_who_leaves_during_the_move_gets_the_layers_all_the_same() -> None:
-    async def run() -> None:
-        head = Head("auto")
-        head.hosted.service.engine.step_times = StepTimes
-        await head.look_for(20)
-        head.change(yielding_to(0.25))
-        await head.look_for(20)
-        assert head.moves == ["beside"]
-        head.change(yielding_to(1.0))
-        await head.look_for(50)
-        assert head.moves == ["beside", "beside"]
-
-    asyncio.run(run())
-
-
-def test_a_user_who_comes_and_goes_moves_a_model_a_few_times_a_day() -> None:
-    async def run() -> None:
-        head = Head("auto")
-        head._compare = remembered(head._compare)  # pyright: ignore[reportPrivateUsage]
-        for _ in range(60):
-            for share in (0.25, 1.0):
-                head.change(yielding_to(share))
-                await head.look_for(180)
-        # Each move needs four times the patience of the one before: 10, 40 and 160 s.
-        assert len(head.moves) == 3
-
-    asyncio.run(run())
-
-
-def test_less_memory_under_pressure_is_a_reason_without_a_gain() -> None:
-    async def run() -> None:
-        head = Head()
-        await head.look_for(20)
-        first, second = head.now.nodes
-        head.change(cluster_of(first, replace(second, memory_bytes=second.memory_bytes // 16)))
-        await head.look_for(30)
-        (proposal,) = head.proposals()
-        assert proposal.gain is None
-
-    asyncio.run(run())
-
-
 def test_a_failed_move_is_not_repeated_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         head = Head("auto", PlanError("There is no room."))
@@ -355,138 +153,6 @@ def test_a_failed_move_is_not_repeated_at_once(caplog: pytest.LogCaptureFixture)
         assert "demo keeps its split: There is no room." in caplog.text
         await head.look_for(20)
         assert head.moves == ["beside", "beside"]
-
-    asyncio.run(run())
-
-
-def test_machines_that_join_count_sooner_than_speeds_and_without_steps() -> None:
-    async def run() -> None:
-        head = Head()
-        head.hosted.service.engine.step_times = StepTimes
-        await head.look_for(20)
-        first, second = machines(1, 1).nodes
-        head.change(cluster_of(first, second, node_of("new", gb_s=800, tflops=30)))
-        await head.look_for(20)
-        (proposal,) = head.proposals()
-        assert "new" in {node for stage in proposal.planned.stages for node in stage.nodes}
-
-    asyncio.run(run())
-
-
-def test_a_machine_that_joins_before_the_first_look_counts_as_new() -> None:
-    async def run() -> None:
-        head = Head()
-        head.hosted.service.engine.step_times = StepTimes
-        plan = place(model_of(28), head.now, REQUEST)
-        head.hosted.service.placement = SimpleNamespace(plan=plan)
-        first, second = head.now.nodes
-        head.change(cluster_of(first, second, node_of("new", gb_s=800, tflops=30)))
-        await head.look_for(20)
-        assert len(head.proposals()) == 1
-
-    asyncio.run(run())
-
-
-def test_memory_that_no_longer_suffices_is_said_without_a_gain() -> None:
-    head = Head()
-    first, second = machines(1, 1).nodes
-    smaller = node_of("node-1", second.memory_bytes / 16e9)
-    head.change(cluster_of(first, smaller))
-
-    async def run() -> None:
-        head.change(machines(1, 1))
-        await head.look_for(10)
-        head.change(cluster_of(first, smaller))
-        proposal = await head.propose(cast("Any", head.hosted))
-        assert proposal is not None
-        assert (proposal.gain, proposal.loaded) == (None, None)
-
-    asyncio.run(run())
-    found = compare(Situation(model_of(28), *head.present(), has_less_memory=True))
-    assert found is not None
-    assert describe("demo", found).startswith("The machines of demo no longer have the memory")
-
-
-def test_a_machine_that_is_back_gets_layers_without_a_gain_if_the_strategy_uses_all(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def run() -> None:
-        head = Head("auto")
-        head.request = PlanRequest(Demand(4096, 1), strategy="uniform")
-        all_machines = head.now
-        head.loaded = stages_of(place(model_of(28), all_machines, head.request))
-        await head.look_for(30)
-        # A loss, after which all layers are on the other machine.
-        head.change(machines(1))
-        head.loaded = stages_of(place(model_of(28), head.now, head.request))
-        head.hosted.service.info.name = "demo-2"
-        await head.look_for(30)
-        head.change(all_machines)
-        proposal = await head.propose(cast("Any", head.hosted))
-        assert proposal is not None
-        assert proposal.unused == ["node-1"]
-        assert proposal.gain is not None
-        assert proposal.gain < LEAST_GAIN
-        await head.look_for(30)
-        assert head.moves == ["beside"]
-        assert "its strategy uses all machines" in caplog.text
-        await head.look_for(300)
-        assert head.moves == ["beside"]
-
-    asyncio.run(run())
-
-
-def test_a_machine_that_is_back_before_a_look_gets_layers_although_no_step_is_computed() -> None:
-    async def run() -> None:
-        head = Head("auto")
-        head.request = PlanRequest(Demand(4096, 1), strategy="uniform")
-        head.hosted.service.engine.step_times = lambda: StepTimes(())
-        (first, (second, _)) = stages_of(place(model_of(28), head.now, head.request))
-        head.loaded = first, (second, first[1])
-        await head.look_for(10)
-        assert not head.moves
-        await head.look_for(10)
-        assert head.moves == ["beside"]
-
-    asyncio.run(run())
-
-
-class TwoReplicas(Head):
-    """Proposals for two replicas, each on two machines of its own. One may lose one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.request = PlanRequest(Demand(4096, 1), strategy="uniform")
-        names = ("demo-1", "demo-2")
-        services = [
-            SimpleNamespace(info=SimpleNamespace(name=name), recoveries=SimpleNamespace(load_s=5.0))
-            for name in names
-        ]
-        self.hosted.replicas = [SimpleNamespace(service=service) for service in services]
-        nodes = machines(1, 1, 1, 1).nodes
-        self.used: list[tuple[NodeProfile, ...]] = [nodes[:2], nodes[2:]]
-        self.free: tuple[NodeProfile, ...] = ()
-
-    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
-        del hosted, machines
-        found = list[Compared]()
-        for replica, used in zip(self.hosted.replicas, self.used, strict=True):
-            loaded = stages_of(place(model_of(28), replace(self.now, nodes=used), self.request))
-            now = replace(self.now, nodes=(*used, *self.free))
-            found.append(Compared(replica, Present(self.request, loaded, now, now, "")))
-        return found
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_is_back_goes_to_the_replica_with_fewer_machines(lost: int) -> None:
-    async def run() -> None:
-        head = TwoReplicas()
-        assert await head.propose(cast("Any", head.hosted)) is None
-        stays, back = head.used[lost]
-        head.used[lost], head.free = (stays,), (back,)
-        proposal = await head.propose(cast("Any", head.hosted))
-        assert proposal is not None
-        assert (proposal.instance, proposal.unused) == (f"demo-{1 + lost}", [back.name])
 
     asyncio.run(run())
 
@@ -525,218 +191,6 @@ def test_it_is_said_why_there_is_nothing_to_choose() -> None:
         asyncio.run(Refused(hosted, 2).propose(cast("Any", hosted)))
 
 
-# ---- replicas and several models
-
-
-class ReplicasHead(Head):
-    """Proposals for two replicas on two machines each, of which the second one's last machine gets slow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        service: Any = SimpleNamespace(
-            **{**vars(self.hosted.service), "info": SimpleNamespace(name="demo-2")}
-        )
-        self.hosted.replicas.append(SimpleNamespace(service=service, placement=None))
-
-    def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
-        del machines
-        (first, second), now = hosted.replicas, self.present()
-        renamed = replace(now.cluster, nodes=tuple(replace(n, name=f"b-{n.name}") for n in now.cluster.nodes))
-        loaded = tuple((span, ((f"b-{name}", share),)) for span, ((name, share),) in now.loaded)
-        slow = Present(now.request, loaded, renamed, renamed, "")
-        return [Compared(first, now._replace(cluster=self.fast, beside=self.fast)), Compared(second, slow)]
-
-    fast = machines(1, 1)
-
-    async def split_again(self, hosted: FakeHosted, choose: Choose, *, may_pause: bool) -> Moved | None:
-        del hosted, may_pause
-        choice = await choose()
-        assert choice is not None
-        self.moves.append(choice.replica.service.info.name)
-        return Moved("demo", choice.way, 2, 1.0)
-
-
-def test_the_replica_that_gains_most_moves(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        head = ReplicasHead()
-        await head.look_for(20)
-        assert await head.propose(cast("Any", head.hosted)) is None
-        head.change(machines(1, 4))
-        await head.look_for(120)
-        (proposal,) = head.proposals()
-        assert (proposal.model, proposal.instance) == ("demo", "demo-2")
-        assert {node for stage in proposal.planned.stages for node in stage.nodes} <= {"b-node-0", "b-node-1"}
-        assert (await head.replan(cast("Any", head.hosted), may_pause=False))[1] is not None
-        assert head.moves == ["demo-2"]
-
-    asyncio.run(run())
-    assert "A replica of demo would be " in caplog.text
-
-
-def member(node: str) -> Member:
-    return Member(node, f"{node}-machine", "", 0, "", made_up_profile(), memory_utilization=0.75, session=1)
-
-
-def replica_on(*nodes: str) -> Any:
-    sites = [SimpleNamespace(node=node) for node in nodes]
-    ranges = [LayerRange(14 * place, 14 * place + 14) for place in range(len(nodes))]
-    ranks = [[SimpleNamespace(site=site, share=1.0)] for site in sites]
-    service = SimpleNamespace(error=None, view={}.get)
-    return SimpleNamespace(
-        service=service, placement=SimpleNamespace(nodes=sites, ranges=ranges, ranks=ranks)
-    )
-
-
-class Machines:
-    """Machines that are connected."""
-
-    link_profiles: Mapping[frozenset[str], LinkProfile] = MappingProxyType({})
-
-    def __init__(self, *nodes: str) -> None:
-        self.view = ClusterView("a", Membership({node: member(node) for node in nodes}))
-
-    def cluster_view(self) -> ClusterView:
-        return self.view
-
-
-def hosted_on(tmp_path: Path, *replicas: Any, **changes: Any) -> FakeHosted:
-    hosted = FakeHosted()
-    hosted.settings = load_settings({"state_dir": str(tmp_path), **changes})
-    hosted.replicas = [*replicas]
-    hosted.instances = [replica.service for replica in replicas]
-    return hosted
-
-
-def test_a_replica_is_compared_on_its_machines_and_those_without_a_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subject, "plan_request", lambda *_: REQUEST)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    hosted = hosted_on(tmp_path, replica_on("a", "b"), replica_on("c", "d"))
-    here: Any = Machines(*"abcde")
-    head = Replanning("ask", lambda: here, lambda: cast("Any", [hosted]), cast("Any", None))
-    compared = head._compared(cast("Any", hosted), here)  # pyright: ignore[reportPrivateUsage]
-    assert [[node.name[0] for node in now.cluster.nodes] for _, now in compared] == [[*"abe"], [*"cde"]]
-    assert [[ranks[0][0][0] for _, ranks in now.loaded] for _, now in compared] == [[*"ab"], [*"cd"]]
-    assert {now.request.demand.sequences for _, now in compared} == {REQUEST.demand.sequences // 2}
-    hosted.replicas[0].service.error = PlanError("It is loaded again.")
-    ((_, now),) = head._compared(cast("Any", hosted), here)  # pyright: ignore[reportPrivateUsage]
-    assert [node.name[0] for node in now.cluster.nodes] == [*"cde"]
-
-
-def test_it_is_said_for_which_models_no_split_is_looked_for(tmp_path: Path) -> None:
-    here: Any = Machines(*"abc")
-    models = {
-        "common": hosted_on(tmp_path, replica_on("a", "b"), replica_on("b", "c")),
-        "given": hosted_on(tmp_path, replica_on("a", "b"), strategy="custom", nodes=2, proportions="1,1"),
-        "compared": hosted_on(tmp_path, replica_on("a", "b"), replica_on("c")),
-        "loading": hosted_on(tmp_path, replica_on("a", "b"), replica_on("b", "c")),
-    }
-    for name, hosted in models.items():
-        hosted.model_id = name
-    models["loading"].state = "loading"
-
-    def refusals(mode: ReplanMode, machines: Any) -> list[tuple[str, str]]:
-        hosted: Any = [*models.values()]
-        found = Replanning(mode, lambda: machines, lambda: hosted, cast("Any", None)).refusals()
-        return [(each.model, each.why) for each in found]
-
-    assert refusals("ask", here) == [
-        ("common", "No other split of common can be looked for: its replicas have machines in common."),
-        ("given", "No other split of given can be looked for: --strategy custom gives the split."),
-    ]
-    assert [model for model, why in refusals("off", here) if "--replan off" in why] == [
-        *("common", "given", "compared")
-    ]
-    assert refusals("ask", Machines("a")) == refusals("ask", None) == []
-
-
-# ---- machines that share layers
-
-CABLE = LinkProfile(20e-6, 5e9, trusted=True)
-
-
-def trusting(*nodes: str) -> Any:
-    """Return machines whose cables are trusted with collectives."""
-    here: Any = Machines(*nodes)
-    trusted = {
-        node: replace(member(node), trusted=(TrustedInterface("en5", f"10.0.8.{ord(node)}", "10.0.8.0/24"),))
-        for node in nodes
-    }
-    here.view = replace(here.view, membership=Membership(trusted))
-    here.link_profiles = {frozenset(pair): CABLE for pair in combinations(nodes, 2)}
-    return here
-
-
-def shared_on(tmp_path: Path, nodes: str, **changes: Any) -> FakeHosted:
-    """Return a model of which two ranks, or one, share all layers."""
-    hosted = hosted_on(tmp_path, replica_on(), nodes=2, trusted_interface="lo", **changes)
-    hosted.served.folder = find_model("demo").folder
-    placement = hosted.replicas[0].placement
-    placement.nodes = [SimpleNamespace(node=node) for node in nodes]
-    placement.ranges = [LayerRange(0, 8)]
-    placement.ranks = [[SimpleNamespace(site=site, share=1.0) for site in placement.nodes]]
-    placement.plan = None
-    hosted.replicas[0].service.recoveries = SimpleNamespace(load_s=5.0)
-    hosted.replicas[0].service.info = SimpleNamespace(name="demo-1")
-    return hosted
-
-
-def proposed(hosted: FakeHosted, here: Any) -> ProposalStatus | None:
-    models: Any = [hosted]
-    head = Replanning("ask", lambda: here, lambda: models, cast("Any", None))
-    return asyncio.run(head.propose(models[0]))
-
-
-def groups_of(found: ProposalStatus | None) -> list[list[str]] | None:
-    return None if found is None else [stage.nodes for stage in found.planned.stages]
-
-
-@pytest.fixture
-def shared_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sizes_of(*_: object) -> ModelProfile:
-        return shared_model(8, layer_bytes=50_000_000)
-
-    monkeypatch.setattr(subject, "sizes_of", sizes_of)
-
-
-BARRED = HungBackend("ring", None, 2, "It hung.", 1.0)
-MACHINES = [*map("{}-machine".format, "ab")]
-
-
-@pytest.mark.usefixtures("shared_sizes")
-def test_machines_that_would_share_layers_are_proposed_unless_their_backend_hung(tmp_path: Path) -> None:
-    hosted, here = shared_on(tmp_path, "a"), trusting(*"ab")
-    found = proposed(hosted, here)
-    assert groups_of(found) == [MACHINES]
-    assert found is not None
-    assert found.gain is not None
-    assert found.gain > 0.15
-    here.view = replace(here.view, hung=[BARRED])
-    assert MACHINES not in (groups_of(proposed(hosted, here)) or [])
-    hosted.settings = hosted.settings.model_copy(update={"link_step_down": "off"})
-    assert groups_of(proposed(hosted, here)) == [MACHINES]
-
-
-@pytest.mark.usefixtures("shared_sizes")
-@pytest.mark.parametrize(("present", "planned"), [("aa", [MACHINES]), ("ab", None)])
-def test_ranks_of_one_machine_are_proposed_to_spread_over_those_that_joined(
-    tmp_path: Path, present: str, planned: list[list[str]] | None
-) -> None:
-    found = proposed(shared_on(tmp_path, present, tp=2), trusting(*"ab"))
-    assert groups_of(found) == planned
-    assert found is None or (found.way == "beside" and found.gain is not None and found.gain > 0.15)
-
-
-def test_a_strategy_over_all_machines_is_compared_without_those_out_of_reach(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hosted, here = shared_on(tmp_path, "a", strategy="uniform"), trusting(*"abc")
-    here.link_profiles[frozenset("ac")] = here.link_profiles[frozenset("bc")] = UNREACHABLE
-    here.link_profiles[frozenset("ab")] = replace(CABLE, round_trip_s=10.0)
-    assert proposed(hosted, here) is None, "over a and b, it would not be faster"
-    assert not caplog.records, "it is compared again and again"
-
-
 def test_a_model_that_moves_for_long_delays_no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "_LOOK_S", 0.0)
 
@@ -758,23 +212,6 @@ def test_a_model_that_moves_for_long_delays_no_look_at_others(monkeypatch: pytes
         await run_tasks_until(lambda: looks[first] > 1)
         looking.cancel()
         await asyncio.wait([looking])
-
-    asyncio.run(run())
-
-
-def test_a_machine_that_joins_without_a_gain_shortens_no_later_wait() -> None:
-    async def run() -> None:
-        head = Head("auto")
-        await head.look_for(20)
-        first, second = machines(1, 1).nodes
-        slow = node_of("new", gb_s=1, tflops=0.01)
-        head.change(cluster_of(first, second, slow))
-        await head.look_for(20)
-        head.change(cluster_of(first, replace(second, ratios=StepRatios(4, 4)), slow))
-        await head.look_for(60)
-        assert not head.moves
-        await head.look_for(10)
-        assert head.moves == ["beside"]
 
     asyncio.run(run())
 
@@ -868,17 +305,3 @@ def test_speeds_that_come_and_go_move_a_model_a_few_times_a_day(
         assert len(head.moves) <= math.log(head.clock.now / 60 * 3 + 1, 4) + 1
 
     asyncio.run(run())
-
-
-def remembered(compare_now: Callable[..., Awaitable[Better | None]]) -> Any:
-    """Return a comparison that remembers what it found, because a search takes a while."""
-    found: dict[object, Better | None] = {}
-
-    async def compared(hosted: Any, replicas: list[Compared]) -> Better | None:
-        ((_, now),) = replicas
-        key = now.loaded, tuple(node.ratios for node in now.cluster.nodes)
-        if key not in found:
-            found[key] = await compare_now(hosted, replicas)
-        return found[key]
-
-    return compared

@@ -15,7 +15,15 @@ from tests.eventually import run_tasks_until
 from tests.head.replicas import PLACEMENT, FakeInstance, FakeMachines, FakeRoom, make_replica
 
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NodeLost, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
+from mlx_ring.core.errors import (
+    GroupStuck,
+    NodeLost,
+    NotReady,
+    PlanError,
+    RingError,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.generation import GenerateRequest
 from mlx_ring.core.types import RankId, SamplingParams
 from mlx_ring.engine.moved_kv import KvMoves
@@ -24,6 +32,7 @@ from mlx_ring.head.instance import Epoch
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.patching import Remains
 from mlx_ring.head.served_model import prepare_model
+from mlx_ring.head.step_down import FirstLoads
 from mlx_ring.settings.config import Settings
 
 
@@ -208,7 +217,7 @@ class UnluckyInstance(FakeInstance):
 
 
 @pytest.mark.parametrize("others_serve", [False, True])
-def test_a_replica_that_is_lost_while_it_loads_is_loaded_again_if_others_serve(
+def test_a_replica_without_a_place_after_its_first_loss_is_loaded_again_if_others_serve(
     monkeypatch: pytest.MonkeyPatch, *, others_serve: bool
 ) -> None:
     monkeypatch.setattr(subject, "Instance", UnluckyInstance)
@@ -222,11 +231,110 @@ def test_a_replica_that_is_lost_while_it_loads_is_loaded_again_if_others_serve(
         assert ready.is_set() == others_serve
         running.cancel()
         if not others_serve:
-            with pytest.raises(WorkerLost):
+            with pytest.raises(PlanError):
                 await running
 
     asyncio.run(run())
-    assert machines.loads == (3 if others_serve else 1)
+    assert machines.loads == (3 if others_serve else 2)
+
+
+class KilledInstance(FakeInstance):
+    """Instance whose worker dies while it loads, in the first loads."""
+
+    killed = 0
+
+    def __init__(self, *made: Any, is_beside: bool) -> None:
+        super().__init__(*made, is_beside=False)
+        del is_beside
+
+    async def run(self, ready: Callable[[float], None]) -> None:
+        if self._epoch.number <= self.killed:
+            raise WorkerLost(f"The worker of epoch {self._epoch.number} was killed.").blamed_on("n2")
+        await super().run(ready)
+
+
+def run_first_loads(
+    killed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    replaces: str = "",
+    machines: FakeMachines | None = None,
+) -> FakeMachines:
+    """Run a replica until it serves, whose worker dies in so many loads. Raise the error that ends it."""
+    monkeypatch.setattr(subject, "Instance", KilledInstance)
+    monkeypatch.setattr(KilledInstance, "killed", killed)
+    here = FakeMachines() if machines is None else machines
+
+    async def run() -> None:
+        ready = asyncio.Event()
+        replica = make_replica(here, Meter(), replaces=replaces)
+        running = asyncio.create_task(replica.run(lambda _: ready.set(), lambda: False))
+        await run_tasks_until(lambda: running.done() or ready.is_set())
+        if running.done():
+            await running
+        running.cancel()
+
+    asyncio.run(run())
+    return here
+
+
+def test_the_first_load_is_repeated_after_the_loss_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = run_first_loads(2, monkeypatch)
+    assert machines.loads == 3
+    assert [error and error.node for error in machines.failures] == ["n2", "n2"]
+    assert machines.ended[:2] == ["demo-1", "demo-2"]
+
+
+class LateMachines(FakeMachines):
+    """Machines of which the last one is started after an hour."""
+
+    now_s = 0.0
+
+    async def next_epoch(self, order: Any) -> Epoch:
+        self.now_s += 3600.0
+        return await super().next_epoch(order)
+
+
+def test_the_first_load_is_repeated_although_machines_were_awaited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = LateMachines()
+    clock = SimpleNamespace(time=lambda: machines.now_s, monotonic=lambda: machines.now_s)
+    monkeypatch.setattr(subject, "time", clock)
+    assert run_first_loads(1, monkeypatch, machines=machines).loads == 2
+
+
+def test_the_first_load_ends_with_the_reason_after_three_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        WorkerLost,
+        match=r"^demo could not be loaded in 3 attempts\. The last reason: The worker of epoch 3 was killed\.$",
+    ) as raised:
+        run_first_loads(3, monkeypatch)
+    assert raised.value.node == "n2"
+
+
+def test_the_load_of_a_replica_that_takes_the_place_of_another_one_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(WorkerLost, match=r"^The worker of epoch 1 was killed\.$"):
+        run_first_loads(1, monkeypatch, replaces="demo-0")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlanError("There is no room."),
+        WorkerStuck("The model was not loaded within 600 s."),
+        GroupStuck("It hangs."),
+    ],
+)
+def test_the_first_load_is_not_repeated_for_a_reason_that_stays(error: RingError) -> None:
+    settings = Settings.model_validate({"model": "demo", "model_load_timeout": 600, "backend": "ring"})
+    loads = FirstLoads("demo", settings, is_beside=False)
+    loads.check(WorkerStuck("It has not answered for 3 s."), 599.0)
+    with pytest.raises(type(error)) as raised:
+        loads.check(error, 600.0)
+    assert raised.value is error
 
 
 class BrieflyServingInstance(FakeInstance):

@@ -18,6 +18,7 @@ from mlx_ring.core.types import LayerRange
 from mlx_ring.planner.forecast import Forecast
 from mlx_ring.planner.place import LoadedStages, place, plan_loaded
 from mlx_ring.planner.profiles import ClusterProfile, NodeProfile, StepRatios
+from mlx_ring.planner.rank_costs import beside_others
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
     Comparison,
@@ -63,6 +64,38 @@ def compared(
 
 def layers(stages: LoadedStages) -> list[int]:
     return [len(span) for span, _ in stages]
+
+
+def shared_one(*, at_once: int = 1, ratio: float = 1.0) -> Comparison | None:
+    """Compare a replica on a machine, which another one also uses, with an unused one that is slower by a ratio."""
+    node, other = machines(1, ratio).nodes
+    node, other = (replace(each, workers_at_once=at_once) for each in (node, other))
+    request, free = replace(REQUEST, strategy="auto"), cluster_of(other)
+    loaded = stages_of(place(MODEL, cluster_of(node), request))
+    shared = (beside_others(node, 2),)
+    return compare(Situation(MODEL, request, loaded, free, free, shared=shared))
+
+
+def test_a_replica_that_shares_a_machine_gains_by_one_of_its_own() -> None:
+    found = shared_one()
+    assert found is not None
+    assert (found.way, found.unused) == ("beside", ("node-1",))
+    assert found.gain == pytest.approx(1.0)
+    assert {stage.node for stage in found.planned.stages} == {"node-1"}
+    text = "A replica has machines in common with another one, while node-1 had no layers. Another split has its own:"
+    assert describe("A replica", found).startswith(text)
+
+
+def test_a_replica_has_a_machine_of_its_own_also_without_a_gain_unless_it_is_slower() -> None:
+    found = shared_one(at_once=2)
+    assert found is not None
+    assert (found.gain, found.worth) == (pytest.approx(0.0), math.inf)
+    slower = shared_one(at_once=2, ratio=1.5)
+    assert slower is not None
+    assert slower.worth == slower.gain < 0
+    half = shared_one(ratio=1.5)
+    assert half is not None
+    assert 0 < half.gain < 1
 
 
 def test_the_best_split_is_not_compared_with_itself() -> None:

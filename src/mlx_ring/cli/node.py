@@ -328,7 +328,7 @@ def _show_splits(proposal: Mapping[str, Any]) -> None:
         table.add_row(name, layers, f"{split['tokens_per_s']:.1f}", *seconds)
     table_console().print(table)
     if proposal["unused"]:
-        print(f"Without layers now: {', '.join(proposal['unused'])}. The strategy uses all machines.")
+        print(f"Without layers now: {', '.join(proposal['unused'])}. They need no gain.")
     if proposal["gain"] is not None:
         print(f"Predicted gain: {proposal['gain']:.0%}")
 

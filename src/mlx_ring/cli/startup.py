@@ -87,6 +87,8 @@ class StartupMessages:
             self._show(lambda: show_plan(plan))
         if self._progress is None:
             return
+        # An earlier epoch of the instance may have been lost before it served.
+        self._remove_bars(instance)
         self._show(self._progress.start)
         for stage in range(len(placement.ranges)):
             title = self._title(instance, stage)
@@ -101,6 +103,10 @@ class StartupMessages:
             self._progress.update(task, completed=loaded.bytes_loaded, total=loaded.bytes_total)
         if loaded.ready:
             self._progress.update(task, description=f"{self._title(instance, progress.stage)} ready")
+
+    def ended(self, instance: str) -> None:
+        """Remove the progress bars of an instance that has not served."""
+        self._remove_bars(instance)
 
     def _title(self, instance: str, stage: int) -> str:
         place = f", stage {stage}"

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from mlx_ring.api.context import workers_of
 from mlx_ring.api.ops.status import RecoveryPhase, RecoveryStatus
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import NotReady, RingError
+from mlx_ring.core.errors import NodeDrained, NotReady, RingError
 from mlx_ring.core.generation import WayBack, WaysBack
 from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.core.worker_status import (
@@ -386,8 +386,10 @@ class InstanceService:
 
         A later reason replaces an earlier one.
         """
-        # Unloading a model or ending the server is not an error.
-        log.log(logging.INFO if isinstance(error, NotReady) else logging.ERROR, "%s", error)
+        if error is not self._lost:
+            # Unloading or moving a model, or ending the server, is not an error.
+            is_meant = isinstance(error, NotReady | NodeDrained)
+            log.log(logging.INFO if is_meant else logging.ERROR, "%s", error)
         self._lost, self._is_loading = error, False
         owed = None if self._engine is None else self._engine.oldest_unanswered()
         self.recoveries.record_loss(error, 0.0 if owed is None else owed.waited_s)

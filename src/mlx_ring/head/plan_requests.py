@@ -216,9 +216,8 @@ class Granted(NamedTuple):
     speed_share: float
 
 
-def granted_by(clusters: Iterable[ClusterProfile]) -> Mapping[str, Granted]:
-    """Return the grants of each machine of some clusters, by its name there."""
-    nodes = (node for cluster in clusters for node in cluster.nodes)
+def granted_by(nodes: Iterable[NodeProfile]) -> Mapping[str, Granted]:
+    """Return the grants of some machines, by name."""
     return {node.name: Granted(node.memory_bytes, node.speed_share) for node in nodes}
 
 

@@ -1,8 +1,8 @@
 """Proposals of another split of the layers, while a model serves.
 
 Machines join, get slower or faster, have other limits of their memory, or yield to their users. From time to time, the
-loaded split is compared with the best one for the machines as they are now. Each replica is compared by itself, on its
-own machines and on those that no other replica uses.
+loaded split is compared with the best one for the machines as they are now. Each replica is compared by itself, on the
+machines that no other replica uses. Those that it shares with one count for its present speed only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from mlx_ring.head.model import HostedModel
 from mlx_ring.head.move_order import check_room, promised_bytes
 from mlx_ring.head.moves import Choice, Moves, nodes_of
 from mlx_ring.head.nodes import Machines
-from mlx_ring.head.placing import placed_stages
+from mlx_ring.head.placing import Placement, placed_stages
 from mlx_ring.head.plan_requests import (
     Granted,
     granted_by,
@@ -43,7 +44,8 @@ from mlx_ring.head.status import ClusterView
 from mlx_ring.head.step_down import plan_of_start
 from mlx_ring.planner.model_sizes import sizes_of
 from mlx_ring.planner.place import LoadedStages
-from mlx_ring.planner.profiles import ClusterProfile
+from mlx_ring.planner.profiles import ClusterProfile, NodeProfile
+from mlx_ring.planner.rank_costs import beside_others
 from mlx_ring.planner.replan import (
     LEAST_GAIN,
     Comparison,
@@ -147,10 +149,8 @@ class Replanning:
             return
         compared = self._compared(hosted, machines)
         services = [each.replica.service for each in compared]
-        granted, names = (
-            granted_by(now.cluster for _, now in compared),
-            [service.info.name for service in services],
-        )
+        granted = granted_by(node for _, now in compared for node in now.nodes)
+        names = [service.info.name for service in services]
         if watched.instances != names:
             watched.forget()
             plans = (each.placement and each.placement.plan for each in services)
@@ -273,10 +273,7 @@ class Replanning:
 
         def compare_one(now: Present) -> Comparison | None:
             sizes = sizes_of(served.folder, served.names[0], now.cluster)
-            has_less = any(
-                node.name in before and node.memory_bytes < before[node.name].memory_bytes
-                for node in now.cluster.nodes
-            )
+            has_less = any(node.memory_bytes < before.get(node.name, node).memory_bytes for node in now.nodes)
             return compare(situation(sizes, *now, has_less_memory=has_less))
 
         def work() -> Better | None:
@@ -318,11 +315,11 @@ class Replanning:
             return fixed
         if hosted.state != "ready" or hosted.is_moving:
             return f"it is {'moving' if hosted.is_moving else hosted.state}"
-        used = [nodes_of(replica) for replica in hosted.replicas]
-        if sum(map(len, used)) > len(used_once := frozenset[str]().union(*used)):
-            return "its replicas have machines in common"
+        used = Counter(node for replica in hosted.replicas for node in nodes_of(replica))
+        if used.total() > len(used) and view.membership.members.keys() <= used.keys():
+            return "its replicas have machines in common, and none is unused"
         names = readable_names(self._view)
-        if left := {names.get(node, node) for node in used_once - view.membership.members.keys()}:
+        if left := {names.get(node, node) for node in used.keys() - view.membership.members.keys()}:
             return f"{' and '.join(sorted(left))} has layers, and is excluded from plans"
         return ""
 
@@ -344,14 +341,13 @@ class Replanning:
         ]
 
     def _compared(self, hosted: HostedModel, machines: Machines) -> list[Compared]:
-        """Return what each replica that serves is compared on: its machines, and those that no other one uses."""
-        view, count = steady(machines.cluster_view()), len(hosted.replicas)
-        names, present = (
-            readable_names(view),
-            measured_cluster(hosted.settings, view, machines.link_profiles, {}),
-        )
-        request = plan_request(hosted.settings, hosted.served, present.nodes)
-        part = replace(request, demand=replace(request.demand, sequences=request.share(count)))
+        """Return what each replica that serves is compared on: its own machines, and those that no other one uses."""
+        view, links = steady(machines.cluster_view()), machines.link_profiles
+        names = readable_names(view)
+        whole = measured_cluster(hosted.settings, view, links, {})
+        request = plan_request(hosted.settings, hosted.served, whole.nodes)
+        sequences = request.share(len(hosted.replicas))
+        part = replace(request, demand=replace(request.demand, sequences=sequences))
         try:
             check_room(hosted, 1, self._hosted(), hosted.settings.model_memory)
         except PlanError as error:
@@ -359,24 +355,24 @@ class Replanning:
         else:
             refusal = ""
 
-        def nodes(replica: Replica, without: InstanceService | None) -> ClusterProfile:
-            taken = promised_bytes(self._hosted(), without)
-            cluster = measured_cluster(hosted.settings, view, machines.link_profiles, taken)
+        def present(replica: Replica, placement: Placement) -> Present:
             others = (nodes_of(other) for other in hosted.replicas if other is not replica)
-            used = {names.get(node, node) for node in frozenset[str]().union(*others)}
-            return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.name not in used))
+            used = Counter(names.get(node, node) for nodes in others for node in nodes)
+
+            def cluster(without: InstanceService | None) -> ClusterProfile:
+                return measured_cluster(hosted.settings, view, links, promised_bytes(self._hosted(), without))
+
+            def apart(cluster: ClusterProfile) -> ClusterProfile:
+                return replace(cluster, nodes=tuple(each for each in cluster.nodes if each.name not in used))
+
+            now, loaded = cluster(replica.service), placed_stages(placement, names)
+            own = {name for _, ranks in loaded for name, _ in ranks}
+            common = (each for each in now.nodes if each.name in own & used.keys())
+            shared = tuple(beside_others(each, 1 + used[each.name]) for each in common)
+            return Present(part, loaded, apart(now), apart(cluster(None)), refusal, shared)
 
         return [
-            Compared(
-                replica,
-                Present(
-                    part,
-                    placed_stages(placement, names),
-                    nodes(replica, replica.service),
-                    nodes(replica, None),
-                    refusal,
-                ),
-            )
+            Compared(replica, present(replica, placement))
             for replica in hosted.replicas
             if replica.service.error is None and (placement := replica.placement) is not None
         ]
@@ -390,11 +386,17 @@ class Present(NamedTuple):
     cluster: ClusterProfile
     beside: ClusterProfile
     refusal: str
+    shared: tuple[NodeProfile, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[NodeProfile, ...]:
+        """Machines that it may have in any split, and those that it has now."""
+        return *self.cluster.nodes, *self.shared
 
     @property
     def basis(self) -> object:
         """Facts on which a comparison depends."""
-        facts = known_facts(self.cluster), known_facts(self.beside)
+        facts = map(known_facts, (self.cluster.nodes, self.beside.nodes, self.shared))
         return self.loaded, *facts, dict(self.cluster.links), self.refusal
 
 

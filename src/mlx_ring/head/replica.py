@@ -15,16 +15,7 @@ from typing import Protocol
 from mlx_ring.cluster.deployment import close_sites
 from mlx_ring.cluster.relinking import unless_left, unless_returned
 from mlx_ring.core.engine_stats import Meter
-from mlx_ring.core.errors import (
-    GroupStuck,
-    NodeDrained,
-    NodeLost,
-    NotReady,
-    PlanError,
-    RingError,
-    WorkerLost,
-    WorkerStuck,
-)
+from mlx_ring.core.errors import NodeDrained, NotReady, PlanError, RingError, WorkerLost, WorkerStuck
 from mlx_ring.core.logs import set_log_epoch
 from mlx_ring.core.traces import Tracing
 from mlx_ring.engine.live_request import Hold, InProgress, LiveRequest, judge
@@ -38,7 +29,7 @@ from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
 from mlx_ring.head.placing import Order, Placement
 from mlx_ring.head.reshaping import Reshaping
 from mlx_ring.head.served_model import ServedModel
-from mlx_ring.head.step_down import may_step_down
+from mlx_ring.head.step_down import FirstLoads
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
 
@@ -59,6 +50,10 @@ class Watcher(Protocol):
 
     def loading(self, instance: str, progress: agent_pb2.StageProgress) -> None:
         """Report the loading progress of a worker."""
+        ...
+
+    def ended(self, instance: str) -> None:
+        """Report that an instance has ended, which may not have served."""
         ...
 
 
@@ -137,12 +132,13 @@ class Replica:
                 loaded again.
 
         Raises:
-            RingError: the first instance could not be loaded.
+            RingError: the first instance could not be loaded, also if that was tried again after the loss of a worker.
         """
         pause_s = _FIRST_PAUSE_S
+        first_loads = FirstLoads(self._served.names[0], self._settings, is_beside=bool(self._replaces))
         while True:
             self._begun_s, is_adopted, lacks_room = time.time(), False, False
-            freed = self._room.freed
+            started, freed = time.monotonic(), self._room.freed
             try:
                 order = Order(
                     self._served,
@@ -157,7 +153,12 @@ class Replica:
                 self._order = order
                 epoch = await self._machines.next_epoch(order)
                 self._next_number, is_adopted = epoch.number + 1, bool(epoch.loaded)
-                await self._run(order, epoch, ready)
+                # The machines may have been awaited for long.
+                started = time.monotonic()
+                try:
+                    await self._run(order, epoch, ready)
+                finally:
+                    self._watcher.ended(epoch.instance)
                 # Interrupted answers wait for the next load.
                 pause_s = 0.0
             except RingError as error:
@@ -165,11 +166,10 @@ class Replica:
                 if is_adopted and not self._retries:
                     log.warning("The workers of an earlier head cannot be adopted: %s", error)
                     continue
-                steps_down = isinstance(error, GroupStuck) and may_step_down(self._settings)
                 if isinstance(error, WorkerLost | WorkerStuck) and not self._retries:
                     self._retries = others_serve()
-                if not self._retries and not steps_down and not isinstance(error, NodeLost):
-                    raise
+                if not self._retries:
+                    first_loads.check(error, time.monotonic() - started)
                 self.service.lose(error)
                 if self._hold is not None:
                     # Those that wait already give up with the newest reason.
@@ -181,9 +181,8 @@ class Replica:
                 pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
             limit_s = self._recoveries.pause_s
             longest_s = max(pause_s, limit_s)
-            log.warning(
-                "Loading %s again%s", self._served.names[0], f" in {longest_s:g} s" if longest_s else ""
-            )
+            wait = f" in {longest_s:g} s" if longest_s else ""
+            log.warning("Loading %s again%s", self._served.names[0], wait)
             await asyncio.sleep(limit_s)
             changed = (freed.wait(),) if lacks_room else ()
             await self._wait_for_change(longest_s - limit_s, *changed)

@@ -2,6 +2,8 @@
 
 Two hangs bar a backend (`cluster/quarantine.py`). Links between stages then use the ring, or gRPC if the ring is barred.
 Tensor-parallel groups use the ring, or the layers are split into more stages instead.
+
+A first load that fails by such a hang, or because a worker or a machine is lost, is repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from mlx_ring.cluster.quarantine import (
     barred_backends,
     pair_of,
 )
-from mlx_ring.core.errors import GroupStuck, LinkLost, PlanError, RingError, WorkerStuck
+from mlx_ring.core.errors import (
+    GroupStuck,
+    LinkLost,
+    NodeLost,
+    PlanError,
+    RingError,
+    WorkerLost,
+    WorkerStuck,
+)
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.in_flight import Unanswered
 from mlx_ring.head.placing import Order, Placement, plan_as_at_start
@@ -78,6 +88,32 @@ def may_step_down(settings: Settings) -> bool:
     """Return True if another backend, or none, may replace one that is barred."""
     mode = settings.link_step_down
     return mode == "auto" or (mode == "implicit" and settings.backend == AUTO)
+
+
+_MOST_FIRST_LOADS = 3
+"""Loads in which workers may be lost until a replica has served. Its later losses have other limits."""
+
+
+class FirstLoads:
+    """Failed loads of a replica that has not served yet."""
+
+    def __init__(self, model: str, settings: Settings, *, is_beside: bool) -> None:
+        """Start before the first load; `is_beside` is True if another replica serves until this one does."""
+        self._model, self._settings, self._is_beside = model, settings, is_beside
+        self._count = 0
+
+    def check(self, error: RingError, load_s: float) -> None:
+        """Raise the error of a load that took this long, unless the next load may succeed without a change by the user."""
+        if isinstance(error, NodeLost) or (isinstance(error, GroupStuck) and may_step_down(self._settings)):
+            return
+        is_lost = isinstance(error, WorkerLost | WorkerStuck) and not isinstance(error, GroupStuck)
+        # One that is too slow for the timeout is so again.
+        if not is_lost or self._is_beside or load_s >= self._settings.model_load_timeout:
+            raise error
+        self._count += 1
+        if self._count == _MOST_FIRST_LOADS:
+            message = f"{self._model} could not be loaded in {self._count} attempts. The last reason: {error}"
+            raise WorkerLost(message).blamed_on(error.node) from error
 
 
 class StepDown:

@@ -21,7 +21,7 @@ from mlx_ring.planner.memory_fit import explain_shortage
 from mlx_ring.planner.pipeline import Pipeline
 from mlx_ring.planner.plan import WHY_LEFT_OUT, LeftOut, Plan, Prediction, RankPlan, StagePlan
 from mlx_ring.planner.profiles import ClusterProfile, ModelProfile, NodeProfile
-from mlx_ring.planner.rank_costs import crowded
+from mlx_ring.planner.rank_costs import beside_others
 from mlx_ring.planner.request import FULL_PRECISION_BITS, USUAL_CONTEXT, Demand, PlanRequest
 from mlx_ring.planner.search import MachineLayers, Partition
 from mlx_ring.planner.strategies import METHODS, OVER_ALL, PipelineMethod, TensorMethod
@@ -355,10 +355,8 @@ def _beside(node: NodeProfile, instances: int, at_once: int) -> NodeProfile:
     """Return a machine as one of several instances on it finds it, while at most so many compute."""
     if instances <= 1:
         return node
-    computing = min(instances, max(1, at_once))
-    workers_at_once = max(1, node.workers_at_once // computing)
     part = replace(node, memory_bytes=node.memory_bytes // instances)
-    return replace(crowded(part, computing), workers_at_once=workers_at_once)
+    return beside_others(part, min(instances, max(1, at_once)))
 
 
 def plan_instances(

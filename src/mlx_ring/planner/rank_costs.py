@@ -209,6 +209,11 @@ def crowded(node: NodeProfile, ranks: int) -> NodeProfile:
     )
 
 
+def beside_others(node: NodeProfile, instances: int) -> NodeProfile:
+    """Return the machine as one of several instances finds it that compute on it at the same time."""
+    return replace(crowded(node, instances), workers_at_once=max(1, node.workers_at_once // instances))
+
+
 def _share_of(layer: LayerProfile, part: Fractions) -> LayerProfile:
     """Return the layer as one rank holds it; it never reads more of the experts than it holds."""
     rows = part.experts if layer.read_bytes < layer.weight_bytes else part.rows

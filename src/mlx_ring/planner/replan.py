@@ -57,6 +57,8 @@ class Situation:
     """The same machines, with the memory that they have while it stays loaded."""
     refusal: str = ""
     """Reason why no second instance may be loaded, whatever the machines' memory."""
+    shared: tuple[NodeProfile, ...] = ()
+    """Other machines of the instance, which it shares with replicas, as it finds them while these compute."""
     has_less_memory: bool = False
     """True if one of its machines has less memory than when it was loaded."""
     only_whole: str = ""
@@ -105,7 +107,10 @@ class Comparison:
     fetch_s: float = 0.0
     """Predicted seconds in which machines fetch weights that they lack."""
     unused: tuple[str, ...] = ()
-    """Machines that have lost their layers, and to which the strategy gives some again. They need no gain."""
+    """Machines that need no gain: they have lost their layers, and the strategy gives them some again, or the instance
+    shares other ones with replicas."""
+    is_shared: bool = False
+    """True if the instance shares machines with replicas."""
 
     @property
     def worth(self) -> float:
@@ -138,18 +143,27 @@ def compare(now: Situation) -> Comparison | None:
         return None
     found = _compared(now, best)
     planned = stages_of(found.planned)
-    return replace(found, fetch_s=_fetch_s(now, planned), unused=_unused(now, planned))
+    unused = _unused(now, planned, found.gain)
+    return replace(found, fetch_s=_fetch_s(now, planned), unused=unused, is_shared=bool(now.shared))
 
 
-def _unused(now: Situation, planned: LoadedStages) -> tuple[str, ...]:
-    """Return the machines that only the next plan uses and that need no gain. A strategy over all machines gives them layers.
+def _unused(now: Situation, planned: LoadedStages, gain: float) -> tuple[str, ...]:
+    """Return the machines that only the next plan uses and that need no gain.
 
-    Such machines had layers before a loss or a drain. Until then, another machine may have several stages.
+    A strategy over all machines gives them layers. They had layers before a loss or a drain. Until then, another machine may
+    have several stages, or those of several replicas. Replicas have machines of their own, unless these are slower than a
+    shared one by more than predictions are off.
     """
-    if not uses_all_machines(now.request.strategy):
+    used, all_nodes = (
+        {node for _, ranks in now.loaded for node, _ in ranks},
+        {node.name for node in now.cluster.nodes},
+    )
+    if now.shared and gain > -LEAST_GAIN:
+        returned = all_nodes
+    elif uses_all_machines(now.request.strategy):
+        returned = now.had.keys() if len(used) >= len(now.loaded) else all_nodes
+    else:
         return ()
-    used = {node for _, ranks in now.loaded for node, _ in ranks}
-    returned = now.had.keys() if len(used) >= len(now.loaded) else {node.name for node in now.cluster.nodes}
     return tuple(node for _, ranks in planned for node, _ in ranks if node in returned - used)
 
 
@@ -201,9 +215,9 @@ def with_loaded(
     return found
 
 
-def known_facts(cluster: ClusterProfile) -> object:
+def known_facts(nodes: Iterable[NodeProfile]) -> object:
     """Return the facts that may change of machines. The memory of mlx-ring's own processes changes all the time."""
-    return [(node.name, node.memory_bytes, node.ratios) for node in cluster.nodes]
+    return [(node.name, node.memory_bytes, node.ratios) for node in nodes]
 
 
 def _with_pause(now: Situation, loaded: Plan | None, best: Plan, why: str) -> Comparison:
@@ -295,13 +309,14 @@ def _predict_loaded(now: Situation) -> Plan | None:
 
     The memory of mlx-ring's own processes grows a little. Without less memory than before, they fit all the same.
     """
+    cluster = replace(now.cluster, nodes=(*now.cluster.nodes, *now.shared))
     try:
-        return plan_loaded(now.model, now.cluster, now.request, (now.loaded,))[0]
+        return plan_loaded(now.model, cluster, now.request, (now.loaded,))[0]
     except PlanError:
         if now.has_less_memory:
             return None
-    roomy = tuple(replace(node, memory_bytes=2 * node.memory_bytes) for node in now.cluster.nodes)
-    return plan_loaded(now.model, replace(now.cluster, nodes=roomy), now.request, (now.loaded,))[0]
+    roomy = tuple(replace(node, memory_bytes=2 * node.memory_bytes) for node in cluster.nodes)
+    return plan_loaded(now.model, replace(cluster, nodes=roomy), now.request, (now.loaded,))[0]
 
 
 def stages_of(plan: Plan) -> LoadedStages:
@@ -358,6 +373,11 @@ def describe(model: str, found: Comparison) -> str:
     if math.isinf(found.gain):
         return f"The machines of {model} no longer have the memory that its plan counts on; another split fits: {layers}"
     pause = _PAUSES[found.way]
+    if found.unused and found.is_shared:
+        return (
+            f"{model} has machines in common with another one, while {' and '.join(found.unused)} had no layers. Another "
+            f"split has its own{pause}: layers of {layers}"
+        )
     if found.unused:
         return (
             f"{model} has no layers on {' and '.join(found.unused)}, but its strategy uses all machines. Another split "

@@ -398,7 +398,7 @@ class ProposalStatus(_Status):
     """Present split. Null if the machines no longer have the memory that it counts on."""
     planned: PlannedSplit
     unused: list[str] = Field(default=[])
-    """Machines that have lost their layers, and to which the strategy gives some again. They need no gain."""
+    """Machines without layers that need no gain: they have lost theirs, or replicas share another machine instead."""
     is_due: bool
     """True once it has been better for long enough, so that the move pays."""
 

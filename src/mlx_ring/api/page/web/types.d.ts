@@ -605,7 +605,7 @@ export interface ProposalStatus {
   /** Present split. Null if the machines no longer have the memory that it counts on. */
   loaded: PlannedSplit | null;
   planned: PlannedSplit;
-  /** Machines that have lost their layers, and to which the strategy gives some again. They need no gain. */
+  /** Machines without layers that need no gain: they have lost theirs, or replicas share another machine instead. */
   unused: string[];
   /** True once it has been better for long enough, so that the move pays. */
   is_due: boolean;
