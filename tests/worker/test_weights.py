@@ -473,6 +473,30 @@ def test_weights_that_do_not_fit_the_configuration_are_refused_in_one_line(
     assert len(str(raised.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**QWEN3, "rope_scaling": 2}, "AttributeError: 'int' object has no attribute 'get'"),
+        (
+            {**configuration("gemma3_text"), "sliding_window_pattern": 9},
+            "IndexError: list index out of range",
+        ),
+    ],
+    ids=["while the model is built", "in its first pass"],
+)
+def test_configurations_with_which_the_models_own_code_fails_are_refused_in_one_line(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    folder = write_random_model(
+        tmp_path / "model", {**config, "rope_scaling": None, "sliding_window_pattern": 2}
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    described = read_model_folder(folder)
+    with pytest.raises(ModelCorrupt) as raised:
+        load_stage(described, LayerRange(0, described.num_layers), "float32", lambda _d, _t: None)
+    assert str(raised.value) == f"{folder} cannot be loaded: mlx-lm fails with its configuration, {reason}"
+
+
 def write_bare_checkpoint(whole: Path, folder: Path, *, with_head: bool) -> Path:
     """Write a model's weights again, as sentence-transformers saves them: the transformer alone, or with its head."""
     weights = cast("dict[str, mx.array]", mx.load(str(whole / "model.safetensors")))

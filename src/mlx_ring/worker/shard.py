@@ -8,7 +8,10 @@ computed only if their results are needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -16,7 +19,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
-from mlx_ring.core.errors import ModelUnsupported
+from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, RingError
 from mlx_ring.core.types import LayerRange
 from mlx_ring.worker.cache_slots import (
     ArgumentKey,
@@ -279,6 +282,27 @@ def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:
             if held and _same(held, layers):
                 return f"{path}.{name}.".lstrip("."), held
     raise ModelUnsupported(f"{type(model).__module__} keeps its layers in a way that cannot be cut.")
+
+
+@contextmanager
+def model_errors(path: Path) -> Generator[None]:
+    """Raise any error of mlx-lm's code for the model in a folder as one of the folder, in one line.
+
+    Raises:
+        ModelUnsupported: mlx-lm does not know the architecture.
+        ModelCorrupt: weights and configuration do not fit, or the model's code fails with its configuration.
+    """
+    try:
+        yield
+    except RingError:
+        raise
+    except Exception as error:
+        is_sentence = isinstance(error, ValueError | RuntimeError)
+        kind = "" if is_sentence else f"mlx-lm fails with its configuration, {type(error).__name__}: "
+        message = textwrap.shorten(f"{kind}{error}".removesuffix(": "), 200, placeholder=" ...")
+        if is_sentence and "not supported" in message:
+            raise ModelUnsupported(f"{path}: {message}") from error
+        raise ModelCorrupt(f"{path} cannot be loaded: {message}") from error
 
 
 class HeadTap:

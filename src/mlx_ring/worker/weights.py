@@ -14,7 +14,6 @@ Tensors of GGUF files are converted, one module at a time (`gguf_weights.py`).
 from __future__ import annotations
 
 import gc
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -36,7 +35,7 @@ from mlx_lm.utils import (
 )
 
 from mlx_cpu_kernels.operations import are_installed
-from mlx_ring.core.errors import ModelCorrupt, ModelUnsupported, VersionMismatch
+from mlx_ring.core.errors import ModelCorrupt, VersionMismatch
 from mlx_ring.core.types import ByteProgress, DType, LayerRange
 from mlx_ring.models.architectures import find_architecture, language_module
 from mlx_ring.models.layer_tensors import names_head, require_layers
@@ -44,7 +43,7 @@ from mlx_ring.models.model_folder import ModelFolder, read_model_folder
 from mlx_ring.models.weights_manifest import may_have_weights_of, with_weights_of
 from mlx_ring.rpc.hello import check_hello
 from mlx_ring.rpc.protos import hello_pb2, worker_pb2
-from mlx_ring.worker.shard import StageModel, find_heads, simplify_rotations
+from mlx_ring.worker.shard import StageModel, find_heads, model_errors, simplify_rotations
 from mlx_ring.worker.tensor import override
 
 if TYPE_CHECKING:
@@ -206,11 +205,15 @@ class StageLoading:
             from mlx_ring.worker.gguf_weights import GgufWeights  # with NumPy, which is slow to import
 
             self._gguf = GgufWeights(folder, widened=widened)
-        model = _build(folder, self._gguf)
-        simplify_rotations(model, folder.context_length)
-        if self._dequantized:
-            dequantize(model, folder, layers)
-        stage = StageModel(model, layers, _DTYPES[self._dtype], folder.vocab_size, folder.hidden_size)
+        with model_errors(folder.path):
+            if self._gguf is None:
+                model = load_model(folder.path, lazy=True, strict=True, **loading_options(folder))[0]
+            else:
+                model = _build_of_gguf(folder, self._gguf.arrays)
+            simplify_rotations(model, folder.context_length)
+            if self._dequantized:
+                dequantize(model, folder, layers)
+            stage = StageModel(model, layers, _DTYPES[self._dtype], folder.vocab_size, folder.hidden_size)
         if stage.num_layers != folder.num_layers:
             raise ModelCorrupt(
                 f"{folder.path / 'config.json'} declares {folder.num_layers} layers, but its model has {stage.num_layers}."
@@ -269,18 +272,6 @@ def _can_keep(stage: StageModel, parameters: _Weights, path: str, array: mx.arra
     """Report whether a stage can take a weight of another one: it needs it, in the same form."""
     own = parameters.get(path)
     return own is not None and stage.needs(path) and (own.shape, own.dtype) == (array.shape, array.dtype)
-
-
-def _build(folder: ModelFolder, gguf: GgufWeights | None) -> nn.Module:
-    try:
-        if gguf is None:
-            return load_model(folder.path, lazy=True, strict=True, **loading_options(folder))[0]
-        return _build_of_gguf(folder, gguf.arrays)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        message = textwrap.shorten(str(error), 200, placeholder=" ...")
-        if "not supported" in message:
-            raise ModelUnsupported(f"{folder.path}: {message}") from error
-        raise ModelCorrupt(f"{folder.path} cannot be loaded: {message}") from error
 
 
 def _build_of_gguf(folder: ModelFolder, arrays: _Weights) -> nn.Module:
