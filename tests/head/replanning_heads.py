@@ -62,7 +62,7 @@ class FakeHosted:
             recoveries=SimpleNamespace(load_s=5.0),
             placement=None,
         )
-        self.replicas: list[Any] = [SimpleNamespace(service=self.service, placement=None)]
+        self.replicas: list[Any] = [SimpleNamespace(service=self.service, placement=None, had={})]
         self.instances = [self.service]
         self.is_moving = False
 
@@ -134,7 +134,7 @@ def replica_on(*nodes: str) -> Any:
     ranks = [[SimpleNamespace(site=site, share=1.0)] for site in sites]
     service = SimpleNamespace(error=None, view={}.get)
     return SimpleNamespace(
-        service=service, placement=SimpleNamespace(nodes=sites, ranges=ranges, ranks=ranks)
+        service=service, placement=SimpleNamespace(nodes=sites, ranges=ranges, ranks=ranks), had={}
     )
 
 

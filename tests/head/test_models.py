@@ -204,6 +204,21 @@ def test_others_may_load_once_the_machines_of_a_load_have_left() -> None:
     asyncio.run(act())
 
 
+def test_a_replica_that_takes_the_place_of_another_one_knows_the_layers_of_its_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "check_room", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+
+    async def act() -> None:
+        catalog: Any = make_catalog()
+        hosted = with_unloaded(catalog, Lacking())
+        old = catalog._make_replica(hosted, Lacking(), Meter(), nodes=1, replicas=1)
+        old.had = {"n1": frozenset({0, 1})}
+        assert catalog._replacement(hosted, old).had == old.had
+
+    asyncio.run(act())
+
+
 class WaitingReplica:
     """Replica that waits for machines."""
 

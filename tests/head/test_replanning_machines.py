@@ -218,6 +218,21 @@ def test_a_machine_that_is_back_gets_layers_without_a_gain_if_the_strategy_uses_
     asyncio.run(run())
 
 
+def test_a_machine_that_is_back_gets_layers_although_nothing_was_compared_before_its_loss() -> None:
+    async def run() -> None:
+        head = Head("off")
+        head.request = PlanRequest(Demand(4096, 1), strategy="uniform")
+        head.loaded = stages_of(place(model_of(28), machines(1), head.request))
+        first = await head.propose(cast("Any", head.hosted))
+        assert first is None or not first.unused
+        head.hosted.replicas[0].had = {"node-0": frozenset(range(14)), "node-1": frozenset(range(14, 28))}
+        proposal = await head.propose(cast("Any", head.hosted))
+        assert proposal is not None
+        assert proposal.unused == ["node-1"]
+
+    asyncio.run(run())
+
+
 def test_a_machine_that_is_back_before_a_look_gets_layers_although_no_step_is_computed() -> None:
     async def run() -> None:
         head = Head("auto")

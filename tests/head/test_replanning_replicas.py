@@ -59,7 +59,7 @@ class TwoReplicas(Head):
             SimpleNamespace(info=SimpleNamespace(name=name), recoveries=SimpleNamespace(load_s=5.0))
             for name in names
         ]
-        self.hosted.replicas = [SimpleNamespace(service=service) for service in services]
+        self.hosted.replicas = [SimpleNamespace(service=service, had={}) for service in services]
         nodes = machines(1, 1, 1, 1).nodes
         self.used: list[tuple[NodeProfile, ...]] = [nodes[:2], nodes[2:]]
         self.free: tuple[NodeProfile, ...] = ()
@@ -96,7 +96,7 @@ class ReplicasHead(Head):
         service: Any = SimpleNamespace(
             **{**vars(self.hosted.service), "info": SimpleNamespace(name="demo-2")}
         )
-        self.hosted.replicas.append(SimpleNamespace(service=service, placement=None))
+        self.hosted.replicas.append(SimpleNamespace(service=service, placement=None, had={}))
 
     def _compared(self, hosted: Any, machines: Any) -> list[Compared]:
         del machines

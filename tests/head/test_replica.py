@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,12 +26,13 @@ from mlx_ring.core.errors import (
     WorkerStuck,
 )
 from mlx_ring.core.generation import GenerateRequest
-from mlx_ring.core.types import RankId, SamplingParams
+from mlx_ring.core.types import LayerRange, RankId, SamplingParams
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.head import replica as subject
 from mlx_ring.head.instance import Epoch
 from mlx_ring.head.model import HostedModel
 from mlx_ring.head.patching import Remains
+from mlx_ring.head.placing import Placement
 from mlx_ring.head.served_model import prepare_model
 from mlx_ring.head.step_down import FirstLoads
 from mlx_ring.settings.config import Settings
@@ -335,6 +337,26 @@ def test_the_first_load_is_not_repeated_for_a_reason_that_stays(error: RingError
     with pytest.raises(type(error)) as raised:
         loads.check(error, 600.0)
     assert raised.value is error
+
+
+def test_a_replica_keeps_the_layers_with_which_each_node_has_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MovedMachines(FakeMachines):
+        async def next_epoch(self, order: Any) -> Epoch:
+            epoch = await super().next_epoch(order)
+            node = f"n{epoch.number}"
+            rank: Any = SimpleNamespace(site=SimpleNamespace(node=node), share=1.0)
+            return replace(epoch, placement=Placement((LayerRange(0, 4),), ((rank,),), None))
+
+    monkeypatch.setattr(subject, "Instance", BrieflyServingInstance)
+
+    async def run() -> None:
+        replica = make_replica(MovedMachines(), Meter())
+        running = asyncio.create_task(replica.run(lambda _: None, lambda: False))
+        await run_tasks_until(lambda: running.done() or len(replica.had) == 2)
+        running.cancel()
+        assert replica.had == {"n1": frozenset(range(4)), "n2": frozenset(range(4))}
+
+    asyncio.run(run())
 
 
 class BrieflyServingInstance(FakeInstance):

@@ -437,7 +437,9 @@ class Catalog:
         """Return a replica that takes the place of another one, if --model-memory allows both."""
         check_room(hosted, 1, self._hosted, self._settings.model_memory)
         make = partial(self._make_replica, hosted, self._begun(), hosted.unused_meter)
-        return make(nodes=1, replicas=len(hosted.replicas), replaces=old.service.info.name)
+        new = make(nodes=1, replicas=len(hosted.replicas), replaces=old.service.info.name)
+        new.had = old.had
+        return new
 
     def _crash(self, error: Exception) -> None:
         if not self.crashed.done():

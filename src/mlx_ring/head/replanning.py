@@ -257,16 +257,17 @@ class Replanning:
 
     async def _compare(self, hosted: HostedModel, compared: Sequence[Compared]) -> Better | None:
         """Compare in a thread, where the sizes of the layers are read, too. Return the replica that gains most."""
-        served, watched = hosted.served, self._of(hosted)
-        before, had = watched.granted, with_loaded(watched.had, [now.loaded for _, now in compared])
-        watched.had = had
-        view = self._view
-        head = readable_names(view).get(view.own, view.own)
-        members = {name: view.membership.members[node] for node, name in readable_names(view).items()}
+        served, watched, view = hosted.served, self._of(hosted), self._view
+        before, names = watched.granted, readable_names(view)
+        served_on = [
+            {names.get(node, node): had for node, had in each.had.items()} for each in hosted.replicas
+        ]
+        had = watched.had = with_loaded(watched.had, [now.loaded for _, now in compared], served_on)
+        members = {name: view.membership.members[node] for node, name in names.items()}
         situation = partial(
             Situation,
             only_whole=why_only_whole(hosted.settings.link),
-            head=head,
+            head=names.get(view.own, view.own),
             had=had,
             plan=partial(plan_of_start, hosted.settings, served.folder, members, view.hung),
         )

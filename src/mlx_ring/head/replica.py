@@ -26,10 +26,11 @@ from mlx_ring.head.instance_view import FIRST_EPOCH, InstanceService, Recoveries
 from mlx_ring.head.kv_memory import KvShares
 from mlx_ring.head.nodes import CurrentWatch, Machines, ModelRoom
 from mlx_ring.head.patching import EarlyPlan, Remains, can_be_patched
-from mlx_ring.head.placing import Order, Placement
+from mlx_ring.head.placing import Order, Placement, placed_stages
 from mlx_ring.head.reshaping import Reshaping
 from mlx_ring.head.served_model import ServedModel
 from mlx_ring.head.step_down import FirstLoads
+from mlx_ring.planner.replan import with_loaded
 from mlx_ring.rpc.protos import agent_pb2
 from mlx_ring.settings.config import Settings
 
@@ -104,6 +105,8 @@ class Replica:
         self._left: Mapping[LiveRequest, LeftKv] = {}
         """KV that the last instance left of its requests."""
         self._kept_ids = count(FIRST_KEPT)
+        self.had: Mapping[str, frozenset[int]] = {}
+        """Layers with which each node has served."""
         self.meter, self._tracing = meter, tracing
         self._settings = settings
         self._served = served
@@ -326,6 +329,7 @@ class Replica:
         """
 
         def serves(load_s: float) -> None:
+            self.had = with_loaded(self.had, (placed_stages(epoch.placement, {}),))
             self._machines.release(epoch.instance)
             ready(load_s)
 

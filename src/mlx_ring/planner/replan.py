@@ -205,10 +205,14 @@ def _fetch_s(now: Situation, planned: LoadedStages) -> float:
 
 
 def with_loaded(
-    had: Mapping[str, frozenset[int]], loaded: Iterable[LoadedStages]
+    had: Mapping[str, frozenset[int]],
+    loaded: Iterable[LoadedStages],
+    earlier: Iterable[Mapping[str, frozenset[int]]] = (),
 ) -> dict[str, frozenset[int]]:
-    """Return the layers that each machine has had, with those that it has now."""
+    """Return the layers that each machine has had, with those that it has now and others that it had earlier."""
     found = dict(had)
+    for node, layers in chain.from_iterable(each.items() for each in earlier):
+        found[node] = found.get(node, frozenset()) | layers
     for layers, ranks in chain.from_iterable(loaded):
         for node, _ in ranks:
             found[node] = found.get(node, frozenset()) | frozenset(range(layers.start, layers.end))
