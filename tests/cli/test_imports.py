@@ -109,3 +109,12 @@ def test_garbage_is_collected_again_after_imports() -> None:
     with importing():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("module", ["mlx_ring.agent.__main__", "mlx_ring.worker.__main__"])
+def test_agents_and_workers_leave_their_first_imports_out_of_garbage_collections(module: str) -> None:
+    program = f"import gc, {module}; print(gc.get_freeze_count() > 0, gc.isenabled())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environment(), check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "True"]

@@ -10,14 +10,17 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_ring.agent.server import AgentService
-from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
-from mlx_ring.core.logs import configure_logging
-from mlx_ring.host.child import watch_lifeline
-from mlx_ring.host.process import dump_stacks_on_signal
-from mlx_ring.host.yielding import YieldWatch
-from mlx_ring.rpc.channels import make_aio_server
-from mlx_ring.settings.process_settings import AgentSettings, add_argument
+from mlx_ring.core.lean_imports import importing
+
+with importing():
+    from mlx_ring.agent.server import AgentService
+    from mlx_ring.agent.supervisor import Supervisor, WorkerOptions
+    from mlx_ring.core.logs import configure_logging
+    from mlx_ring.host.child import watch_lifeline
+    from mlx_ring.host.process import dump_stacks_on_signal
+    from mlx_ring.host.yielding import YieldWatch
+    from mlx_ring.rpc.channels import make_aio_server
+    from mlx_ring.settings.process_settings import AgentSettings, add_argument
 
 log = logging.getLogger("mlx_ring.agent")
 

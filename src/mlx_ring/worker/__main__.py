@@ -16,24 +16,26 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from mlx_cpu_kernels import SpeedReport
-from mlx_ring.core.errors import AddressInUse
 from mlx_ring.core.lean_imports import import_mlx_lm, importing
-from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
-from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
-from mlx_ring.host.process import dump_stacks_on_signal
-from mlx_ring.rpc.channels import add_secure_port, make_server
-from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
-from mlx_ring.rpc.tls.caller_checks import PeerGuard
-from mlx_ring.rpc.tls.credentials import KeptCredentials, serve_from_folder
-from mlx_ring.settings.process_settings import WorkerSettings, add_argument
-from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
-from mlx_ring.worker.platform.device import (
-    choose_products,
-    keep_compiled_kernels,
-    keep_freed_memory,
-    limit_kept_buffers,
-)
+
+with importing():
+    from mlx_cpu_kernels import SpeedReport
+    from mlx_ring.core.errors import AddressInUse
+    from mlx_ring.core.logs import configure_logging, keep_early_records, write_to_stderr
+    from mlx_ring.host.child import READY_LINE, SPARE_FLAG, read_lifeline, watch_lifeline
+    from mlx_ring.host.process import dump_stacks_on_signal
+    from mlx_ring.rpc.channels import add_secure_port, make_server
+    from mlx_ring.rpc.methods import LOAD, RELINK, STATUS, STEPS
+    from mlx_ring.rpc.tls.caller_checks import PeerGuard
+    from mlx_ring.rpc.tls.credentials import KeptCredentials, serve_from_folder
+    from mlx_ring.settings.process_settings import WorkerSettings, add_argument
+    from mlx_ring.worker.compute_thread import prefer_latency, prefer_throughput
+    from mlx_ring.worker.platform.device import (
+        choose_products,
+        keep_compiled_kernels,
+        keep_freed_memory,
+        limit_kept_buffers,
+    )
 
 Listening = TypeVar("Listening")
 _END_WITHIN_S = 1.0
