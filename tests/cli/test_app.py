@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,6 +169,15 @@ def test_a_terminal_of_80_columns_shows_whole_names(flag: str, tmp_path: Path) -
     assert [line for line in lines if "…" in line] == []
     assert max(map(len, lines)) <= 80
     assert flag != "--help" or len(lines) <= 120
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_values_whole_and_without_types_of_python(name: str, tmp_path: Path) -> None:
+    for command in all_commands(get_command(app), name):
+        typed = (name,) if command.name == name else (name, command.name)
+        text = run_in_process(*typed, "--help", folder=tmp_path, environment={"COLUMNS": "80"}).stdout
+        assert "Usage: mlx-ring" in text
+        assert re.findall(r"<(?!NAME>)\w[^>]*>|\{\w+\}|.*…", text) == []
 
 
 def test_an_output_that_nobody_reads_ends_a_command_without_a_message(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 from typer.main import get_command, get_group
 
 from mlx_ring.cli import INTERRUPTED, LOST_OUTPUT, discard_output
@@ -83,6 +83,7 @@ _OTHER_VERBS = {
     "node status": "cluster status",
 }
 """The same for commands with a verb."""
+_HELP = ["--help", "-h"]
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -124,6 +125,7 @@ def _load_command(name: str) -> Any:
         holder.command(name, rich_help_panel=panel)(found)
     command = get_group(holder).commands[name]
     _unwrap_help(command)
+    _name_values(command)
     return command
 
 
@@ -135,11 +137,38 @@ def _unwrap_help(command: Any) -> None:
         _unwrap_help(each)
 
 
+def _name_values(command: Any) -> None:
+    """Name the values of arguments and flags as people write them. Typer names Python's types, also after `--help`."""
+    context = typer.Context(command, help_option_names=_HELP)
+    for each in command.get_params(context):
+        if isinstance(each, TyperArgument):
+            _name_argument(each)
+        elif each.is_flag:
+            each.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _name_values(each)
+
+
+def _name_argument(argument: Any) -> None:
+    name = argument.metavar or argument.name.upper()
+    usage = f"{name if argument.required else f'[{name}]'}{'' if argument.nargs == 1 else '...'}"
+    argument.metavar = name
+
+    def no_type(ctx: object) -> None:
+        del ctx
+
+    def usage_pieces(ctx: object) -> list[str]:
+        del ctx
+        return [usage]
+
+    vars(argument).update(display_type_rich=no_type, get_usage_pieces=usage_pieces)
+
+
 app = typer.Typer(
     name="mlx-ring",
     cls=_Commands,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={"help_option_names": _HELP},
     help=(
         "A distributed inference server for large language models on MLX, compatible with the OpenAI, Anthropic and "
         "Ollama APIs.\n\n"
@@ -208,7 +237,9 @@ def _run() -> int:
     _print_all_characters()
     sys.argv[1:] = _in_full(sys.argv[1:])
     try:
-        code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
+        program = get_command(app)
+        _name_values(program)
+        code = program.main(prog_name="mlx-ring", standalone_mode=False)
     except typer.Exit as error:
         return error.exit_code
     except typer.Abort:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 URL = typer.Option(
-    "--url", help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."
+    "--url",
+    metavar="URL",
+    help=f"Address of the server; {DEFAULT_URL} or another of this machine by default.",
 )
 CACERT = typer.Option(
     "--cacert",
