@@ -94,6 +94,7 @@ def test_the_name_of_a_command_in_other_programs_gets_a_suggestion(
         (("help", "version"), "mlx-ring [OPTIONS] COMMAND"),
         (("models", "help"), "mlx-ring models [OPTIONS] COMMAND"),
         (("help", "models", "load"), "mlx-ring models load [OPTIONS]"),
+        (("models", "rm", "--help"), "mlx-ring models rm [OPTIONS] MODEL"),
         (("serve", "-h"), "mlx-ring serve [OPTIONS] [MODEL]..."),
     ],
 )

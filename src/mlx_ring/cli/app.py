@@ -78,7 +78,6 @@ _OTHER_VERBS = {
     "cluster list": "node list",
     "cluster ls": "node list",
     "models ls": "models list",
-    "models rm": "rm",
     "node ls": "node list",
     "node status": "cluster status",
 }
