@@ -156,6 +156,27 @@ def test_stages_and_several_nodes_exclude_each_other(tmp_path: Path) -> None:
     assert "leave --stages out" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("chat", "--temperature", "hot"), "--temperature is hot; it must be a number of 0.0 or more."),
+        (("run", "demo", "--top-p", "2"), "--top-p is 2; it must be a number from 0.0 to 1.0."),
+        (("chat", "--max-tokens", "0"), "--max-tokens is 0; it must be a whole number of 1 or more."),
+        (("heads", "--timeout", "x"), "--timeout is x; it must be a number."),
+        (
+            ("serve", "--port"),
+            "Option '--port' requires an argument. `mlx-ring serve --help` lists its options.",
+        ),
+    ],
+)
+def test_a_wrong_or_missing_value_of_a_flag_is_told_with_what_it_must_be(
+    typed: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    done = run_in_process(*typed, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"mlx-ring: {said}")
+
+
 @pytest.mark.parametrize("arguments", [(), ("cluster",), ("models",)])
 def test_a_command_without_a_verb_prints_its_help(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run_in_process(*arguments, folder=tmp_path)

@@ -83,6 +83,8 @@ _OTHER_VERBS = {
 }
 """The same for commands with a verb."""
 _HELP = ["--help", "-h"]
+_IS_WHOLE = {"int": True, "constrained-int": True, "float": False, "constrained-float": False}
+"""Whether a number must be whole, by the title of pydantic's error."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -244,7 +246,7 @@ def _run() -> int:
     except typer.Abort:
         return INTERRUPTED
     except typer.TyperException as error:
-        message = error.format_message()
+        message = _wrong_number(error) or error.format_message()
         if not message:  # a command without a verb has printed its help
             return 0
         _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} {_advice(error)}")
@@ -272,11 +274,33 @@ def _in_full(typed: list[str]) -> list[str]:
             return typed
 
 
+def _wrong_number(error: typer.TyperException) -> str:
+    """Return the sentence about the number of a flag, in the form of those about settings; empty for other errors."""
+    cause: Any = error.__cause__
+    is_whole = _IS_WHOLE.get(getattr(cause, "title", ""))
+    if not isinstance(error, typer.BadParameter) or is_whole is None:
+        return ""
+    flag: Any = error.param
+    bounds = {
+        (False, False): "",
+        (False, True): f" of {flag.max} or less",
+        (True, False): f" of {flag.min} or more",
+        (True, True): f" from {flag.min} to {flag.max}",
+    }
+    kind = f"a {'whole ' if is_whole else ''}number{bounds[flag.min is not None, flag.max is not None]}"
+    return f"{flag.opts[0]} is {cause.errors()[0]['input']}; it must be {kind}."
+
+
 def _advice(error: typer.TyperException) -> str:
     """Return a sentence that names the help of the command that was given."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
-        return "`mlx-ring --help` lists the commands."
+        command = next((name for name in sys.argv[1:2] if name in COMMANDS), "")
+        return (
+            f"`mlx-ring {command} --help` lists its options."
+            if command
+            else "`mlx-ring --help` lists the commands."
+        )
     listed = "commands" if isinstance(context.command, TyperGroup) else "arguments and options"
     return f"`{context.command_path} --help` lists the {listed}."
 
