@@ -169,7 +169,7 @@ def test_stages_and_several_nodes_exclude_each_other(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_or_missing_value_of_a_flag_is_told_with_what_it_must_be(
+def test_a_wrong_or_missing_value_of_a_flag_is_refused_with_the_values_that_it_takes(
     typed: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     done = run_in_process(*typed, folder=tmp_path)

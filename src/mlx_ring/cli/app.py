@@ -84,7 +84,7 @@ _OTHER_VERBS = {
 """The same for commands with a verb."""
 _HELP = ["--help", "-h"]
 _IS_WHOLE = {"int": True, "constrained-int": True, "float": False, "constrained-float": False}
-"""Whether a number must be whole, by the title of pydantic's error."""
+"""True for a whole number, by the title of pydantic's error."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
