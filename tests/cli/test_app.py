@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ def test_the_name_of_a_command_in_other_programs_gets_a_suggestion(
         (("help", "version"), "mlx-ring [OPTIONS] COMMAND"),
         (("models", "help"), "mlx-ring models [OPTIONS] COMMAND"),
         (("help", "models", "load"), "mlx-ring models load [OPTIONS]"),
+        (("models", "rm", "--help"), "mlx-ring models rm [OPTIONS] MODEL"),
         (("serve", "-h"), "mlx-ring serve [OPTIONS] [MODEL]..."),
     ],
 )
@@ -154,6 +156,27 @@ def test_stages_and_several_nodes_exclude_each_other(tmp_path: Path) -> None:
     assert "leave --stages out" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("chat", "--temperature", "hot"), "--temperature is hot; it must be a number of 0.0 or more."),
+        (("run", "demo", "--top-p", "2"), "--top-p is 2; it must be a number from 0.0 to 1.0."),
+        (("chat", "--max-tokens", "0"), "--max-tokens is 0; it must be a whole number of 1 or more."),
+        (("heads", "--timeout", "x"), "--timeout is x; it must be a number."),
+        (
+            ("serve", "--port"),
+            "Option '--port' requires an argument. `mlx-ring serve --help` lists its options.",
+        ),
+    ],
+)
+def test_a_wrong_or_missing_value_of_a_flag_is_refused_with_the_values_that_it_takes(
+    typed: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    done = run_in_process(*typed, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"mlx-ring: {said}")
+
+
 @pytest.mark.parametrize("arguments", [(), ("cluster",), ("models",)])
 def test_a_command_without_a_verb_prints_its_help(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run_in_process(*arguments, folder=tmp_path)
@@ -168,6 +191,15 @@ def test_a_terminal_of_80_columns_shows_whole_names(flag: str, tmp_path: Path) -
     assert [line for line in lines if "…" in line] == []
     assert max(map(len, lines)) <= 80
     assert flag != "--help" or len(lines) <= 120
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_values_whole_and_without_types_of_python(name: str, tmp_path: Path) -> None:
+    for command in all_commands(get_command(app), name):
+        typed = (name,) if command.name == name else (name, command.name)
+        text = run_in_process(*typed, "--help", folder=tmp_path, environment={"COLUMNS": "80"}).stdout
+        assert "Usage: mlx-ring" in text
+        assert re.findall(r"<(?!NAME>)\w[^>]*>|\{\w+\}|.*…", text) == []
 
 
 def test_an_output_that_nobody_reads_ends_a_command_without_a_message(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Certificate and key files for HTTPS: each problem is one sentence, before anything is loaded."""
+"""Certificate and key files for HTTPS: each problem is one sentence, before anything is loaded. So is a wrong scheme."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from tests.api.clients import serving
+from tests.api.twins import TwinService
 from tests.certificates import write_certificate
+from tests.processes import run_in_process
 
 from mlx_ring.cli.serve import server_tls
 from mlx_ring.core.errors import ConfigError
@@ -70,3 +73,37 @@ def test_an_expired_certificate_is_served_with_a_warning(
     certificate, key = write_certificate(tmp_path, ends=datetime.now(UTC) - timedelta(days=1))
     assert accepts(ssl_certfile=certificate, ssl_keyfile=key)
     assert "clients will refuse it" in caplog.text
+
+
+ASKS = [("chat", "Hello."), ("cluster", "status"), ("bench",)]
+"""Commands that ask a server, each by a client of its own."""
+
+
+def without_breaks(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ASKS)
+def test_https_to_a_server_of_plain_http_is_refused_with_the_scheme_to_give(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    with serving(TwinService()) as url:
+        wrong = url.replace("http:", "https:")
+        done = run_in_process(*command, "--url", wrong, folder=tmp_path)
+    assert done.returncode != 0
+    said = f"The server at {wrong} does not use HTTPS: give its address with http://."
+    assert said in without_breaks(done.stderr)
+
+
+@pytest.mark.parametrize("command", ASKS)
+def test_plain_http_to_a_server_of_https_is_refused_with_the_scheme_to_give(
+    command: tuple[str, ...], files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    certificate, key = files
+    tls = server_tls(Settings.model_validate({"ssl_certfile": certificate, "ssl_keyfile": key}))
+    with serving(TwinService(), tls=tls) as url:
+        wrong = url.replace("https:", "http:")
+        done = run_in_process(*command, "--url", wrong, folder=tmp_path)
+    assert done.returncode != 0
+    said = f"{wrong} answers nothing over HTTP. If the server uses HTTPS, give its address with https://."
+    assert said in without_breaks(done.stderr)

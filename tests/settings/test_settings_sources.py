@@ -144,7 +144,7 @@ def test_several_invalid_values_are_reported_together() -> None:
         ("- 1\n", "must hold names and values, not list"),
         ("a: [\n", "is neither YAML nor JSON"),
         ("port: 1\nmodel: demo\nport: 2\n", "gives 'port' twice, in lines 1 and 3."),
-        ("api-key: 12345\n", 'must be names separated by commas. Write it in quotes: "12345".'),
+        ("api-key: 12345\n", 'must be one key or several, separated by commas. Write it in quotes: "12345".'),
         (
             "port: on\n",
             "is true (as YAML reads yes, no, on and off without quotes); it must be a whole number",
@@ -225,7 +225,7 @@ def test_old_names_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("text", ["", ",", " "])
 def test_a_key_that_is_empty_does_not_mean_no_authentication(text: str, tmp_path: Path) -> None:
-    said = "must be names separated by commas."
+    said = "must be one key or several, separated by commas."
     assert message(api_key=text).endswith(said)
     file = tmp_path / "ring.yaml"
     file.write_text(json.dumps({"api-key": text}))

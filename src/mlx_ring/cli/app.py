@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 from typer.main import get_command, get_group
 
 from mlx_ring.cli import INTERRUPTED, LOST_OUTPUT, discard_output
@@ -78,11 +78,13 @@ _OTHER_VERBS = {
     "cluster list": "node list",
     "cluster ls": "node list",
     "models ls": "models list",
-    "models rm": "rm",
     "node ls": "node list",
     "node status": "cluster status",
 }
 """The same for commands with a verb."""
+_HELP = ["--help", "-h"]
+_IS_WHOLE = {"int": True, "constrained-int": True, "float": False, "constrained-float": False}
+"""True for a whole number, by the title of pydantic's error."""
 _STYLE: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -124,6 +126,7 @@ def _load_command(name: str) -> Any:
         holder.command(name, rich_help_panel=panel)(found)
     command = get_group(holder).commands[name]
     _unwrap_help(command)
+    _name_values(command)
     return command
 
 
@@ -135,11 +138,38 @@ def _unwrap_help(command: Any) -> None:
         _unwrap_help(each)
 
 
+def _name_values(command: Any) -> None:
+    """Name the values of arguments and flags as people write them. Typer names Python's types, also after `--help`."""
+    context = typer.Context(command, help_option_names=_HELP)
+    for each in command.get_params(context):
+        if isinstance(each, TyperArgument):
+            _name_argument(each)
+        elif each.is_flag:
+            each.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _name_values(each)
+
+
+def _name_argument(argument: Any) -> None:
+    name = argument.metavar or argument.name.upper()
+    usage = f"{name if argument.required else f'[{name}]'}{'' if argument.nargs == 1 else '...'}"
+    argument.metavar = name
+
+    def no_type(ctx: object) -> None:
+        del ctx
+
+    def usage_pieces(ctx: object) -> list[str]:
+        del ctx
+        return [usage]
+
+    vars(argument).update(display_type_rich=no_type, get_usage_pieces=usage_pieces)
+
+
 app = typer.Typer(
     name="mlx-ring",
     cls=_Commands,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={"help_option_names": _HELP},
     help=(
         "A distributed inference server for large language models on MLX, compatible with the OpenAI, Anthropic and "
         "Ollama APIs.\n\n"
@@ -208,13 +238,15 @@ def _run() -> int:
     _print_all_characters()
     sys.argv[1:] = _in_full(sys.argv[1:])
     try:
-        code = get_command(app).main(prog_name="mlx-ring", standalone_mode=False)
+        program = get_command(app)
+        _name_values(program)
+        code = program.main(prog_name="mlx-ring", standalone_mode=False)
     except typer.Exit as error:
         return error.exit_code
     except typer.Abort:
         return INTERRUPTED
     except typer.TyperException as error:
-        message = error.format_message()
+        message = _wrong_number(error) or error.format_message()
         if not message:  # a command without a verb has printed its help
             return 0
         _complain(f"{message}{'' if message.endswith(('.', '?')) else '.'} {_advice(error)}")
@@ -242,11 +274,33 @@ def _in_full(typed: list[str]) -> list[str]:
             return typed
 
 
+def _wrong_number(error: typer.TyperException) -> str:
+    """Return the sentence about the number of a flag, in the form of those about settings; empty for other errors."""
+    cause: Any = error.__cause__
+    is_whole = _IS_WHOLE.get(getattr(cause, "title", ""))
+    if not isinstance(error, typer.BadParameter) or is_whole is None:
+        return ""
+    flag: Any = error.param
+    bounds = {
+        (False, False): "",
+        (False, True): f" of {flag.max} or less",
+        (True, False): f" of {flag.min} or more",
+        (True, True): f" from {flag.min} to {flag.max}",
+    }
+    kind = f"a {'whole ' if is_whole else ''}number{bounds[flag.min is not None, flag.max is not None]}"
+    return f"{flag.opts[0]} is {cause.errors()[0]['input']}; it must be {kind}."
+
+
 def _advice(error: typer.TyperException) -> str:
     """Return a sentence that names the help of the command that was given."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
-        return "`mlx-ring --help` lists the commands."
+        command = next((name for name in sys.argv[1:2] if name in COMMANDS), "")
+        return (
+            f"`mlx-ring {command} --help` lists its options."
+            if command
+            else "`mlx-ring --help` lists the commands."
+        )
     listed = "commands" if isinstance(context.command, TyperGroup) else "arguments and options"
     return f"`{context.command_path} --help` lists the {listed}."
 

@@ -149,7 +149,7 @@ def capacity(
             rich_help_panel=_LOAD,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the arrivals and lengths.", rich_help_panel=_LOAD)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the load.", rich_help_panel=_LOAD)] = 0,
     first_token_within: Annotated[
         str, typer.Option(metavar="TIME|off", help="Time to the first token.", rich_help_panel=_LEVEL)
     ] = "5s",  # noqa: S107 - it is no password

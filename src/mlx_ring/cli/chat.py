@@ -405,7 +405,9 @@ def chat(
     first: Annotated[str | None, MODEL_OR_QUESTION] = None,
     question: Annotated[str | None, QUESTION_TO_MODEL] = None,
     url: Annotated[str | None, URL] = None,
-    model: Annotated[str | None, typer.Option(help="Model to ask; the first one served by default.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model to ask; the first one served by default.")
+    ] = None,
     system: Annotated[str | None, SYSTEM] = None,
     temperature: Annotated[float | None, TEMPERATURE] = None,
     top_p: Annotated[float | None, TOP_P] = None,

@@ -125,7 +125,8 @@ def status(
     url: Annotated[
         str | None,
         typer.Option(
-            help=f"Address of the head, without a file; {DEFAULT_URL} or another of this machine by default."
+            metavar="URL",
+            help=f"Address of the head, without a file; {DEFAULT_URL} or another of this machine by default.",
         ),
     ] = None,
     api_key: Annotated[str | None, API_KEY] = None,

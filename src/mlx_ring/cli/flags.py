@@ -26,11 +26,15 @@ from mlx_ring.settings.settings_sources import (
 ALL_SETTINGS = tuple(name for name in Settings.model_fields if name != "model")
 _MANY = 20
 """Settings from which on plain `--help` lists the basic ones only."""
-SYSTEM = typer.Option("--system", help="System prompt.")
-TEMPERATURE = typer.Option("--temperature", min=0.0, help="Temperature; the model's or the API's if not set.")
-TOP_P = typer.Option("--top-p", min=0.0, max=1.0, help="Probability of the tokens to choose from.")
-MAX_TOKENS = typer.Option("--max-tokens", min=1, help="Limit of each answer, in tokens.")
-SEED = typer.Option("--seed", help="Seed, with which answers repeat.")
+SYSTEM = typer.Option("--system", metavar="TEXT", help="System prompt.")
+TEMPERATURE = typer.Option(
+    "--temperature", metavar="T", min=0.0, help="Temperature; the model's or the API's if not set."
+)
+TOP_P = typer.Option(
+    "--top-p", metavar="P", min=0.0, max=1.0, help="Probability of the tokens to choose from."
+)
+MAX_TOKENS = typer.Option("--max-tokens", metavar="N", min=1, help="Limit of each answer, in tokens.")
+SEED = typer.Option("--seed", metavar="N", help="Seed, with which answers repeat.")
 
 
 def with_settings(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

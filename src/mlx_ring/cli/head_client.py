@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 URL = typer.Option(
-    "--url", help=f"Address of the server; {DEFAULT_URL} or another of this machine by default."
+    "--url",
+    metavar="URL",
+    help=f"Address of the server; {DEFAULT_URL} or another of this machine by default.",
 )
 CACERT = typer.Option(
     "--cacert",
@@ -151,7 +153,7 @@ def _reason(error: Exception) -> str:
         return "something accepts connections there, but does not answer"
     if isinstance(error, (ValueError, LookupError, TypeError)):
         return _ANOTHER
-    return without_number(str(error)) or type(error).__name__
+    return without_number(str(error)).rstrip(".") or type(error).__name__
 
 
 def _no_address(url: str) -> str:
@@ -225,14 +227,16 @@ def trust(given: Path | None, own: Path | None = None) -> ssl.SSLContext:
 
 
 def distrust(error: Exception, url: str) -> str | None:
-    """Return a sentence about an untrusted certificate; None for any other error."""
-    _, found, why = str(error).partition("CERTIFICATE_VERIFY_FAILED] certificate verify failed: ")
-    if not found:
-        return None
-    return (
-        f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. "
-        "Give the file of its authority, or of the certificate itself, with --cacert FILE."
-    )
+    """Return a sentence about an untrusted certificate, or another scheme than the server's; None for other errors."""
+    text = str(error)
+    if "WRONG_VERSION_NUMBER" in text:
+        return f"The server at {url} does not use HTTPS: give its address with http://."
+    if url.startswith("http:") and "without sending a response" in text:
+        return f"{url} answers nothing over HTTP. If the server uses HTTPS, give its address with https://."
+    _, found, why = text.partition("CERTIFICATE_VERIFY_FAILED] certificate verify failed: ")
+    advice = "Give the file of its authority, or of the certificate itself, with --cacert FILE."
+    said = f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. {advice}"
+    return said if found else None
 
 
 def heads_here() -> list[Running]:
@@ -382,7 +386,8 @@ class ChatServer:
         except httpx.TimeoutException:
             raise ConnectionBroke(f"{self.url} does not answer.") from None
         except httpx.HTTPError as error:
-            raise ConnectionBroke(f"The connection to {self.url} broke: {error}.") from None
+            said = distrust(error, self.url) or f"The connection to {self.url} broke: {_reason(error)}."
+            raise ConnectionBroke(said) from None
         except UnicodeEncodeError:
             raise ChatError("The text is not UTF-8: convert it, or set the terminal's encoding.") from None
         except ValueError:

@@ -56,8 +56,9 @@ def join(
     token: Annotated[
         str | None,
         typer.Option(
+            metavar="TOKEN",
             help="Join token that `mlx-ring serve --nodes N` or `token create` prints; needed once. "
-            f"{TOKEN_VARIABLE} by default, as long as this machine is no member."
+            f"{TOKEN_VARIABLE} by default, as long as this machine is no member.",
         ),
     ] = None,
     listen: Annotated[

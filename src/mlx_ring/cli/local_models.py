@@ -149,7 +149,8 @@ def recommend(
     ] = None,
     kv_cache_memory: KvMemory = None,
     url: Annotated[
-        str | None, typer.Option(help="Head whose cluster counts; by default one on this machine.")
+        str | None,
+        typer.Option(metavar="URL", help="Head whose cluster counts; by default one on this machine."),
     ] = None,
     api_key: Annotated[str | None, API_KEY] = None,
     cacert: Annotated[Path | None, CACERT] = None,

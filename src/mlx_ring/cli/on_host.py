@@ -38,7 +38,7 @@ def describe_installation(
 @app.command("model")
 def model(
     name: str,
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER]...")] = None,
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="FOLDER")] = None,
     state_dir: Annotated[str | None, _STATE] = None,
 ) -> None:
     """Print the absolute path of a model's folder, looked up in these folders and at home. Print other names unchanged."""

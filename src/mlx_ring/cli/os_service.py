@@ -241,7 +241,7 @@ _NO_LAN = (
     'macOS 15 and newer may keep a user\'s service from the LAN ("no route to host"); a daemon is exempt: '
     "`sudo mlx-ring service install --system --run-as USER -- ...`. See docs/macos.md."
 )
-ARGUMENTS = typer.Argument(metavar="-- join|serve …", help="Command to run, after two dashes.")
+ARGUMENTS = typer.Argument(metavar="-- join|serve", help="Command to run, after two dashes.")
 SYSTEM = typer.Option("--system", help="Service of the whole machine, started at boot. Requires root.")
 RUN_AS = typer.Option("--run-as", metavar="USER", help="User of a --system service; yourself by default.")
 
@@ -296,7 +296,7 @@ def _left_out(keeper: Keeper, service: Service, path: Path) -> Iterator[str]:
 @app.command("uninstall")
 def uninstall(
     verbs: Annotated[
-        list[str] | None, typer.Argument(metavar="[join|serve]", help="Services to remove; both by default.")
+        list[str] | None, typer.Argument(metavar="join|serve", help="Services to remove; both by default.")
     ] = None,
     system: Annotated[bool, SYSTEM] = False,
 ) -> None:

@@ -81,6 +81,7 @@ HeadUrl = Annotated[
     str | None,
     typer.Option(
         "--url",
+        metavar="URL",
         help=f"Head of the running cluster to ask, if no machines are given; {DEFAULT_URL} or another of this machine by default.",
         rich_help_panel=COMPARISONS,
     ),

@@ -77,6 +77,10 @@ def listen(host: str, port: int) -> socket.socket:
                 f"Port {port} on {host} is in use by another process, perhaps a server that `mlx-ring ps` lists: stop it, or "
                 "choose another port with --port."
             ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"--host is {host}, which is no address of this machine: give one that it has, or 0.0.0.0 for all of them."
+            ) from error
         raise ConfigError(f"Port {port} on {host} cannot be opened: {error.strerror}.") from error
     return server
 

@@ -230,6 +230,7 @@ class Settings(PlacementSettings):
         _SECURITY,
         metavar="KEY,...",
         basic=True,
+        takes="one key or several, separated by commas",
         secret=True,
     )
     api_key_file: Path | None = setting(

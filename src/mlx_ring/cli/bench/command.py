@@ -117,7 +117,7 @@ _CONCURRENCY = "4"
 
 def bench(
     url: Annotated[
-        str, typer.Option(help="Address of the server: mlx-ring or any OpenAI-compatible one.")
+        str, typer.Option(metavar="URL", help="Address of the server: mlx-ring or any OpenAI-compatible one.")
     ] = "http://127.0.0.1:8100",
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model to ask; the first one served by default.")
@@ -156,7 +156,8 @@ def bench(
     endpoint: Annotated[
         str,
         typer.Option(
-            metavar="completions|chat", help="Endpoint to use. With chat, prompts are words, not token ids."
+            metavar="KIND",
+            help="Endpoint to use: completions, or chat, whose prompts are words, not token ids.",
         ),
     ] = "completions",
     temperature: Annotated[str, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = "0",
