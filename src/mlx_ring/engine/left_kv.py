@@ -86,6 +86,8 @@ class LeftKv:
                 failed_s += 0.0 if moved.tokens else self._moves.clock() - began
                 if moved.back is not None:
                     moved.back.arrive(None)
+                if moved.tokens and (back := live.sequence.back) is not None:
+                    back.turn("move", None)
             self._give_up(sequence)
 
     async def bring_rest(self) -> None:

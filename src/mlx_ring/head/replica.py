@@ -108,11 +108,8 @@ class Replica:
         self.had: Mapping[str, frozenset[int]] = {}
         """Layers with which each node has served."""
         self.meter, self._tracing = meter, tracing
-        self._settings = settings
-        self._served = served
-        self._machines = machines
-        self._shares = shares
-        self._watcher = watcher
+        self._settings, self._served, self._machines = settings, served, machines
+        self._shares, self._watcher = shares, watcher
         self._nodes, self._candidates, self._replicas = nodes, candidates, replicas
         self._retries = False
         """True once an instance of the model has served. From then on each failed load is repeated, on any nodes."""
