@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import grpc
@@ -31,6 +31,7 @@ from mlx_ring.worker.neighbours import caller_node, first_message
 from mlx_ring.worker.platform.device import device_memory, device_name
 from mlx_ring.worker.replies import StepStream
 from mlx_ring.worker.reshaping import StageHolder
+from mlx_ring.worker.runner import StageRunner
 from mlx_ring.worker.stage import build_stage
 from mlx_ring.worker.step import monotonic_us
 
@@ -164,10 +165,7 @@ class WorkerServer(StageHolder):
         stream = StepStream()
         with self._lock:
             check_hello(hello, self.hello(self._head), "the head")
-            if hello.fencing_id != self._head:
-                # An earlier head wanted it.
-                self._jobs.put(partial(self._transfers.keep_left, ()))
-            before = self._stream
+            before, is_same_head = self._stream, hello.fencing_id == self._head
             if before is not None and self._request and has_collective_link(self._request.assignment):
                 # Steps of the earlier head would stay in the collective on some stages and not on others.
                 raise NotReady("Workers whose links are collectives serve one head: start others.")
@@ -185,8 +183,16 @@ class WorkerServer(StageHolder):
             stream.answers.put(worker_pb2.StepsReply(failure=error_to_failure(self._neighbours.loss)))
         if before is not None:
             before.answers.put(None)
-        self._jobs.put(partial(self._runner.reset, kept))
+        self._jobs.put(partial(self._reset, self._runner, kept, keeps_left=is_same_head))
         return stream
+
+    def _reset(
+        self, runner: StageRunner, kept: Sequence[worker_pb2.KeptSequence], *, keeps_left: bool
+    ) -> None:
+        """Free what an earlier epoch or head has left, except the part to keep of some sequences. Runs on the compute thread."""
+        if not keeps_left:
+            self._transfers.keep_left(())
+        runner.reset(kept)
 
     def _forget_fetches(self) -> None:
         """Forget the KV that an earlier head let this rank fetch."""
