@@ -587,7 +587,7 @@ def test_the_present_instance_serves_on_if_the_next_one_is_lost_while_the_prefix
     old.may_end.set()
     new.may_end.set()
 
-    async def lose_new(_self: KvMoves, _source: KvMoves) -> int:
+    async def lose_new(_self: KvMoves, *_: object) -> int:
         new.service.error = WorkerLost("The worker of stage 0 was killed.")
         return 0
 

@@ -65,7 +65,7 @@ def test_read_that_ends_late_leaves_a_later_fetch_of_the_same_number() -> None:
 
 
 def wanted(id_: int) -> worker_pb2.FetchKv:
-    source = worker_pb2.KvSource(key=str(id_), first_layer=0, end_layer=1)
+    source = worker_pb2.KvSource(key=str(id_), address="127.0.0.1:1", first_layer=0, end_layer=1)
     return worker_pb2.FetchKv(id=id_, start=0, end=8, sources=[source])
 
 
