@@ -23,7 +23,7 @@ from tests.worker.random_models import QWEN3, write_in_format, write_random_mode
 from tests.worker.stages import CUTS, PROMPT, Pipeline, Want, chunk, open_sequence, want
 
 from mlx_cpu_kernels import operations
-from mlx_ring.core.errors import ModelCorrupt, VersionMismatch
+from mlx_ring.core.errors import ModelCorrupt, NotReady, VersionMismatch
 from mlx_ring.core.types import LayerRange
 from mlx_ring.head.served_model import describe_model, memory_for_weights
 from mlx_ring.models.layer_tensors import mark_stage_folder
@@ -36,7 +36,7 @@ from mlx_ring.planner.stage_costs import StageTables
 from mlx_ring.rpc.hello import make_hello
 from mlx_ring.rpc.protos import worker_pb2
 from mlx_ring.settings.config import Settings
-from mlx_ring.worker.shard import StageModel
+from mlx_ring.worker.shard import StageModel, model_errors
 from mlx_ring.worker.tensors import from_message
 from mlx_ring.worker.weights import load_stage, read_folder
 
@@ -495,6 +495,37 @@ def test_configurations_with_which_the_models_own_code_fails_are_refused_in_one_
     with pytest.raises(ModelCorrupt) as raised:
         load_stage(described, LayerRange(0, described.num_layers), "float32", lambda _d, _t: None)
     assert str(raised.value) == f"{folder} cannot be loaded: mlx-lm fails with its configuration, {reason}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("model.safetensors"),
+        MemoryError(),
+        RuntimeError("[malloc] Unable to allocate 4096 bytes."),
+        NotReady("Wait."),
+    ],
+    ids=repr,
+)
+def test_errors_that_say_nothing_about_the_model_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, model_errors(Path("model")):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("Shapes differ."), "model cannot be loaded: Shapes differ."),
+        (ValueError(), "model cannot be loaded: mlx-lm fails with its configuration, ValueError"),
+        (KeyError("rope"), "model cannot be loaded: mlx-lm fails with its configuration, KeyError: 'rope'"),
+    ],
+    ids=repr,
+)
+def test_errors_of_the_models_code_name_the_folder(error: Exception, message: str) -> None:
+    with pytest.raises(ModelCorrupt) as raised, model_errors(Path("model")):
+        raise error
+    assert str(raised.value) == message
 
 
 def write_bare_checkpoint(whole: Path, folder: Path, *, with_head: bool) -> Path:

@@ -288,16 +288,20 @@ def _layer_list(model: nn.Module) -> tuple[str, list[Any]]:
 def model_errors(path: Path) -> Generator[None]:
     """Raise any error of mlx-lm's code for the model in a folder as one of the folder, in one line.
 
+    Files that cannot be read and memory that is short stay what they are: they say nothing about the model.
+
     Raises:
         ModelUnsupported: mlx-lm does not know the architecture.
         ModelCorrupt: weights and configuration do not fit, or the model's code fails with its configuration.
     """
     try:
         yield
-    except RingError:
+    except (RingError, OSError, MemoryError):
         raise
     except Exception as error:
-        is_sentence = isinstance(error, ValueError | RuntimeError)
+        is_sentence = isinstance(error, ValueError | RuntimeError) and bool(str(error))
+        if is_sentence and "allocate" in str(error):  # MLX has no error of its own for it
+            raise
         kind = "" if is_sentence else f"mlx-lm fails with its configuration, {type(error).__name__}: "
         message = textwrap.shorten(f"{kind}{error}".removesuffix(": "), 200, placeholder=" ...")
         if is_sentence and "not supported" in message:

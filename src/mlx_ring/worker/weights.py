@@ -210,9 +210,10 @@ class StageLoading:
                 model = load_model(folder.path, lazy=True, strict=True, **loading_options(folder))[0]
             else:
                 model = _build_of_gguf(folder, self._gguf.arrays)
-            simplify_rotations(model, folder.context_length)
-            if self._dequantized:
-                dequantize(model, folder, layers)
+        simplify_rotations(model, folder.context_length)
+        if self._dequantized:
+            dequantize(model, folder, layers)
+        with model_errors(folder.path):  # it runs a pass of the model
             stage = StageModel(model, layers, _DTYPES[self._dtype], folder.vocab_size, folder.hidden_size)
         if stage.num_layers != folder.num_layers:
             raise ModelCorrupt(
