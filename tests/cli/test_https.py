@@ -105,5 +105,5 @@ def test_plain_http_to_a_server_of_https_is_refused_with_the_scheme_to_give(
         wrong = url.replace("https:", "http:")
         done = run_in_process(*command, "--url", wrong, folder=tmp_path)
     assert done.returncode != 0
-    said = f"{wrong} answers nothing over HTTP. If the server uses HTTPS, give its address with https://."
+    said = f"{wrong} closed the connection without an answer. If the server uses HTTPS, give its address with https://."
     assert said in without_breaks(done.stderr)

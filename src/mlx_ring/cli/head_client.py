@@ -232,7 +232,7 @@ def distrust(error: Exception, url: str) -> str | None:
     if "WRONG_VERSION_NUMBER" in text:
         return f"The server at {url} does not use HTTPS: give its address with http://."
     if url.startswith("http:") and "without sending a response" in text:
-        return f"{url} answers nothing over HTTP. If the server uses HTTPS, give its address with https://."
+        return f"{url} closed the connection without an answer. If the server uses HTTPS, give its address with https://."
     _, found, why = text.partition("CERTIFICATE_VERIFY_FAILED] certificate verify failed: ")
     advice = "Give the file of its authority, or of the certificate itself, with --cacert FILE."
     said = f"The certificate of {url} is not trusted here: {why.partition(' (_ssl')[0]}. {advice}"

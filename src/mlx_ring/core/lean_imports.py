@@ -33,9 +33,9 @@ from types import ModuleType
 def importing() -> Generator[None]:
     """Import without garbage collections, and leave what was imported out of later ones.
 
-    Modules make lasting objects, and the searches among them take 0.3 s of a head's start, and a tenth of the imports of
-    agents and workers. Only the main thread does so, as a process starts: beside the threads of others, these would make garbage
-    that lasted, too.
+    Modules make lasting objects, and the searches among them take 0.3 s of a head's start, and a tenth of the imports
+    of agents and workers. Only the main thread does so, as a process starts: beside the threads of others, these would
+    make garbage that lasted, too.
     """
     if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
         yield
