@@ -22,10 +22,9 @@ from mlx_ring.core.types import LayerRange, RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import sampling_ranks
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.left_kv import LeftKv, LeftStages
+from mlx_ring.engine.left_kv import LeftKvMoves, LeftStages
 from mlx_ring.engine.live_request import InProgress, LiveRequest, judge
-from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, kept_message
-from mlx_ring.engine.resumption import LeftKv as LeftSequence
+from mlx_ring.engine.resumption import FIRST_KEPT, KeptKv, LeftKv, kept_message
 from mlx_ring.engine.sequence import Limits
 from mlx_ring.engine.takeover import HeldRequests
 
@@ -57,7 +56,7 @@ class Succession:
         self.engine: Engine | None = None
         self._in_progress: InProgress = {}
         self._lost_ranks: Sequence[RankId] = ()
-        self._left: dict[LiveRequest, LeftSequence] = {}
+        self._left: dict[LiveRequest, LeftKv] = {}
         self._kept_ids = count(FIRST_KEPT)
         self.before: TwinExecutor | None = None
         """Ranks of the last instance, if they may serve again."""
@@ -115,7 +114,7 @@ class Succession:
 
     async def change_stages(
         self, tp_sizes: Sequence[int], *, limits: Limits = LIMITS, keeping: AbstractSet[RankId] | None = None
-    ) -> LeftKv:
+    ) -> LeftKvMoves:
         """Let the ranks change to other stages. The requests continue once KV of those before has moved.
 
         Args:
@@ -138,7 +137,7 @@ class Succession:
         assert self.twin is not None
         before._listener, self.twin.left = None, before  # pyright: ignore[reportPrivateUsage] - as once its engine has ended
         ranks = frozenset(before.ranks) if keeping is None else keeping
-        moving = LeftKv(engine.moves, replace(left, ranks=ranks, lives=lives))
+        moving = LeftKvMoves(engine.moves, replace(left, ranks=ranks, lives=lives))
         await self.during(moving.bring_running())
         engine.take_over(self.held.take())
         return moving

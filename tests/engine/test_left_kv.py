@@ -19,7 +19,7 @@ from tests.engine.twin_rank import KV_BYTES_PER_TOKEN
 from mlx_ring.core.generation import GenerateRequest, RequestStream
 from mlx_ring.core.types import RankId
 from mlx_ring.engine.kv_budget import RankKv
-from mlx_ring.engine.left_kv import LeftKv
+from mlx_ring.engine.left_kv import LeftKvMoves
 from mlx_ring.rpc.protos import worker_pb2
 
 pytestmark = pytest.mark.usefixtures("moves_in_small_parts")
@@ -214,14 +214,14 @@ def test_request_that_has_ended_meanwhile_is_not_moved() -> None:
         succession = instance()
         stream, before = begin(succession, RUNNING, 3)
         ended, _ = begin(succession, other, 3)
-        bring = LeftKv.bring_running
+        bring = LeftKvMoves.bring_running
 
-        async def leave_first(moving: LeftKv) -> None:
+        async def leave_first(moving: LeftKvMoves) -> None:
             await ended.aclose()
             await bring(moving)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LeftKv, "bring_running", leave_first)
+            patch.setattr(LeftKvMoves, "bring_running", leave_first)
             await succession.change_stages((1, 1, 1), limits=LARGE)
         assert len({adopt.sequence for adopt in adopted(succession)}) == 1
         succession.finish()
@@ -238,9 +238,9 @@ def test_request_that_another_replica_took_over_and_lost_gets_no_kv_of_a_sequenc
         before += tokens_of(stream.take())
         other = instance()
         answer_all(other, ENDED[:1])
-        bring = LeftKv.bring_running
+        bring = LeftKvMoves.bring_running
 
-        async def take_over_first(moving: LeftKv) -> None:
+        async def take_over_first(moving: LeftKvMoves) -> None:
             lives = succession.held.take()
             assert other.engine is not None
             # Its number there is that of the other request here.
@@ -251,7 +251,7 @@ def test_request_that_another_replica_took_over_and_lost_gets_no_kv_of_a_sequenc
             await bring(moving)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LeftKv, "bring_running", take_over_first)
+            patch.setattr(LeftKvMoves, "bring_running", take_over_first)
             await succession.change_stages((1, 1, 1), limits=LARGE)
         assert len({adopt.sequence for adopt in adopted(succession)}) == 1
         succession.finish()

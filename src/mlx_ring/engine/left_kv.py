@@ -18,7 +18,7 @@ from mlx_ring.engine.kv_budget import RankKv
 from mlx_ring.engine.live_request import LiveRequest
 from mlx_ring.engine.moved_kv import KvMoves
 from mlx_ring.engine.prefix_cache import Text
-from mlx_ring.engine.resumption import LeftKv as LeftSequence
+from mlx_ring.engine.resumption import LeftKv
 
 _MOST_FAILED_S = 5.0
 """Time in failed moves after which the other interrupted requests are computed again."""
@@ -33,11 +33,11 @@ class LeftStages:
     """Ended sequences, the last used first."""
     ranks: AbstractSet[RankId] = frozenset()
     """Ranks of that engine whose workers keep their KV."""
-    lives: Mapping[LiveRequest, LeftSequence] = field(default_factory=dict[LiveRequest, LeftSequence])
+    lives: Mapping[LiveRequest, LeftKv] = field(default_factory=dict[LiveRequest, LeftKv])
     """Interrupted requests, with what that engine left of each."""
 
 
-class LeftKv:
+class LeftKvMoves:
     """Moves of KV to an engine from the stages that its ranks had before."""
 
     def __init__(self, moves: KvMoves, left: LeftStages) -> None:

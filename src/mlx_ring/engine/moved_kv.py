@@ -209,6 +209,30 @@ class KvMoves:
             moved = arrived, self._scheduler.kv.moved_tokens - before, self.clock() - began
             log.info("Moved KV of ended sequences (%d): %d tokens in %.2f s", *moved)
 
+    def has_room(self, tokens: int, *, without_left: bool = False) -> bool:
+        """Return True if so many tokens could be kept without evicting a text, or if all that `keep_left` keeps were freed."""
+        budget, without = self._scheduler.kv.budget, (_LEFT,) if without_left else ()
+        return budget.fits(tokens, -1, without=without, spare_blocks=budget.awaited_blocks)
+
+    def keep_left(self, ids: Collection[int], tokens: int, give_up: Callable[[int | None], None]) -> None:
+        """Let ranks keep the KV of some sequences of the stages that they had before, and free the rest.
+
+        Args:
+            ids: the sequences.
+            tokens: tokens here that take as much memory.
+            give_up: called if some of that memory is needed, so that nothing waits for it.
+        """
+        if self._error() is not None:
+            return
+        kv = self._scheduler.kv
+        kv.arriving.pop(_LEFT, None)
+        if ids:
+            kv.budget.charge(_LEFT, tokens)
+            kv.arriving[_LEFT] = give_up
+        else:
+            kv.budget.hand_over(_LEFT)
+        self._executor.keep_left(ids)
+
     def _movable_from(self, source: KvOrigin, tokens: Tokens, reached: int) -> int | None:
         """Return the number of a sequence's first tokens that need not move; None if too few others can."""
         match = self._match(tokens)
@@ -416,30 +440,6 @@ class KvMoves:
     def texts(self) -> Sequence[Text]:
         """Ended sequences whose KV is cached, the last used first."""
         return self._scheduler.kv.cache.texts()
-
-    def has_room(self, tokens: int, *, without_left: bool = False) -> bool:
-        """Return True if so many tokens could be kept without evicting a text, or if all that `keep_left` keeps were freed."""
-        budget, without = self._scheduler.kv.budget, (_LEFT,) if without_left else ()
-        return budget.fits(tokens, -1, without=without, spare_blocks=budget.awaited_blocks)
-
-    def keep_left(self, ids: Collection[int], tokens: int, give_up: Callable[[int | None], None]) -> None:
-        """Let ranks keep the KV of some sequences of the stages that they had before, and free the rest.
-
-        Args:
-            ids: the sequences.
-            tokens: tokens here that take as much memory.
-            give_up: called if some of that memory is needed, so that nothing waits for it.
-        """
-        if self._error() is not None:
-            return
-        kv = self._scheduler.kv
-        kv.arriving.pop(_LEFT, None)
-        if ids:
-            kv.budget.charge(_LEFT, tokens)
-            kv.arriving[_LEFT] = give_up
-        else:
-            kv.budget.hand_over(_LEFT)
-        self._executor.keep_left(ids)
 
     def _predict_s(self, source: KvOrigin, tokens: int) -> float:
         """Return the predicted time of a move of some tokens."""

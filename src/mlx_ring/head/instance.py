@@ -34,7 +34,7 @@ from mlx_ring.core.types import RankId
 from mlx_ring.engine.engine import Engine
 from mlx_ring.engine.executor import GrpcExecutor, RankAddress
 from mlx_ring.engine.kv_budget import Allowance
-from mlx_ring.engine.left_kv import LeftKv, LeftStages
+from mlx_ring.engine.left_kv import LeftKvMoves, LeftStages
 from mlx_ring.engine.live_request import Hold, LiveRequest
 from mlx_ring.engine.request_traces import RequestTracer
 from mlx_ring.engine.resumption import KeptKv, kept_message
@@ -225,7 +225,7 @@ class Instance:
             looking = asyncio.create_task(self.watch.find_stuck(engine), name="deadlines")
             cleanup.push_async_callback(end_tasks, looking)
             if epoch.left is not None:
-                moving = LeftKv(engine.moves, epoch.left)
+                moving = LeftKvMoves(engine.moves, epoch.left)
                 await self._unless_lost(moving.bring_running())
                 cleanup.push_async_callback(end_tasks, asyncio.create_task(moving.bring_rest()))
             self._service.serve(engine)
